@@ -1,0 +1,21 @@
+"""The keys of a training batch: what each tensor means, its shape and dtype.
+
+B samples, T tokens (right-padded to the longest), R named rewards. Entry t of every [B, T] tensor belongs to token t;
+entry 0 carries no loss. experience/assembly.py makes the batch; the loop's stages add the last group of keys.
+"""
+
+TOKEN_IDS = "token_ids"  # [B, T] int64; padding is 0
+TOKEN_MASK = "token_mask"  # [B, T] float32; 1 where the policy sampled the token
+GENERATION_LOGPROBS = "generation_logprobs"  # [B, T] float32; the engine's; 0 where the mask is 0
+LENGTHS = "lengths"  # [B] int64; tokens before padding
+SAMPLE_MASK = "sample_mask"  # [B] float32; 0: no gradient from this sample (overlong filtering and the like)
+TRAJECTORY_ID = "trajectory_id"  # [B] int64; 0..N-1 in the order of the batch; samples of one trajectory share it
+GROUP_ID = "group_id"  # [B] int64; rollouts that are compared with each other
+TRAJECTORY_TOKENS = "trajectory_tokens"  # [B] float32; sum of token_mask over all samples of the trajectory
+REWARD = "reward"  # [B] float32; of the trajectory, after scaling and shaping
+REWARD_COMPONENTS = "reward_components"  # nested: reward name -> [B] float32, before scaling and shaping
+TRUNCATED = "truncated"  # [B] bool; the rollout was cut
+
+PREV_LOGPROBS = "prev_logprobs"  # [B, T] float32; of the training backend before the first optimizer step
+REFERENCE_LOGPROBS = "reference_logprobs"  # [B, T] float32
+ADVANTAGES = "advantages"  # [B, T] float32

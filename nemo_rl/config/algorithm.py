@@ -1,0 +1,81 @@
+"""`grpo`: the algorithm's sizes, advantages, rewards and validation, under NeMo-RL's names."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from nemo_rl.config.section import Section
+
+
+class RewardScaling(Section):
+    """Clamp rewards to the source range, then map it linearly to the target range."""
+
+    enabled: bool = False
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+
+class RewardShaping(Section):
+    """DAPO's penalty for overlong responses (arXiv 2503.14476, equation 13)."""
+
+    enabled: bool = False
+    overlong_buffer_length: int = Field(128, gt=0)  # tokens before the maximum in which the penalty grows
+    overlong_buffer_penalty: float = Field(1.0, ge=0)
+    max_response_length: int | None = Field(None, gt=0)  # None: policy.generation.max_new_tokens
+
+
+class AdvEstimator(Section):
+    """How rewards become advantages."""
+
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    normalize_rewards: bool = True  # divide by the group's standard deviation
+    use_leave_one_out_baseline: bool = False
+    minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean
+    reward_weights: dict[str, float] = Field(default_factory=dict)  # gdpo: by reward name; 1 where not named
+
+
+class GRPO(Section):
+    """One training run."""
+
+    num_prompts_per_step: int = Field(32, gt=0)
+    num_generations_per_prompt: int = Field(16, gt=0)
+    max_rollout_turns: int = Field(1, gt=0)
+    max_num_epochs: int = Field(1, gt=0)
+    max_num_steps: int = Field(1_000_000, gt=0)
+    seed: int = 42
+
+    adv_estimator: AdvEstimator = AdvEstimator()
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    reward_scaling: RewardScaling = RewardScaling()
+    reward_shaping: RewardShaping = RewardShaping()
+    overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
+    seq_logprob_error_threshold: float | None = Field(None, gt=1)  # sequences above it get weight 0
+
+    use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal
+    dynamic_sampling_max_gen_batches: int = Field(10, gt=0)
+    batch_multiplier: float = Field(1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
+
+    val_period: int = Field(10, ge=0)  # steps; 0: never
+    val_at_start: bool = False
+    val_at_end: bool = True
+    max_val_samples: int | None = Field(256, gt=0)  # prompts of each data set; None: all
+    val_batch_size: int = Field(256, gt=0)
+    val_num_generations_per_prompt: int = Field(1, gt=0)
+    val_temperature: float | None = Field(None, ge=0)  # None: the training temperature
+    val_greedy: bool = False  # a second, greedy pass: validation/greedy_accuracy
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_flat_advantage_keys(cls, data: object) -> object:
+        """NeMo-RL has these two beside `adv_estimator` and inside it."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        inner = data.get("adv_estimator")
+        moved = {k: data.pop(k) for k in ("normalize_rewards", "use_leave_one_out_baseline") if k in data}
+        if moved and (inner is None or isinstance(inner, dict)):
+            data["adv_estimator"] = {**moved, **(inner or {})}
+        return data

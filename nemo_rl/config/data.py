@@ -1,0 +1,36 @@
+"""`data`: the data sets of training and validation."""
+
+from typing import Any
+
+from pydantic import Field
+
+from nemo_rl.config.section import Section
+
+
+class Dataset(Section):
+    """One data set; what is None comes from `data.default`."""
+
+    dataset_name: str | None = None  # "jsonl", "huggingface", "reasoning_gym", a registered name or a dotted path
+    name: str | None = None  # in metrics; None: dataset_name, numbered where it is not unique
+    data_path: str | None = None  # jsonl: a file; huggingface: a hub name or a folder
+    subset: str | None = None  # huggingface: the configuration's name
+    split: str | None = None  # huggingface
+    input_key: str | None = None  # the field with the question; None: "messages" where present, else "input"
+    output_key: str | None = None  # the field with the answer; None: "output"
+    task: str | None = None  # reasoning_gym: the name of the task
+    task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: its options
+    size: int | None = Field(None, gt=0)  # rows at most (reasoning_gym: rows generated)
+    seed: int | None = None  # of generated rows; None: grpo.seed
+    env_name: str | None = None  # a key of `env`; None: the task or data set of that name
+    processor: str | None = None  # a registered name or a dotted path; None: by the row's shape
+    prompt_file: str | None = None  # text with {} where the question goes
+    system_prompt_file: str | None = None
+
+
+class Data(Section):
+    max_input_seq_length: int | None = Field(None, gt=0)  # tokens of a prompt; None: room for one generated token
+    shuffle: bool = True
+    disjoint: bool = True  # prompts of the validation sets are left out of training
+    train: Dataset | list[Dataset]
+    validation: Dataset | list[Dataset] | None = None
+    default: Dataset = Dataset()

@@ -1,0 +1,55 @@
+"""`policy`: the model, its optimizer and how it is trained, under NeMo-RL's names."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.section import Section
+
+
+class Tokenizer(Section):
+    name: str | None = None  # None: policy.model_name
+    chat_template: str | None = None  # a Jinja text or a file; None: the tokenizer's own
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class DTensorCfg(Section):
+    """FSDP2."""
+
+    enabled: bool = True
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+
+
+class Optimizer(Section):
+    name: str = "torch.optim.AdamW"  # a dotted path
+    kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]})
+
+
+class SchedulerStage(Section):
+    """One scheduler of a sequence, or the steps at which the sequence goes on."""
+
+    name: str | None = None  # a dotted path, e.g. torch.optim.lr_scheduler.LinearLR
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    milestones: list[int] | None = None
+
+
+class Policy(Section):
+    model_name: str  # a Hugging Face name or a folder
+    tokenizer: Tokenizer = Tokenizer()
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    train_global_batch_size: int = Field(512, gt=0)  # samples of one optimizer step
+    train_micro_batch_size: int = Field(4, gt=0)  # samples of one forward and backward
+    logprob_batch_size: int | None = Field(None, gt=0)  # None: train_micro_batch_size
+    logprob_chunk_size: int | None = Field(1024, gt=0)  # tokens whose logits exist at once; None: all
+    max_total_sequence_length: int = Field(512, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)  # None: not clipped
+
+    dtensor_cfg: DTensorCfg = DTensorCfg()
+    optimizer: Optimizer = Optimizer()
+    scheduler: SchedulerStage | list[SchedulerStage] | None = None
+    generation: GenerationSection = GenerationSection()

@@ -1,0 +1,81 @@
+"""The errors that this project raises, one type a boundary.
+
+NemoRLError
+├── ConfigError         a key of the configuration: raised before a model loads
+├── DataError           a data set's file, row or template
+├── GenerationError     the engine did not answer a request (infra: retried)
+├── EnvironmentFault    an environment broke its contract or raised
+├── PolicyError         the training backend
+├── WeightSyncError     the engine does not hold the policy's weights
+├── CheckpointError     a checkpoint that cannot be written or read
+├── RolloutError        too many failed rollouts, or none that ever ends
+└── WorkerError         a process of ours died or did not answer
+
+What happens to one rollout is no exception: it is a `types.Failure` on its trajectory.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class NemoRLError(Exception):
+    """Base of all errors raised on purpose; its text is meant for the user."""
+
+
+class ConfigError(NemoRLError):
+    """A configuration that cannot run.
+
+    The text names the key, the value and what would be right:
+
+    Example: `ConfigError("grpo.num_prompt_per_step", 4, "unknown key", known=["num_prompts_per_step"])` reads
+    "grpo.num_prompt_per_step = 4: unknown key; did you mean grpo.num_prompts_per_step?"
+    """
+
+    def __init__(self, key: str, value: object, problem: str, *, known: Iterable[str] = ()) -> None:
+        self.key = key
+        self.value = value
+        super().__init__(f"{key} = {value!r}: {problem}{suggestion(key, known)}")
+
+
+class DataError(NemoRLError):
+    """A data set, row or chat template that cannot be used; the text names file:line where there is one."""
+
+
+class GenerationError(NemoRLError):
+    """The generation engine failed a request, or died."""
+
+
+class EnvironmentFault(NemoRLError):
+    """An environment broke its contract: a wrong number of results, a wrong type."""
+
+
+class PolicyError(NemoRLError):
+    """The training backend cannot do what was asked."""
+
+
+class WeightSyncError(NemoRLError):
+    """The engine's weights are not the policy's."""
+
+
+class CheckpointError(NemoRLError):
+    """A checkpoint that cannot be written or read."""
+
+
+class RolloutError(NemoRLError):
+    """Rollouts cannot go on: too many failed, or nothing has progressed before the deadline."""
+
+
+class WorkerError(NemoRLError):
+    """A process of ours died, or did not answer before its deadline."""
+
+
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """The end of an error's sentence: the nearest known name, or all of them when none is near."""
+    prefix, _, name = key.rpartition(".")
+    names = sorted(known)
+    if not names:
+        return ""
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if nearest:
+        return f"; did you mean {prefix + '.' if prefix else ''}{nearest[0]}?"
+    return f"; known: {', '.join(names)}"

@@ -1,0 +1,218 @@
+"""Every protocol of the program: the architecture in one file.
+
+Implementations: environments/, generation/, policy/, weight_sync/, algorithms/loss.py and advantage.py,
+observability/, experience/sources.py. Shapes: B samples, T tokens, R named rewards.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from nemo_rl.types import (
+    Completion,
+    EnvStep,
+    FailedRequest,
+    Failure,
+    GenerationRequest,
+    Message,
+    TrainingBatch,
+    TrajectoryGroup,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+ResultT = TypeVar("ResultT")
+
+
+class Environment(Protocol):
+    """Scores answers and goes on with conversations, a batch at a time."""
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[EnvStep | Failure]:
+        """Answer each conversation's last turn; one result an item, in order.
+
+        A `Failure` fails its item alone; an exception, or a wrong number of results, fails all items of the call.
+        May be called again before an earlier call has returned. Blocking work runs off the event loop.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what the environment holds; no call follows."""
+        ...
+
+
+class Generation(Protocol):
+    """An engine that samples tokens."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calls of `generate` that overlap are served together."""
+        ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        """Yield one result a request, as they finish. Closing the iterator cancels what is left."""
+        ...
+
+    async def pause(self) -> None:
+        """Hold all running requests where they are, keeping their tokens; returns when none is being computed."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, manifest: "WeightManifest", weight_version: int) -> None:
+        """Load the weights of a manifest; only while paused or idle. Cached keys and values are dropped."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory to the trainer. Nothing on a CPU."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """One tensor in a weight file."""
+
+    name: str  # as in the Hugging Face checkpoint
+    dtype: str  # torch's name, e.g. "bfloat16"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file; a multiple of 64
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """Where an engine on this machine finds weights: a file in shared memory, and what lies in it."""
+
+    path: str
+    entries: tuple[WeightEntry, ...]
+
+
+class Policy(Protocol):
+    """The model that is trained, and its frozen reference. Calls never overlap; all are awaited in turn."""
+
+    async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
+        """Log-probs of `batch["token_ids"]` under log_softmax(logits / temperature): [B, T] float32, entry 0 is 0."""
+        ...
+
+    async def reference_logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
+        """The same under the weights that training began with."""
+        ...
+
+    async def train_step(self, batch: TrainingBatch, loss_fn: "LossFn") -> dict[str, float]:
+        """All optimizer steps of one batch; returns metrics: those of the loss, `loss`, `grad_norm`, `lr`."""
+        ...
+
+    async def with_weights(self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]") -> ResultT:
+        """Call `use` with (Hugging Face name, tensor) pairs where the weights live, in the dtype engines want."""
+        ...
+
+    async def save(self, path: Path, *, save_optimizer: bool) -> None:
+        """Write `weights/` (Hugging Face files), `tokenizer/` and `optimizer/` under `path`."""
+        ...
+
+    async def load(self, path: Path) -> None:
+        """Go on from what `save` wrote."""
+        ...
+
+    async def offload(self) -> None:
+        """Move everything off the accelerator, so that an engine may use it. Nothing on a CPU."""
+        ...
+
+    async def onload(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WeightSync(Protocol):
+    """Brings the policy's weights to the engine."""
+
+    async def publish(self, policy: Policy, generation: Generation, *, weight_version: int) -> None:
+        """After it returns, everything that starts to be generated is sampled under `weight_version`.
+
+        Raises WeightSyncError when a verification finds other weights in the engine.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizer:
+    """What one optimizer step divides by: counts over all its samples, whatever micro-batch or rank they are on."""
+
+    num_valid_tokens: float  # sum of token_mask * sample_mask, entry 0 of each sample excluded
+    num_valid_trajectories: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number of a micro-batch. `sum`: already divided by the normalizer's counts, so micro-batches add up."""
+
+    value: "torch.Tensor"
+    reduction: Literal["sum", "min", "max"] = "sum"
+
+
+class LossFn(Protocol):
+    """A scalar of the current log-probs; pure, and knows nothing of micro-batches or ranks."""
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """Keys of the batch that it reads."""
+        ...
+
+    def __call__(
+        self, logprobs: "torch.Tensor", batch: TrainingBatch, normalizer: Normalizer
+    ) -> "tuple[torch.Tensor, dict[str, Metric]]":
+        """Loss of a micro-batch from [B, T] log-probs; losses of an optimizer step's micro-batches are summed."""
+        ...
+
+
+class AdvantageEstimator(Protocol):
+    """Advantages from rewards; one a trajectory or one a token."""
+
+    @property
+    def required_keys(self) -> frozenset[str]: ...
+
+    def __call__(self, batch: TrainingBatch) -> "torch.Tensor":
+        """[B, T] float32; any value where the token mask is 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedGroups:
+    """What a source hands to one training step."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class GroupSource(Protocol):
+    """Where the loop gets its rollouts; sync, async and filtered training differ in it alone."""
+
+    async def next_groups(self, weight_version: int) -> CollectedGroups:
+        """The groups of one step, ordered by prompt; raises StopAsyncIteration when the data set is spent."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Logger(Protocol):
+    """One place where metrics go."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Names as in docs/metrics.md, prefix included ("train/loss")."""
+        ...
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None: ...
+
+    def close(self) -> None: ...

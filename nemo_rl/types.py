@@ -1,0 +1,223 @@
+"""The glossary: what flows through the program, from a prompt to a training batch.
+
+Everything here is a frozen dataclass and holds no tensor: token ids are `tuple[int, ...]`, log-probs
+`tuple[float, ...]`. Tensors begin in experience/assembly.py, which makes the `TrainingBatch`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+TrainingBatch: TypeAlias = "TensorDict"  # keys, shapes and dtypes: experience/assembly.py
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant asked for, in OpenAI's shape."""
+
+    id: str
+    name: str
+    arguments: str  # a JSON object, as the model wrote it
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A chat message, in OpenAI's shape."""
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # on a tool's message: the call that it answers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedMessage:
+    """A message with the tokens it was sampled or encoded with; they are never made again."""
+
+    message: Message
+    token_ids: tuple[int, ...]
+    generation_logprobs: tuple[float, ...] | None = None  # one a token, exactly when the policy sampled it
+
+    def __post_init__(self) -> None:
+        logprobs = self.generation_logprobs
+        if logprobs is not None and len(logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens with {len(logprobs)} log-probs")
+
+    @property
+    def is_generated(self) -> bool:
+        return self.generation_logprobs is not None
+
+
+MessageLog: TypeAlias = tuple[TokenizedMessage, ...]  # the only history of a rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Where a rollout starts: one row of a data set."""
+
+    prompt_id: str  # unique in its data set
+    task_name: str  # the environment that scores it: a key of `env`
+    messages: tuple[Message, ...]
+    env_state: Mapping[str, Any] = field(default_factory=dict)  # what the environment needs, e.g. the answer
+    tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
+    dataset: str = ""  # the data set's name, for metrics kept apart
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next tokens are drawn."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1: off
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion asked of an engine."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # the whole prompt
+    sampling: SamplingParams
+    seed: int
+    session_id: str  # requests of one session stay on one replica, whose cache holds their prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # the stop token included
+    logprobs: tuple[float, ...]  # of the sampled tokens, under log_softmax(logits / temperature)
+    finish_reason: Literal["stop", "length"]
+    weight_versions: tuple[int, int] = (0, 0)  # oldest and newest weights that it was sampled under
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request that an engine could not answer."""
+
+    request_id: str
+    cause: str
+
+
+class FailureClass(StrEnum):
+    """Who failed a rollout."""
+
+    INFRA = "infra"  # generation: retried on another replica
+    ENVIRONMENT = "environment"
+    AGENT = "agent"
+    REWARD = "reward"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rollout has no reward."""
+
+    failure_class: FailureClass
+    cause: str  # one line: the type and text of the first error
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStep:
+    """What an environment answers to one turn."""
+
+    observation: tuple[Message, ...] = ()  # appended to the conversation; empty: nothing
+    rewards: Mapping[str, float] = field(default_factory=dict)  # of this turn by name; they add up over turns
+    done: bool = True
+    state: Mapping[str, Any] = field(default_factory=dict)  # handed back at the next turn
+    stop_strings: tuple[str, ...] | None = None  # for the next turn; None: those of the run's configuration
+    answer: str | None = None  # what was understood as the answer, for majority votes and tables
+
+
+class StopReason(StrEnum):
+    """Why a rollout ended."""
+
+    DONE = "done"  # the environment said so
+    TRUNCATED = "truncated"  # a response cut by its token limit, or no room left for more
+    MAX_TURNS = "max_turns"  # still going after the last turn allowed
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds that one rollout spent."""
+
+    generation_s: float = 0.0
+    environment_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout that has ended."""
+
+    prompt: Prompt
+    group_id: str  # shared by the rollouts that are compared with each other
+    generation_index: int  # its place in the group
+    message_log: MessageLog
+    stop_reason: StopReason
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty when failed
+    answer: str | None = None
+    num_turns: int = 0
+    weight_versions: tuple[int, int] = (0, 0)  # oldest and newest
+    failure: Failure | None = None
+    timings: Timings = field(default_factory=Timings)
+
+    def __post_init__(self) -> None:
+        if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
+            raise ValueError(f"stop reason {self.stop_reason} with failure {self.failure}")
+        if self.failure is not None and self.rewards:
+            raise ValueError("a failed rollout has no reward")
+
+    @property
+    def reward(self) -> float:
+        """The sum of the named rewards; only for a rollout that did not fail."""
+        if self.failure is not None:
+            raise ValueError(f"a failed rollout has no reward: {self.failure.cause}")
+        return sum(self.rewards.values())
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(m.token_ids) for m in self.message_log if m.is_generated)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(m.token_ids) for m in self.message_log)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """All rollouts of one prompt, in the order of their generation index; some may have failed."""
+
+    group_id: str
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def survivors(self) -> tuple[Trajectory, ...]:
+        return tuple(t for t in self.trajectories if t.failure is None)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One flat token sequence to train on. A trajectory yields one, or several where its history was rewritten."""
+
+    trajectory_id: int  # its trajectory's place in the batch
+    group_id: int  # its group's place in the batch
+    token_ids: tuple[int, ...]  # [T]
+    token_mask: tuple[int, ...]  # [T]; 1 where the policy sampled the token
+    generation_logprobs: tuple[float, ...]  # [T]; 0 where the mask is 0
+    reward: float  # of the whole trajectory
+    loss_weight: float = 1.0  # 0: in the baseline, but without a gradient (overlong filtering)
