@@ -1,0 +1,1 @@
+"""How the policy's weights reach the engine, and the check that they did."""
