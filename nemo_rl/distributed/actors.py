@@ -1,0 +1,174 @@
+"""Objects in processes of their own: spawn one, await its methods, stream from it, kill it.
+
+Any class may live in an actor; it need not know of Ray. A method that is `async def` runs on the actor's event loop,
+any other on the actor's threads (with `max_concurrency=1` always the same thread), so that none blocks the others.
+"""
+
+import asyncio
+import inspect
+import logging
+import os
+import traceback
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from nemo_rl.errors import WorkerError
+
+LOGGER = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 256 * 1024 * 1024  # of a local cluster: only small messages pass, weights have their own way
+
+
+def connect(*, num_cpus: int | None = None) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start a local one; nothing where this process is connected.
+
+    `num_cpus` is what a local cluster may hand out; None: the machine's cores.
+    """
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        LOGGER.info("connected to the Ray cluster at %s", address)
+        return
+    ray.init(address="local", num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    LOGGER.info("started a local Ray cluster")
+
+
+def shutdown() -> None:
+    """Leave the cluster; actors of this process end, and so does a local cluster."""
+    ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What a method raised, as text: exceptions themselves do not always survive pickling."""
+
+    summary: str
+    worker_traceback: str
+
+
+def _raised(error: BaseException) -> _Raised:
+    return _Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+class _Host:
+    """Lives in the actor's process and calls the object that it was asked to make."""
+
+    def __init__(self, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(max_threads, thread_name_prefix=cls.__name__)
+        self._target: Any = None
+        self._failed: _Raised | None = None
+        try:
+            self._target = self._executor.submit(partial(cls, *args, **kwargs)).result()
+        except Exception as error:
+            self._failed = _raised(error)
+
+    async def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._failed is not None:
+            return self._failed
+        try:
+            method = partial(getattr(self._target, name), *args, **kwargs)
+            if inspect.iscoroutinefunction(method.func):
+                return await method()
+            return await asyncio.get_running_loop().run_in_executor(self._executor, method)
+        except Exception as error:
+            return _raised(error)
+
+    async def stream(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        if self._failed is not None:
+            yield self._failed
+            return
+        try:
+            async for item in getattr(self._target, name)(*args, **kwargs):
+                yield item
+        except Exception as error:
+            yield _raised(error)
+
+
+class ActorHandle:
+    """An object in another process. Errors there arrive as WorkerError, with the traceback of that process."""
+
+    def __init__(self, actor: Any, class_name: str) -> None:
+        self._actor = actor
+        self._class_name = class_name
+
+    async def call(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """The result of method `name`.
+
+        Raises WorkerError when the method raised, the process died, or `timeout_s` passed; a call that ran out of time
+        or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to its end).
+        """
+        reference = self._actor.call.remote(name, args, kwargs)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return self._checked(name, await reference)
+        except TimeoutError as error:
+            ray.cancel(reference)
+            raise WorkerError(f"{self._class_name}.{name} did not answer in {timeout_s} s") from error
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"{self._class_name}.{name}: {_first_line(error)}") from error
+
+    async def stream(self, name: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """The items of the async generator method `name` as they come; closing the iterator cancels it there."""
+        references = self._actor.stream.options(num_returns="streaming").remote(name, args, kwargs)
+        finished = False
+        try:
+            async for reference in references:
+                yield self._checked(name, await reference)
+            finished = True
+        except ray.exceptions.RayError as error:
+            finished = True
+            raise WorkerError(f"{self._class_name}.{name}: {_first_line(error)}") from error
+        finally:
+            if not finished:
+                ray.cancel(references)
+
+    def kill(self) -> None:
+        """End the process at once; calls that wait raise WorkerError."""
+        ray.kill(self._actor)
+
+    def _checked(self, name: str, result: Any) -> Any:
+        if isinstance(result, _Raised):
+            raise WorkerError(f"{self._class_name}.{name} raised {result.summary}\n{result.worker_traceback}")
+        return result
+
+
+def spawn_actor(
+    cls: type,
+    *args: Any,
+    num_cpus: float = 0,
+    num_gpus: float = 0,
+    max_concurrency: int = 1,
+    resources: Mapping[str, float] | None = None,
+    env_vars: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> ActorHandle:
+    """Make `cls(*args, **kwargs)` in a process of its own, and return without waiting for it.
+
+    `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
+    run at once, more wait. `env_vars` are set before the process imports anything. An error of the constructor is
+    raised by every call. Connects to Ray where that has not been done.
+    """
+    connect()
+    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": max_concurrency}
+    if resources:
+        options["resources"] = dict(resources)
+    if env_vars:
+        options["runtime_env"] = {"env_vars": dict(env_vars)}
+    # Each call holds at most one thread, so threads never run out.
+    actor = ray.remote(_Host).options(**options).remote(cls, args, kwargs, max_concurrency)
+    return ActorHandle(actor, cls.__name__)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

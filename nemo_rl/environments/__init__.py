@@ -1,0 +1,1 @@
+"""Environments: who scores answers and goes on with conversations."""
