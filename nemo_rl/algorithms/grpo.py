@@ -1,0 +1,113 @@
+"""The GRPO loop. Sync, filtered and later asynchronous training differ in `run.source`, not here."""
+
+import logging
+from dataclasses import dataclass, field
+
+from nemo_rl.algorithms.interrupt import Interrupted
+from nemo_rl.algorithms.report import report_start, report_step, report_validation
+from nemo_rl.algorithms.resuming import Position, restore, save
+from nemo_rl.algorithms.run import GRPORun
+from nemo_rl.algorithms.stages import add_logprobs, estimate_advantages, make_batch
+from nemo_rl.algorithms.validation import ValidationResult
+from nemo_rl.observability.timer import StepTimer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Training:
+    """What a run has reached; the summary at its end shows it."""
+
+    position: Position  # always what the policy holds, so that it can be saved at any await
+    rewards: list[float] = field(default_factory=list)  # mean raw reward of each step of this process
+    validations: dict[int, ValidationResult] = field(default_factory=dict)  # by step
+    is_spent: bool = False  # the data set has no prompt left
+    interrupted: bool = False
+
+
+async def train(run: GRPORun) -> Training:
+    """Train until `grpo.max_num_steps`, the end of the data, or a signal; goes on from the newest checkpoint."""
+    training = Training(await restore(run))
+    report_start(run, training.position.step)
+    try:
+        await run.weight_sync.publish(run.policy, run.generation, weight_version=training.position.step)
+        if run.config.grpo.val_at_start and training.position.step == 0:
+            await _validate(run, training, StepTimer())
+        while _goes_on(run, training):
+            await train_one_step(run, training)
+    except Interrupted:
+        logger.info("the step under way is abandoned; its prompts are drawn again on resuming")
+    training.interrupted = run.interrupt.requested
+    if training.interrupted:
+        await save(run, training.position, {})
+    elif training.is_spent:
+        await _finish(run, training)
+    return training
+
+
+def _goes_on(run: GRPORun, training: Training) -> bool:
+    at_end = training.position.step >= run.config.grpo.max_num_steps
+    return not (at_end or training.is_spent or run.interrupt.requested)
+
+
+async def train_one_step(run: GRPORun, training: Training) -> None:
+    """Collect, train, refit, and whatever is due after this step; `training` moves on."""
+    policy, step, timer = run.policy, training.position.step, StepTimer()
+    with timer("total_step_time"):
+        with timer("generation"):
+            try:
+                collected = await run.interrupt.guard(run.source.next_groups(weight_version=step))
+            except StopAsyncIteration:
+                training.is_spent = True
+                return
+        with timer("data_processing"):
+            batch = make_batch(run, collected)
+        with timer("policy_and_reference_logprobs"):
+            await add_logprobs(batch, policy, run.logprobs_needed)
+        with timer("advantage_calculation"):
+            metrics = estimate_advantages(run, batch)
+        with timer("policy_training"):
+            metrics |= await policy.train_step(batch, run.loss_fn)
+        step += 1
+        training.position = Position(step, run.source.state_dict())
+        with timer("weight_sync"):
+            await run.weight_sync.publish(policy, run.generation, weight_version=step)
+        training.rewards.append(metrics["reward"])
+        if _validates_after(run, step):
+            await _validate(run, training, timer)
+        with timer("checkpointing"):
+            await _save_if_due(run, training, metrics, is_last=step == run.config.grpo.max_num_steps)
+    report_step(run, step, collected, metrics, timer)
+
+
+async def _finish(run: GRPORun, training: Training) -> None:
+    """What the last step does, for a data set that ended before `grpo.max_num_steps`."""
+    logger.info("the data set is spent after %d steps (grpo.max_num_epochs)", training.position.step)
+    if run.config.grpo.val_at_end and training.position.step not in training.validations:
+        await _validate(run, training, StepTimer())
+    await _save_if_due(run, training, {}, is_last=True)
+
+
+def _validates_after(run: GRPORun, step: int) -> bool:
+    grpo = run.config.grpo
+    due = grpo.val_period > 0 and step % grpo.val_period == 0
+    return due or (grpo.val_at_end and step == grpo.max_num_steps)
+
+
+async def _validate(run: GRPORun, training: Training, timer: StepTimer) -> None:
+    if run.validator is None:
+        return
+    with timer("total_validation_time"):
+        validation = await run.interrupt.guard(run.validator.validate())
+    training.validations[training.position.step] = validation
+    report_validation(run, training.position.step, validation, timer)
+
+
+async def _save_if_due(run: GRPORun, training: Training, metrics: dict[str, float], *, is_last: bool) -> None:
+    step = training.position.step
+    if run.checkpoints is None or not run.checkpoints.should_save(step, is_last=is_last):
+        return
+    validation = training.validations.get(step)
+    of_validation = validation.metrics if validation else {}
+    named = {f"train:{k}": v for k, v in metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}
+    await save(run, training.position, named)

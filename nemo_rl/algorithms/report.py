@@ -1,0 +1,75 @@
+"""What a step and a validation show: metrics to the loggers, lines to the progress display, rollouts to files."""
+
+import logging
+from collections.abc import Sequence
+
+from nemo_rl.algorithms.run import GRPORun
+from nemo_rl.algorithms.validation import ValidationResult
+from nemo_rl.interfaces import CollectedGroups
+from nemo_rl.observability.timer import StepTimer
+from nemo_rl.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
+
+
+def report_start(run: GRPORun, step: int) -> None:
+    run.progress.start(step=step, total=run.config.grpo.max_num_steps)
+
+
+def report_step(
+    run: GRPORun, step: int, collected: CollectedGroups, metrics: dict[str, float], timer: StepTimer
+) -> None:
+    """Metrics of one training step under their prefixes, and its rollouts."""
+    seconds = timer.seconds()
+    validation_s = seconds.pop("total_validation_time", 0.0)
+    performance = throughput(metrics, seconds, validation_s)
+    run.logger.log_metrics(
+        {f"train/{name}": value for name, value in metrics.items()}
+        | {f"timing/train/{name}": value for name, value in seconds.items()}
+        | {f"performance/{name}": value for name, value in performance.items()},
+        step,
+    )
+    run.progress.step(step, metrics=metrics | performance, seconds=seconds)
+    if run.rollouts is not None:
+        run.rollouts.write(step, [t for group in collected.groups for t in group.trajectories])
+
+
+def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_s: float) -> dict[str, float]:
+    """Rates of one step, the time of its validation left out."""
+    total = max(seconds["total_step_time"] - validation_s, 1e-9)
+    num_tokens = metrics["total_num_tokens"]
+    generated = metrics["global_valid_toks"]
+    rates = {
+        "samples_per_sec": metrics["global_valid_seqs"] / total,
+        "tokens_per_sec": num_tokens / total,
+        "generation_tokens_per_sec": generated / max(seconds["generation"], 1e-9),
+        "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
+    }
+    if "train_flops" in metrics:
+        rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
+    return rates
+
+
+def report_validation(run: GRPORun, step: int, validation: ValidationResult, timer: StepTimer) -> None:
+    """Metrics of one validation and a table of its first rollouts."""
+    metrics = {f"validation/{name}": value for name, value in validation.metrics.items()}
+    metrics["timing/validation/total_validation_time"] = timer.seconds()["total_validation_time"]
+    run.logger.log_metrics(metrics, step)
+    rows = sample_rows(validation.trajectories[: run.config.logger.num_val_samples_to_print])
+    run.logger.log_table("validation/samples", SAMPLE_COLUMNS, rows, step)
+    run.progress.validation(step, metrics=validation.metrics, columns=SAMPLE_COLUMNS, rows=rows)
+
+
+def sample_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, str, str, str]]:
+    """One row a rollout, as SAMPLE_COLUMNS; a failed one shows its cause where others have their reward."""
+    rows = []
+    for trajectory in trajectories:
+        prompt = "\n".join(message.content for message in trajectory.prompt.messages)
+        turns = [m.message for m in trajectory.message_log[len(trajectory.prompt.messages) :]]
+        response = "\n".join(f"{m.role}: {m.content}" if len(turns) > 1 else m.content for m in turns)
+        failure = trajectory.failure
+        reward = f"failed: {failure.cause}" if failure else f"{trajectory.reward:.3f}"
+        rows.append((prompt, response, reward, str(trajectory.stop_reason)))
+    return rows

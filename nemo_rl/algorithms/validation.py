@@ -1,0 +1,107 @@
+"""Validation: held-out prompts, through the rollout that calls each environment once a turn."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl.algorithms.pass_k import pass_at_k
+from nemo_rl.data.datasets import PromptSet
+from nemo_rl.experience.rollouts import (
+    RolloutContext,
+    RolloutJob,
+    run_multi_turn_rollout,
+    run_multi_turn_rollout_async_generation,
+)
+from nemo_rl.types import Prompt, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """Metrics without their prefix, and the rollouts that they were computed from."""
+
+    metrics: dict[str, float]
+    trajectories: tuple[Trajectory, ...]  # of the pass at the validation temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """Measures the policy that the engine holds on every validation set."""
+
+    prompt_sets: tuple[PromptSet, ...]
+    context: RolloutContext  # sampling at the validation temperature
+    num_generations_per_prompt: int
+    batch_size: int  # prompts generated at once
+    max_samples: int | None  # prompts of each set; None: all
+    greedy: bool  # a second pass at temperature 0, one generation a prompt
+
+    async def validate(self) -> ValidationResult:
+        """Run every set. Failed rollouts have no reward: they are left out of the means and counted.
+
+        Metrics: `accuracy` (mean reward), `avg_length` (generated tokens), `pass_<k>` with several generations,
+        `greedy_accuracy`, `num_failed`; with several sets also `<set>/...` each, and the plain names are means over
+        the sets.
+        """
+        by_set: dict[str, dict[str, float]] = {}
+        seen: list[Trajectory] = []
+        for prompt_set in self.prompt_sets:
+            prompts = prompt_set.prompts[: self.max_samples]
+            sampled = await self._rollouts(prompts, self.num_generations_per_prompt, self.context.sampling)
+            metrics = sampled_metrics(sampled, self.num_generations_per_prompt)
+            if self.greedy:
+                greedy_sampling = replace(self.context.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+                metrics |= greedy_metrics(await self._rollouts(prompts, 1, greedy_sampling))
+            by_set[prompt_set.name] = metrics
+            seen += sampled
+        return ValidationResult(over_sets(by_set), tuple(seen))
+
+    async def _rollouts(
+        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams
+    ) -> list[Trajectory]:
+        context = replace(self.context, sampling=sampling)
+        run = run_multi_turn_rollout_async_generation if context.generation.is_async else run_multi_turn_rollout
+        trajectories: list[Trajectory] = []
+        for start in range(0, len(prompts), self.batch_size):
+            jobs = [
+                RolloutJob(prompt=prompt, group_id=prompt.prompt_id, generation_index=index, epoch=0)
+                for prompt in prompts[start : start + self.batch_size]
+                for index in range(num_generations)
+            ]
+            trajectories += await run(jobs, context)
+        return trajectories
+
+
+def sampled_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
+    """Metrics of one set's sampled pass; `trajectories` holds `num_generations` in a row for each prompt."""
+    survivors = [t for t in trajectories if t.failure is None]
+    metrics = {"num_failed": float(len(trajectories) - len(survivors))}
+    if not survivors:
+        return metrics
+    metrics["accuracy"] = statistics.fmean(t.reward for t in survivors)
+    metrics["avg_length"] = statistics.fmean(t.num_generated_tokens for t in survivors)
+    if num_generations > 1:
+        metrics[f"pass_{num_generations}"] = mean_pass_at_k(trajectories, num_generations)
+    return metrics
+
+
+def mean_pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
+    """pass@k averaged over the prompts; a prompt with failures is judged by its survivors."""
+    values = []
+    for start in range(0, len(trajectories), k):
+        scores = [t.reward for t in trajectories[start : start + k] if t.failure is None]
+        if scores:
+            values.append(pass_at_k(scores, min(k, len(scores))))
+    return statistics.fmean(values)
+
+
+def greedy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    survivors = [t for t in trajectories if t.failure is None]
+    return {"greedy_accuracy": statistics.fmean(t.reward for t in survivors)} if survivors else {}
+
+
+def over_sets(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
+    """One set: its metrics. Several: each under its name, and the mean over the sets that have the metric."""
+    if len(by_set) == 1:
+        return dict(next(iter(by_set.values())))
+    names = sorted({name for metrics in by_set.values() for name in metrics})
+    means = {name: statistics.fmean(m[name] for m in by_set.values() if name in m) for name in names}
+    return means | {f"{s}/{name}": value for s, metrics in by_set.items() for name, value in metrics.items()}

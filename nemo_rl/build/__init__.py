@@ -1,0 +1,1 @@
+"""Configuration to objects: the only package that knows every backend."""

@@ -1,0 +1,62 @@
+"""What the example scripts share: arguments, the configuration, exit codes."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl.config.loading import load_config, resolved_yaml
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.errors import NemoRLError
+
+EXIT_BAD_CONFIG = 2  # as argparse
+EXIT_INTERRUPTED = 130  # as a shell after Ctrl-C
+
+logger = logging.getLogger(__name__)
+
+
+def run_command(arguments: Sequence[str], *, description: str, default_config: Path) -> int:
+    """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
+    parsed = _parser(description).parse_intermixed_args(arguments)
+    try:
+        config = load_config(parsed.config or default_config, parsed.overrides)
+    except NemoRLError as error:
+        return _refused(error)
+    if parsed.dry_run:
+        from nemo_rl.build.devices import placement_plan  # torch looks for devices
+
+        sys.stdout.write(f"{resolved_yaml(config)}\n{placement_plan(config)}\n")
+        return 0
+    try:
+        return _train(config, command=_command(parsed))
+    except NemoRLError as error:
+        return _refused(error)
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="a recipe; without it the quickstart")
+    parser.add_argument("--dry-run", action="store_true", help="print the configuration and the placement, then stop")
+    parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")
+    return parser
+
+
+def _command(parsed: argparse.Namespace) -> str:
+    """How this run was started, to be shown as the way to continue it."""
+    config = ["--config", str(parsed.config)] if parsed.config else []
+    return " ".join(["uv run", os.path.relpath(sys.argv[0]), *config, *parsed.overrides])
+
+
+def _train(config: GRPOConfig, command: str) -> int:
+    from nemo_rl.build.session import train_grpo  # torch and the engine load only for a valid configuration
+
+    training = asyncio.run(train_grpo(config, command))
+    return EXIT_INTERRUPTED if training.interrupted else 0
+
+
+def _refused(error: NemoRLError) -> int:
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    return EXIT_BAD_CONFIG

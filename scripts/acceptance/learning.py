@@ -1,0 +1,108 @@
+"""Does it learn, and only what it should? Whole runs of the quickstart, minutes each; figures for docs/benchmarks.md.
+
+    uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
+    uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+
+SEEDS = (0, 1, 2)
+SAMPLED_START_BELOW, SAMPLED_END = 0.35, 0.85
+GREEDY_GAIN, GREEDY_END = 0.2, 0.9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Accuracies on the held-out prompts, before and after."""
+
+    name: str
+    sampled: tuple[float, float]
+    greedy: tuple[float, float]
+    seconds: float
+
+    def row(self, verdict: bool) -> str:
+        (s0, s1), (g0, g1) = self.sampled, self.greedy
+        return f"| {self.name} | {s0:.3f} -> {s1:.3f} | {g0:.3f} -> {g1:.3f} | {self.seconds:.0f} | {verdict} |"
+
+
+def run(name: str, *overrides: str) -> Outcome:
+    """One run in a process of its own; its time includes the start and the making of the model."""
+    with tempfile.TemporaryDirectory() as log_dir, tempfile.TemporaryDirectory() as cache:
+        started = time.monotonic()
+        subprocess.run(
+            [sys.executable, "examples/run_grpo.py", f"logger.log_dir={log_dir}", *overrides],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "NEMO_RL_CACHE": cache, "PYTHONPATH": str(HERE)},
+            timeout=3600,
+        )
+        seconds = time.monotonic() - started
+        lines = (next(Path(log_dir).glob("exp_*")) / "metrics.jsonl").read_text().splitlines()
+    validations = [row for row in map(json.loads, lines) if "validation/accuracy" in row]
+    first, last = validations[0], validations[-1]
+    return Outcome(
+        name,
+        (first["validation/accuracy"], last["validation/accuracy"]),
+        (first["validation/greedy_accuracy"], last["validation/greedy_accuracy"]),
+        seconds,
+    )
+
+
+def learning(seeds: tuple[int, ...]) -> bool:
+    passed = True
+    for seed in seeds:
+        outcome = run(f"quickstart, seed {seed}", f"grpo.seed={seed}", f"policy.model_name=nemo_rl/quickstart-{seed}")
+        verdict = (
+            outcome.sampled[0] < SAMPLED_START_BELOW
+            and outcome.sampled[1] >= SAMPLED_END
+            and outcome.greedy[1] - outcome.greedy[0] >= GREEDY_GAIN
+            and outcome.greedy[1] >= GREEDY_END
+        )
+        passed &= verdict
+        print(outcome.row(verdict), flush=True)
+    return passed
+
+
+def controls() -> bool:
+    """Random rewards must not raise the held-out accuracy; rewards turned round must lower it."""
+    random = run(
+        "random rewards",
+        "++env.coin.type=rewards:coin",
+        "++data.train.env_name=coin",
+        "grpo.max_num_steps=60",
+        "grpo.val_period=60",
+    )
+    does_not_rise = random.sampled[1] <= random.sampled[0] + 0.05
+    print(random.row(does_not_rise), flush=True)
+    turned = run(
+        "rewards turned round",
+        "++grpo.reward_scaling.enabled=true",
+        "++grpo.reward_scaling.target_min=1",
+        "++grpo.reward_scaling.target_max=0",
+        "grpo.max_num_steps=60",
+        "grpo.val_period=60",
+    )
+    falls = turned.sampled[1] < turned.sampled[0] - 0.05 and turned.greedy[1] < turned.greedy[0]
+    print(turned.row(falls), flush=True)
+    return does_not_rise and falls
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["learning", "controls"], default="learning")
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
+    arguments = parser.parse_args()
+    print("| run | sampled | greedy | s | as it should |\n|---|---|---|---|---|", flush=True)
+    sys.exit(0 if (controls() if arguments.what == "controls" else learning(tuple(arguments.seeds))) else 1)

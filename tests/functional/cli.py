@@ -1,0 +1,56 @@
+"""Runs the real command line in a process of its own and reads what it wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "run_grpo.py"
+DEADLINE_S = 280
+
+
+@dataclass(frozen=True)
+class Run:
+    returncode: int
+    stdout: str
+    stderr: str
+    directory: Path | None  # the run directory, where one was made
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """metrics.jsonl by step; all lines of a step merged."""
+        assert self.directory is not None, self.stderr
+        merged: dict[int, dict[str, float]] = {}
+        for line in (self.directory / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            merged.setdefault(row.pop("step"), {}).update(row)
+        return merged
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+
+
+def run_directory(log_dir: Path) -> Path | None:
+    """The newest run directory under `log_dir`."""
+    return max(log_dir.glob("exp_*"), default=None)
+
+
+def run_grpo(log_dir: Path, *arguments: str) -> Run:
+    """Run to its end; `log_dir` is where its run directory goes."""
+    done = subprocess.run(
+        command(*arguments, f"logger.log_dir={log_dir}"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(),
+        cwd=ROOT,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, done.stderr, run_directory(log_dir))

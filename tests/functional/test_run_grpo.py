@@ -1,0 +1,93 @@
+"""The main job through the command line: real vLLM, the quickstart's model, a few steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.functional.cli import Run, run_grpo
+
+SMALL = (
+    "grpo.max_num_steps=3",
+    "grpo.num_prompts_per_step=4",
+    "++policy.optimizer.kwargs.lr=1e-4",
+    "grpo.max_val_samples=16",
+    "grpo.val_period=3",
+    "weight_sync.verify=true",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = run_grpo(
+        tmp_path_factory.mktemp("logs"), *SMALL, "logger.wandb_enabled=true", "logger.tensorboard_enabled=true"
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
+def test_a_run_trains_its_steps_and_validates(run: Run) -> None:
+    metrics = run.metrics()
+    assert [step for step in metrics if "train/loss" in metrics[step]] == [1, 2, 3]
+    assert 0 <= metrics[0]["validation/accuracy"] <= 1
+    assert {"validation/accuracy", "validation/greedy_accuracy"} <= metrics[3].keys()
+
+
+def test_the_engine_holds_the_weights_of_the_policy_at_every_step(run: Run) -> None:
+    for step, metrics in run.metrics().items():
+        if "train/loss" in metrics:
+            assert metrics["train/max_logprob_error"] <= 1e-4, step
+            assert metrics["train/token_mult_prob_error"] - 1 <= 1e-5, step
+
+
+def test_metrics_have_the_names_of_the_field(run: Run) -> None:
+    names = run.metrics()[3].keys()
+    expected = {
+        "train/reward", "train/grad_norm", "train/lr", "train/advantages/mean", "train/probs_ratio",
+        "train/approx_entropy", "train/global_valid_seqs", "train/global_valid_toks", "train/avg_turns_per_sample",
+        "train/truncation_rate", "timing/train/total_step_time", "timing/train/generation",
+        "timing/train/policy_training", "timing/train/weight_sync", "performance/samples_per_sec",
+        "performance/tokens_per_sec", "timing/validation/total_validation_time",
+    }  # fmt: skip
+    assert expected <= names
+
+
+def test_the_run_directory_holds_configuration_rollouts_and_checkpoint(run: Run) -> None:
+    assert run.directory is not None
+    assert "num_prompts_per_step: 4" in (run.directory / "config.yaml").read_text()
+    rollouts = [json.loads(line) for line in (run.directory / "rollouts" / "train.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 3 * 4 * 8
+    assert list(run.directory.glob("wandb/**/*.wandb"))
+    assert list(run.directory.glob("**/events.out.tfevents.*"))
+    assert (run.directory / "checkpoints" / "step_3" / "training_info.json").exists()
+
+
+def test_the_summary_shows_the_way_on(run: Run) -> None:
+    assert "step_3" in run.stdout
+    assert "checkpointing.checkpoint_dir=" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("grpo.num_prompt_per_step=4",), "grpo.num_prompts_per_step"),
+        (("++grpo.num_prompt_per_step=4",), "grpo.num_prompts_per_step"),
+        (("--config", "absent.yaml"), "absent.yaml"),
+        (("policy.train_global_batch_size=7",), "policy.train_global_batch_size"),
+        (("data.max_input_seq_length=3",), "data.max_input_seq_length"),
+        (("env.reasoning_gym.require_stopp=true",), "require_stop"),
+    ],
+)
+def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    run = run_grpo(tmp_path, *arguments)
+    assert run.returncode == 2, run.stderr
+    assert expected in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_dry_run_prints_the_configuration_and_the_placement(tmp_path: Path) -> None:
+    run = run_grpo(tmp_path, "--dry-run", "grpo.num_prompts_per_step=4")
+    assert run.returncode == 0, run.stderr
+    assert "train_global_batch_size: 32" in run.stdout
+    assert "placement:" in run.stdout
+    assert run.directory is None
