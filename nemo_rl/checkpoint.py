@@ -1,0 +1,310 @@
+"""Checkpoints on disk: complete or absent, kept by a metric, and found again.
+
+A checkpoint is written to `tmp_step_N` and renamed to `step_N` once it is whole and on the disk, so that a process
+killed at any point leaves the old or the new one. Where `step_N` exists already, it waits as `old_step_N` between the
+two renames. Inside:
+
+    training_info.json   TrainingInfo; written last
+    config.yaml          the run's resolved configuration
+    policy/              weights/, tokenizer/, optimizer/: what `Policy.save` writes
+    train_dataloader.pt  the source's state
+    rng_state.pt         the driver's random states
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl.config.run import Checkpointing
+from nemo_rl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+INFO_FILE = "training_info.json"
+CONFIG_FILE = "config.yaml"
+POLICY_DIRECTORY = "policy"
+DATALOADER_FILE = "train_dataloader.pt"
+RNG_FILE = "rng_state.pt"
+
+_DIRECTORY = re.compile(r"(tmp_|old_|)step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingInfo:
+    """How far training has come."""
+
+    step: int  # optimizer batches done
+    consumed_prompts: int
+    epoch: int
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of this step: "train:reward", "val:accuracy"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    info: TrainingInfo
+
+    @property
+    def step(self) -> int:
+        return self.info.step
+
+
+class CheckpointStore:
+    """The checkpoints of one run; used by one process.
+
+    Example: `path = store.begin(10)`, then write into `path`, then `store.commit(path, info)` gives `step_10`.
+    """
+
+    def __init__(self, config: Checkpointing, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`checkpoint_must_save_by` counts from here. Raises ConfigError for a metric without its prefix."""
+        if config.metric_name is not None and not config.metric_name.startswith(("val:", "train:")):
+            raise ConfigError("checkpointing.metric_name", config.metric_name, 'must begin with "val:" or "train:"')
+        self.directory = directory
+        self._config = config
+        must_save_by = config.checkpoint_must_save_by
+        self._deadline = SaveDeadline(duration_s(must_save_by), clock) if must_save_by else None
+
+    def should_save(self, step: int, *, is_last: bool = False) -> bool:
+        """Whether to save now; to be asked once after each step, since it measures how long steps take."""
+        is_urgent = self._deadline is not None and self._deadline.is_due()
+        return self._config.enabled and (is_last or is_urgent or step % self._config.save_period == 0)
+
+    def begin(self, step: int) -> Path:
+        """An empty directory to write the checkpoint of `step` into; what interrupted saves left is removed."""
+        with _as_checkpoint_error(f"the checkpoint of step {step} cannot be begun in {self.directory}"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+            path = self.directory / f"tmp_step_{step}"
+            path.mkdir()
+        return path
+
+    def commit(self, path: Path, info: TrainingInfo) -> Checkpoint:
+        """Make what was written under `path` the checkpoint of its step, then drop those not to be kept.
+
+        Raises CheckpointError when the disk fails, and ConfigError for a metric that this run does not have; the
+        checkpoint is complete then.
+        """
+        if path != self.directory / f"tmp_step_{info.step}":
+            raise CheckpointError(f"{path} was not begun for step {info.step}")
+        final = self.directory / f"step_{info.step}"
+        with _as_checkpoint_error(f"{final} cannot be written"):
+            (path / INFO_FILE).write_text(_to_json(info))
+            _sync_tree(path)
+            if final.exists():
+                os.rename(final, self.directory / f"old_step_{info.step}")
+            os.rename(path, final)
+            _sync(self.directory)
+            self._tidy()
+            self._retain(info)
+        return Checkpoint(final, info)
+
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """All complete checkpoints, oldest step first."""
+        if not self.directory.is_dir():
+            return ()
+        found: dict[int, Checkpoint] = {}
+        for kind in ("old_", ""):  # the plain name wins
+            for step, path in self._paths(kind).items():
+                checkpoint = _read(path)
+                if checkpoint is not None:
+                    found[step] = checkpoint
+        return tuple(found[step] for step in sorted(found))
+
+    def latest(self) -> Checkpoint | None:
+        """The complete checkpoint with the most steps."""
+        return max(self.checkpoints(), key=lambda c: c.step, default=None)
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint that `metric_name` ranks first; the newest where there is no metric."""
+        return next(iter(self._ranked()), None)
+
+    def _ranked(self) -> list[Checkpoint]:
+        """Best first: by the metric, then the newer; a checkpoint without the metric is worse than any with it."""
+        name, sign = self._config.metric_name, 1 if self._config.higher_is_better else -1
+
+        def rank(checkpoint: Checkpoint) -> tuple[float, int]:
+            value = checkpoint.info.metrics.get(name, math.nan) if name else 0.0
+            return (-math.inf if math.isnan(value) else sign * value, checkpoint.step)
+
+        return sorted(self.checkpoints(), key=rank, reverse=True)
+
+    def _retain(self, committed: TrainingInfo) -> None:
+        ranked = self._ranked()
+        self._check_metric(ranked, committed)
+        if self._config.keep_top_k is None:
+            return
+        newest = max(c.step for c in ranked)
+        for checkpoint in ranked[self._config.keep_top_k :]:
+            if checkpoint.step not in (newest, committed.step):
+                doomed = self.directory / f"tmp_step_{checkpoint.step}"
+                os.rename(checkpoint.path, doomed)
+                shutil.rmtree(doomed)
+
+    def _check_metric(self, checkpoints: list[Checkpoint], committed: TrainingInfo) -> None:
+        """A metric no checkpoint has is unknown, once the committed one has others of its kind (val: or train:)."""
+        name = self._config.metric_name
+        if name is None or any(name in c.info.metrics for c in checkpoints):
+            return
+        kind = name.split(":")[0] + ":"
+        known = [metric for metric in committed.metrics if metric.startswith(kind)]
+        if known:
+            raise ConfigError("checkpointing.metric_name", name, f"unknown metric; known: {', '.join(sorted(known))}")
+        logger.warning("%s was not measured at step %d: its checkpoint ranks last", name, committed.step)
+
+    def _paths(self, kind: str) -> dict[int, Path]:
+        """Directories by step; kind is "tmp_", "old_" or "" (final)."""
+        matches = ((_DIRECTORY.fullmatch(path.name), path) for path in self.directory.iterdir() if path.is_dir())
+        return {int(match[2]): path for match, path in matches if match is not None and match[1] == kind}
+
+    def _tidy(self) -> None:
+        """Finish what an interrupted commit left: bring an old step back where the new one is missing."""
+        for step, path in self._paths("old_").items():
+            final = self.directory / f"step_{step}"
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                os.rename(path, final)
+        for path in self._paths("tmp_").values():
+            shutil.rmtree(path)
+
+
+class SaveDeadline:
+    """Asks once for a save, when another step might not end before the deadline."""
+
+    def __init__(self, must_save_by_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._deadline = self._last + must_save_by_s
+        self._longest_s = 0.0  # of a step, all that lies between two calls included
+        self._calls = 0
+        self._is_served = False
+
+    def is_due(self) -> bool:
+        """To be called after each step. True once: when now plus the longest step so far is past the deadline.
+
+        What came before the first call holds the start of the engine; it counts only until there is another step.
+        """
+        now = self._clock()
+        passed, self._last = now - self._last, now
+        self._longest_s = passed if self._calls < 2 else max(self._longest_s, passed)
+        self._calls += 1
+        if self._is_served or now + self._longest_s < self._deadline:
+            return False
+        self._is_served = True
+        return True
+
+
+def duration_s(text: str) -> float:
+    """Seconds of `[DD:]HH:MM:SS`.
+
+    Example: "00:03:30:00" is 12600.
+    """
+    seconds = 0
+    for part, unit in zip(reversed(text.split(":")), (1, 60, 3600, 86400), strict=False):
+        seconds += int(part) * unit
+    return float(seconds)
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write plain values and tensors; raises CheckpointError for anything that `load_state` would refuse."""
+    with _as_checkpoint_error(f"{path} cannot be written"):
+        torch.save(dict(state), path)
+    load_state(path)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read what `save_state` wrote. Nothing in the file is executed."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many types here: pickle's, zip's, its own
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def save_rng_state(path: Path) -> None:
+    """Write the random states of this process: Python, NumPy, torch, and each CUDA device's."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    state = {
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {k: _plain(v) for k, v in numpy_state["state"].items()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    save_state(path, state)
+
+
+def restore_rng_state(path: Path) -> None:
+    """Go on from what `save_rng_state` wrote; devices that this machine lacks are left out."""
+    state = load_state(path)
+    numpy_state = state["numpy"]
+    key = np.asarray(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(device_state, device)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _to_json(info: TrainingInfo) -> str:
+    metrics = {name: float(value) for name, value in info.metrics.items()}
+    content = {
+        "step": info.step,
+        "consumed_prompts": info.consumed_prompts,
+        "epoch": info.epoch,
+        "metrics": {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()},
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """The checkpoint in a directory; None, with a warning, where it is not whole."""
+    try:
+        content = json.loads((path / INFO_FILE).read_text())
+        metrics = {name: float(value) for name, value in content["metrics"].items()}
+        info = TrainingInfo(content["step"], content["consumed_prompts"], content["epoch"], metrics)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s is no complete checkpoint and is ignored: %r", path, error)
+        return None
+    return Checkpoint(path, info)
+
+
+def _sync_tree(root: Path) -> None:
+    """Bring all files and directories below `root` onto the disk."""
+    for directory, _, files in os.walk(root):
+        for name in files:
+            _sync(Path(directory) / name)
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _as_checkpoint_error(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{problem}: {error}") from error
