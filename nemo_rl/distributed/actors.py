@@ -148,6 +148,7 @@ def spawn_actor(
     num_cpus: float = 0,
     num_gpus: float = 0,
     max_concurrency: int = 1,
+    max_restarts: int = 0,
     resources: Mapping[str, float] | None = None,
     env_vars: Mapping[str, str] | None = None,
     **kwargs: Any,
@@ -155,11 +156,17 @@ def spawn_actor(
     """Make `cls(*args, **kwargs)` in a process of its own, and return without waiting for it.
 
     `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
-    run at once, more wait. `env_vars` are set before the process imports anything. An error of the constructor is
-    raised by every call. Connects to Ray where that has not been done.
+    run at once, more wait. A process that dies is made anew up to `max_restarts` times. `env_vars` are set before the
+    process imports anything. An error of the constructor is raised by every call. Connects to Ray where that has not
+    been done.
     """
     connect()
-    options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": max_concurrency}
+    options: dict[str, Any] = {
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "max_concurrency": max_concurrency,
+        "max_restarts": max_restarts,
+    }
     if resources:
         options["resources"] = dict(resources)
     if env_vars:
@@ -167,6 +174,11 @@ def spawn_actor(
     # Each call holds at most one thread, so threads never run out.
     actor = ray.remote(_Host).options(**options).remote(cls, args, kwargs, max_concurrency)
     return ActorHandle(actor, cls.__name__)
+
+
+def undecorated(actor_class: Any) -> type:
+    """The class that `@ray.remote` was written on."""
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 def _first_line(error: BaseException) -> str:

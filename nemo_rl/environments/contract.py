@@ -1,0 +1,74 @@
+"""What every call of an environment has to satisfy, whoever wrote it: the bounds of one `step`.
+
+The rollout layer adds the key `response_truncated` (bool: the response was cut by its token limit) to each state that
+it hands to `step`, and takes it out of the states that come back, so an environment may just hand its state on.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from nemo_rl.errors import EnvironmentFault
+from nemo_rl.interfaces import Environment
+from nemo_rl.types import EnvStep, Failure, FailureClass, Message
+
+LOGGER = logging.getLogger(__name__)
+RESPONSE_TRUNCATED = "response_truncated"
+StepResult: TypeAlias = EnvStep | Failure
+
+
+def failure_of(error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT) -> Failure:
+    """The error as one line."""
+    text = str(error).strip().partition("\n")[0]
+    return Failure(failure_class, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def checked_result(result: object) -> StepResult:
+    """The result itself, or a failure where it is no result or a reward is no finite number."""
+    if isinstance(result, Failure):
+        return result
+    if not isinstance(result, EnvStep):
+        return failure_of(EnvironmentFault(f"a step gave {type(result).__name__}, not EnvStep or Failure"))
+    for name, reward in result.rewards.items():
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            return Failure(FailureClass.REWARD, f"reward {name!r} is {reward!r}, not a finite number")
+    return result
+
+
+async def checked_step(
+    environment: Environment,
+    conversations: Sequence[Sequence[Message]],
+    states: Sequence[Mapping[str, Any]],
+    *,
+    timeout_s: float,
+) -> tuple[StepResult, ...]:
+    """One result an item, in order, whatever the environment does; raises nothing but cancellation."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            results = await environment.step(conversations, states)
+        if len(results) != len(conversations):
+            raise EnvironmentFault(f"{len(results)} results for {len(conversations)} items")
+        return tuple(checked_result(result) for result in results)
+    except Exception as error:  # the boundary to code of others
+        LOGGER.warning("an environment failed %d items", len(conversations), exc_info=error)
+        if isinstance(error, TimeoutError) and not str(error):
+            error = TimeoutError(f"no answer in {timeout_s} s")
+        return (failure_of(error),) * len(conversations)
+
+
+class CheckedEnvironment:
+    """Any environment with a deadline on its calls and its results checked; `step` raises nothing."""
+
+    def __init__(self, inner: Environment, timeout_s: float) -> None:
+        self._inner = inner
+        self._timeout_s = timeout_s
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        return await checked_step(self._inner, conversations, states, timeout_s=self._timeout_s)
+
+    async def close(self) -> None:
+        await self._inner.close()

@@ -1,0 +1,141 @@
+"""A function in processes that may hang, crash or eat memory without harming the run.
+
+Workers are fresh interpreters (no fork of a process with threads, no second import of the main script) that call one
+function, named by its path, on pickled arguments sent over a pipe.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import queue
+import resource
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nemo_rl.errors import WorkerError
+
+LOGGER = logging.getLogger(__name__)
+START_TIMEOUT_S = 120.0  # for a worker's imports
+ORPHAN_GRACE_S = 10.0  # past its deadline, a worker that nobody killed is killed by its own alarm
+MEMORY_BYTES = 4 * 1024**3  # of address space: a power tower is an error in its worker, not the machine's end
+
+
+class ProcessPool:
+    """`await pool.call(*args)` runs `function` ("package.module:name") in one of `num_workers` processes."""
+
+    def __init__(self, function: str, num_workers: int, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(num_workers):
+            self._free.put(_Worker(function, timeout_s))
+        # One thread a worker, so a thread that runs always finds a free worker.
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="process-pool")
+
+    async def call(self, *args: Any) -> Any:
+        """The function's result; WorkerError when it raised, died, or passed the deadline (it is replaced then)."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._call, args)
+
+    async def close(self) -> None:
+        """Kill the workers; calls that wait raise WorkerError."""
+        self._closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.get_nowait().stop()
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
+        worker = self._free.get()
+        try:
+            return worker.call(args, self._timeout_s)
+        finally:
+            if self._closed:
+                worker.stop()
+            else:
+                self._free.put(worker)
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    text: str
+
+
+class _Worker:
+    """One process, started now and again after each time it was killed or died."""
+
+    def __init__(self, function: str, timeout_s: float) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._start()
+
+    def call(self, args: tuple[Any, ...], timeout_s: float) -> Any:
+        if self._process.poll() is not None:
+            self._restart()
+        try:
+            if not self._ready:
+                self._receive(START_TIMEOUT_S, "did not start")
+                self._ready = True
+            self._connection.send(args)
+            result = self._receive(timeout_s, "did not finish")
+        except (EOFError, OSError) as error:
+            self._restart()
+            raise WorkerError(f"{self._function}: its process died") from error
+        if isinstance(result, _Raised):
+            raise WorkerError(result.text)
+        return result
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+    def _receive(self, timeout_s: float, problem: str) -> Any:
+        if not self._connection.poll(timeout_s):
+            self._restart()
+            raise WorkerError(f"{self._function}: {problem} in {timeout_s:g} s")
+        return self._connection.recv()
+
+    def _restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def _start(self) -> None:
+        self._connection, remote = multiprocessing.Pipe()
+        with remote:
+            command = [sys.executable, "-m", __name__, str(remote.fileno()), self._function, str(self._timeout_s)]
+            self._process = subprocess.Popen(
+                command, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._ready = False
+
+
+def serve(descriptor: int, function_path: str, timeout_s: float) -> None:
+    """The worker's side: call the function on what arrives, until the pipe ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    module, _, name = function_path.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError):
+        connection.send("ready")
+        while True:
+            args = connection.recv()
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_GRACE_S)
+            try:
+                result = function(*args)
+            except Exception as error:
+                result = _Raised(f"{type(error).__name__}: {error}")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.send(result)
+
+
+if __name__ == "__main__":
+    # Not as __main__, whose classes would be others than the parent's.
+    from nemo_rl.environments.process_pool import serve as serve_as_imported
+
+    serve_as_imported(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

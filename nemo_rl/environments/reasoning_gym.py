@@ -1,0 +1,81 @@
+"""Answers scored by reasoning_gym's own verifiers."""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+from nemo_rl.config.env import ReasoningGymSection
+from nemo_rl.environments.contract import RESPONSE_TRUNCATED, StepResult, failure_of
+from nemo_rl.environments.process_pool import ProcessPool
+from nemo_rl.environments.registry import register
+from nemo_rl.types import EnvStep, FailureClass, Message
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@register("reasoning_gym")
+class ReasoningGymEnvironment:
+    """One turn; reward `reasoning_gym` is the verifier's score of the answer: 1 for a full score, else 0.
+
+    The prompt's state holds "task", a name in reasoning_gym, and "entry", the row that it generated. With
+    `partial_credit` scores between 0 and 1 count; with `require_stop` a response that was cut scores 0 (see
+    contract.RESPONSE_TRUNCATED). Scoring runs in a thread, which a verifier that hangs would hold, or with
+    `num_workers` in processes, which are killed after `timeout_s`.
+    """
+
+    def __init__(self, name: str, section: ReasoningGymSection) -> None:
+        self._section = section
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"env-{name}")
+        self._pool: ProcessPool | None = None
+        if section.num_workers:
+            path = f"{__name__}:{score_answer.__name__}"
+            self._pool = ProcessPool(path, section.num_workers, timeout_s=section.timeout_s)
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        return await asyncio.gather(*map(self._score, conversations, states))
+
+    async def _score(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
+        answer = extract_answer(conversation[-1].content)
+        try:
+            score = await self._call(state["task"], state["entry"], answer)
+            if not self._section.partial_credit:
+                score = float(score >= 1.0)
+            if self._section.require_stop and state[RESPONSE_TRUNCATED]:
+                score = 0.0
+        except Exception as error:  # a state without its keys, a verifier that raises, a worker that was killed
+            return failure_of(error, FailureClass.REWARD)
+        return EnvStep(rewards={"reasoning_gym": score}, state=state, answer=answer)
+
+    async def _call(self, task: str, entry: Mapping[str, Any], answer: str) -> float:
+        if self._pool is not None:
+            return await self._pool.call(task, dict(entry), answer)
+        function = partial(score_answer, task, dict(entry), answer)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+    async def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            await self._pool.close()
+
+
+def extract_answer(response: str) -> str:
+    """What stands in the last <answer> tags, or the whole response; verifiers give less for words around it."""
+    tagged = ANSWER.findall(response)
+    return (tagged[-1] if tagged else response).strip()
+
+
+def score_answer(task: str, entry: dict[str, Any], answer: str) -> float:
+    """The score, 0 to 1, that the task's verifier gives."""
+    return float(_scorer(task)(answer=answer, entry=entry))
+
+
+@cache
+def _scorer(task: str) -> Any:
+    from reasoning_gym.factory import get_score_answer_fn
+
+    return get_score_answer_fn(task)

@@ -1,0 +1,88 @@
+"""An environment in Ray actors: more processes, other machines, the same protocol."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl.config.env import EnvironmentSection
+from nemo_rl.distributed.actors import ActorHandle, spawn_actor
+from nemo_rl.environments.contract import StepResult, failure_of
+from nemo_rl.environments.registry import make_environment, without_wrappers
+from nemo_rl.errors import EnvironmentFault, WorkerError
+from nemo_rl.types import Message
+
+MAX_RESTARTS = 3  # of one actor that dies
+CLOSE_TIMEOUT_S = 30.0
+
+
+class RemoteEnvironment:
+    """`num_actors` copies of one environment. A call is dealt out over them, each share to the least busy one.
+
+    An actor that dies fails the items it holds and is started again.
+    """
+
+    def __init__(self, name: str, section: EnvironmentSection) -> None:
+        remote = section.remote
+        self._timeout_s = section.timeout_s
+        self._actors = [
+            spawn_actor(
+                _Hosted,
+                name,
+                without_wrappers(section),
+                max_concurrency=remote.max_concurrency,
+                max_restarts=MAX_RESTARTS,
+            )
+            for _ in range(remote.num_actors)
+        ]
+        self._busy = [0] * remote.num_actors  # items that each holds
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        share = max(1, -(-len(conversations) // len(self._actors)))
+        starts = range(0, len(conversations), share)
+        shares = [(conversations[i : i + share], states[i : i + share]) for i in starts]
+        results = await asyncio.gather(*(self._step_share(*each) for each in shares))
+        return [result for of_share in results for result in of_share]
+
+    async def _step_share(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        index = self._busy.index(min(self._busy))
+        self._busy[index] += len(conversations)
+        try:
+            results = await self._actors[index].call("step", conversations, states, timeout_s=self._timeout_s)
+            if len(results) != len(conversations):
+                raise EnvironmentFault(f"{len(results)} results for {len(conversations)} items")
+            return results
+        except (WorkerError, EnvironmentFault) as error:
+            return [failure_of(error)] * len(conversations)
+        finally:
+            self._busy[index] -= len(conversations)
+
+    async def close(self) -> None:
+        await asyncio.gather(*map(_end, self._actors))
+
+
+async def _end(actor: ActorHandle) -> None:
+    try:
+        await actor.call("close", timeout_s=CLOSE_TIMEOUT_S)
+    except WorkerError:  # it is dead, or hangs: killing it is all that is left
+        pass
+    finally:
+        actor.kill()
+
+
+class _Hosted:
+    """The environment inside an actor."""
+
+    def __init__(self, name: str, section: EnvironmentSection) -> None:
+        self._environment = make_environment(name, section)
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        return await self._environment.step(conversations, states)
+
+    async def close(self) -> None:
+        await self._environment.close()

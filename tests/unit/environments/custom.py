@@ -1,0 +1,96 @@
+"""Environments and reward functions as a user writes them, found by the tests through their dotted paths."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nemo_rl.types import EnvStep, Message
+
+
+def length_reward(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    if metadata.get("break"):
+        raise KeyError("broken")
+    return len(messages[-1]["content"]) / metadata["target"]
+
+
+async def async_reward(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    await asyncio.sleep(0)
+    return 0.5
+
+
+def two_rewards(messages: list[dict[str, str]], metadata: dict[str, Any]) -> dict[str, float]:
+    """Rewards of several kinds: the content and the form, kept apart by name."""
+    text = messages[-1]["content"]
+    return {"correct": float(metadata["answer"] in text), "short": 0.25 if len(text) < 10 else 0.0}
+
+
+def bad_reward(messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
+    return {"nan": float("nan"), "text": "high", "none": None}[metadata["kind"]]
+
+
+NOT_CALLABLE = 3
+
+
+class EchoEnvironment:
+    """Our own protocol: says the message back, and is done after `num_turns`."""
+
+    def __init__(self, num_turns: int = 1) -> None:
+        self._num_turns = num_turns
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[EnvStep]:
+        return [
+            EnvStep(
+                observation=(Message("user", conversation[-1].content),),
+                rewards={"echo": 1.0},
+                done=state.get("turn", 1) >= self._num_turns,
+                state={**state, "turn": state.get("turn", 1) + 1},
+            )
+            for conversation, state in zip(conversations, states, strict=True)
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+class EnvironmentReturn(NamedTuple):
+    """NeMo-RL's."""
+
+    observations: list[dict[str, str]]
+    metadata: list[Any]
+    next_stop_strings: list[list[str] | None]
+    rewards: torch.Tensor
+    terminateds: torch.Tensor
+    answers: list[str | None] | None = None
+
+
+class GuessEnvironment:
+    """A NeMo-RL environment: guess the number."""
+
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        self.cfg = cfg
+
+    def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[Any]) -> EnvironmentReturn:
+        guesses = [log[-1]["content"] for log in message_log_batch]
+        right = [guess == str(self.cfg["number"]) for guess in guesses]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "right" if r else "wrong"} for r in right],
+            metadata=[
+                None if r else {**m, "tries": m.get("tries", 0) + 1} for r, m in zip(right, metadata, strict=True)
+            ],
+            next_stop_strings=[None if r else ["."] for r in right],
+            rewards=torch.tensor(right, dtype=torch.float32),
+            terminateds=torch.tensor(right),
+            answers=list(guesses),
+        )
+
+
+class TwoRewardsEnvironment(GuessEnvironment):
+    """Rewards of shape [B, 2]."""
+
+    def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[Any]) -> EnvironmentReturn:
+        returned = super().step(message_log_batch, metadata)
+        return returned._replace(rewards=torch.stack([returned.rewards, returned.rewards / 2], dim=1))
