@@ -21,9 +21,9 @@ class RewardShaping(Section):
     """DAPO's penalty for overlong responses (arXiv 2503.14476, equation 13)."""
 
     enabled: bool = False
-    overlong_buffer_length: int = Field(128, gt=0)  # tokens before the maximum in which the penalty grows
-    overlong_buffer_penalty: float = Field(1.0, ge=0)
-    max_response_length: int | None = Field(None, gt=0)  # None: policy.generation.max_new_tokens
+    overlong_buffer_length: int = Field(default=128, gt=0)  # tokens before the maximum in which the penalty grows
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
+    max_response_length: int | None = Field(default=None, gt=0)  # None: policy.generation.max_new_tokens
 
 
 class AdvEstimator(Section):
@@ -39,11 +39,11 @@ class AdvEstimator(Section):
 class GRPO(Section):
     """One training run."""
 
-    num_prompts_per_step: int = Field(32, gt=0)
-    num_generations_per_prompt: int = Field(16, gt=0)
-    max_rollout_turns: int = Field(1, gt=0)
-    max_num_epochs: int = Field(1, gt=0)
-    max_num_steps: int = Field(1_000_000, gt=0)
+    num_prompts_per_step: int = Field(default=32, gt=0)
+    num_generations_per_prompt: int = Field(default=16, gt=0)
+    max_rollout_turns: int = Field(default=1, gt=0)
+    max_num_epochs: int = Field(default=1, gt=0)
+    max_num_steps: int = Field(default=1_000_000, gt=0)
     seed: int = 42
 
     adv_estimator: AdvEstimator = AdvEstimator()
@@ -52,19 +52,19 @@ class GRPO(Section):
     reward_scaling: RewardScaling = RewardScaling()
     reward_shaping: RewardShaping = RewardShaping()
     overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
-    seq_logprob_error_threshold: float | None = Field(None, gt=1)  # sequences above it get weight 0
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)  # sequences above it get weight 0
 
     use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal
-    dynamic_sampling_max_gen_batches: int = Field(10, gt=0)
-    batch_multiplier: float = Field(1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
+    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
+    batch_multiplier: float = Field(default=1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
 
-    val_period: int = Field(10, ge=0)  # steps; 0: never
+    val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False
     val_at_end: bool = True
-    max_val_samples: int | None = Field(256, gt=0)  # prompts of each data set; None: all
-    val_batch_size: int = Field(256, gt=0)
-    val_num_generations_per_prompt: int = Field(1, gt=0)
-    val_temperature: float | None = Field(None, ge=0)  # None: the training temperature
+    max_val_samples: int | None = Field(default=256, gt=0)  # prompts of each data set; None: all
+    val_batch_size: int = Field(default=256, gt=0)
+    val_num_generations_per_prompt: int = Field(default=1, gt=0)
+    val_temperature: float | None = Field(default=None, ge=0)  # None: the training temperature
     val_greedy: bool = False  # a second, greedy pass: validation/greedy_accuracy
 
     @model_validator(mode="before")

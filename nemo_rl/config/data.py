@@ -19,7 +19,7 @@ class Dataset(Section):
     output_key: str | None = None  # the field with the answer; None: "output"
     task: str | None = None  # reasoning_gym: the name of the task
     task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: its options
-    size: int | None = Field(None, gt=0)  # rows at most (reasoning_gym: rows generated)
+    size: int | None = Field(default=None, gt=0)  # rows at most (reasoning_gym: rows generated)
     seed: int | None = None  # of generated rows; None: grpo.seed
     env_name: str | None = None  # a key of `env`; None: the task or data set of that name
     processor: str | None = None  # a registered name or a dotted path; None: by the row's shape
@@ -28,7 +28,7 @@ class Dataset(Section):
 
 
 class Data(Section):
-    max_input_seq_length: int | None = Field(None, gt=0)  # tokens of a prompt; None: room for one generated token
+    max_input_seq_length: int | None = Field(default=None, gt=0)  # tokens of a prompt; None: room for one new token
     shuffle: bool = True
     disjoint: bool = True  # prompts of the validation sets are left out of training
     train: Dataset | list[Dataset]

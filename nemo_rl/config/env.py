@@ -1,4 +1,7 @@
-"""`env`: environments by task name. An entry's `type` is a built-in name or a dotted path; None: the entry's own name."""
+"""`env`: environments by task name.
+
+An entry's `type` is a built-in name or a dotted path; None: the entry's own name.
+"""
 
 from typing import Any, Literal
 
@@ -11,24 +14,24 @@ class Batching(Section):
     """Collect the items of many pipelined rollouts into one call."""
 
     enabled: bool = False
-    max_batch_size: int = Field(64, gt=0)
-    max_wait_ms: float = Field(20.0, ge=0)
-    max_queue_size: int = Field(100_000, gt=0)  # items waiting; more have to wait for room
+    max_batch_size: int = Field(default=64, gt=0)
+    max_wait_ms: float = Field(default=20.0, ge=0)
+    max_queue_size: int = Field(default=100_000, gt=0)  # items waiting; more have to wait for room
 
 
 class Remote(Section):
     """Run the environment in Ray actors."""
 
     enabled: bool = False
-    num_actors: int = Field(1, gt=0)
-    max_concurrency: int = Field(16, gt=0)  # calls at once in each
+    num_actors: int = Field(default=1, gt=0)
+    max_concurrency: int = Field(default=16, gt=0)  # calls at once in each
 
 
 class EnvironmentSection(Section):
     """What every environment has."""
 
     type: str | None = None
-    timeout_s: float = Field(120.0, gt=0)  # of one call
+    timeout_s: float = Field(default=120.0, gt=0)  # of one call
     batching: Batching = Batching()
     remote: Remote = Remote()
 
@@ -36,14 +39,14 @@ class EnvironmentSection(Section):
 class MathSection(EnvironmentSection):
     """Answers compared as mathematics."""
 
-    num_workers: int = Field(2, gt=0)  # processes
-    verify_timeout_s: float = Field(10.0, gt=0)  # of one answer
+    num_workers: int = Field(default=2, gt=0)  # processes
+    verify_timeout_s: float = Field(default=10.0, gt=0)  # of one answer
 
 
 class ReasoningGymSection(EnvironmentSection):
     """Answers scored by reasoning_gym's own verifiers; the prompt's state names the task."""
 
-    num_workers: int = Field(0, ge=0)  # processes; 0: a thread
+    num_workers: int = Field(default=0, ge=0)  # processes; 0: a thread
     partial_credit: bool = False  # False: 1 for a full score, else 0
     require_stop: bool = False  # an answer cut by its token limit scores 0
 
@@ -59,11 +62,11 @@ class ToolsSection(EnvironmentSection):
     """A calculator and Python in a sandbox, then the final answer."""
 
     tools: list[Literal["calculator", "python"]] = Field(default_factory=lambda: ["calculator"])
-    num_workers: int = Field(2, gt=0)  # tool processes at once
-    cpu_s: float = Field(2.0, gt=0)
-    wall_s: float = Field(5.0, gt=0)
-    memory_bytes: int = Field(512 * 1024 * 1024, gt=0)
-    max_output_chars: int = Field(4096, gt=0)
+    num_workers: int = Field(default=2, gt=0)  # tool processes at once
+    cpu_s: float = Field(default=2.0, gt=0)
+    wall_s: float = Field(default=5.0, gt=0)
+    memory_bytes: int = Field(default=512 * 1024 * 1024, gt=0)
+    max_output_chars: int = Field(default=4096, gt=0)
 
 
 class CustomSection(EnvironmentSection):

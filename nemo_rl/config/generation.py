@@ -9,11 +9,11 @@ from nemo_rl.config.section import Section
 
 class VllmCfg(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: policy.precision
-    tensor_parallel_size: int = Field(1, gt=0)
-    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
-    kv_cache_memory_bytes: int | None = Field(None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
-    max_model_len: int | None = Field(None, gt=0)  # None: policy.max_total_sequence_length
-    max_num_seqs: int | None = Field(None, gt=0)  # None: 256
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
+    max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
+    max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
     enable_prefix_caching: bool = True
     enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
@@ -27,13 +27,14 @@ class Colocated(Section):
 class GenerationSection(Section):
     backend: Literal["vllm", "hf"] = "vllm"
     in_actor: bool = False  # vllm: in a Ray actor, a process of its own
-    max_new_tokens: int | None = Field(None, gt=0)  # of one response; None: up to max_total_sequence_length
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, gt=0)
+    max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int | None = Field(default=None, gt=0)
     stop_token_ids: list[int] | None = None  # beside the tokenizer's end-of-sequence token
     stop_strings: list[str] | None = None
-    timeout_s: float = Field(600.0, gt=0)  # of one request
+    ignore_eos: bool = False  # sample on to the token limit, whatever is sampled; for measurements
+    timeout_s: float = Field(default=600.0, gt=0)  # of one request
     vllm_cfg: VllmCfg = VllmCfg()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
     colocated: Colocated = Colocated()

@@ -8,16 +8,16 @@ from nemo_rl.config.section import Section
 
 
 class LossFn(Section):
-    reference_policy_kl_penalty: float = Field(0.0, ge=0)
+    reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    kl_input_clamp_value: float | None = Field(20.0, gt=0)
-    kl_output_clamp_value: float | None = Field(10.0, gt=0)
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
     use_on_policy_kl_approximation: bool = False
     use_kl_in_reward: bool = False
 
-    ratio_clip_min: float = Field(0.2, ge=0)
-    ratio_clip_max: float = Field(0.2, ge=0)
-    ratio_clip_c: float | None = Field(None, gt=1)  # dual clip
+    ratio_clip_min: float = Field(default=0.2, ge=0)
+    ratio_clip_max: float = Field(default=0.2, ge=0)
+    ratio_clip_c: float | None = Field(default=None, gt=1)  # dual clip
     token_level_loss: bool = True
     sequence_level_importance_ratios: bool = False  # GSPO
     use_cispo: bool = False
@@ -26,7 +26,7 @@ class LossFn(Section):
 
     use_importance_sampling_correction: bool = False
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    truncated_importance_sampling_ratio: float | None = Field(None, gt=0)
-    truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0)
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
 
-    positive_example_nll_weight: float = Field(0.0, ge=0)  # VAPO
+    positive_example_nll_weight: float = Field(default=0.0, ge=0)  # VAPO

@@ -42,12 +42,12 @@ class Policy(Section):
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
-    train_global_batch_size: int = Field(512, gt=0)  # samples of one optimizer step
-    train_micro_batch_size: int = Field(4, gt=0)  # samples of one forward and backward
-    logprob_batch_size: int | None = Field(None, gt=0)  # None: train_micro_batch_size
-    logprob_chunk_size: int | None = Field(1024, gt=0)  # tokens whose logits exist at once; None: all
-    max_total_sequence_length: int = Field(512, gt=0)
-    max_grad_norm: float | None = Field(1.0, gt=0)  # None: not clipped
+    train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
+    train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
+    logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
+    logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
+    max_total_sequence_length: int = Field(default=512, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
 
     dtensor_cfg: DTensorCfg = DTensorCfg()
     optimizer: Optimizer = Optimizer()

@@ -8,11 +8,11 @@ from nemo_rl.config.section import Section
 class Rollout(Section):
     """Bounds on failures and waits, and what is written down."""
 
-    max_retries: int = Field(2, ge=0)  # of one generation request, with backoff
-    retry_backoff_s: float = Field(0.5, ge=0)  # before the first retry; doubles
-    max_failed_share: float = Field(0.5, ge=0, le=1)  # of a step's rollouts; above it the run stops
-    min_group_size: int = Field(2, gt=0)  # survivors that a group needs to be trained on
-    stall_timeout_s: float = Field(600.0, gt=0)  # without any progress
+    max_retries: int = Field(default=2, ge=0)  # of one generation request, with backoff
+    retry_backoff_s: float = Field(default=0.5, ge=0)  # before the first retry; doubles
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's rollouts; above it the run stops
+    min_group_size: int = Field(default=2, gt=0)  # survivors that a group needs to be trained on
+    stall_timeout_s: float = Field(default=600.0, gt=0)  # without any progress
     write_rollouts: bool = True  # rollouts/*.jsonl in the run directory
     write_token_ids: bool = False
 
@@ -21,8 +21,8 @@ class WeightSync(Section):
     """`weight_sync`: the check that the engine holds the policy's weights."""
 
     verify: bool = False  # after every refit; the first one is always verified
-    verify_tolerance: float | None = Field(None, gt=0)  # of a log-prob; None: 1e-4 in float32, else 0.1
-    num_probe_prompts: int = Field(4, gt=0)
+    verify_tolerance: float | None = Field(default=None, gt=0)  # of a log-prob; None: 1e-4 in float32, else 0.1
+    num_probe_prompts: int = Field(default=4, gt=0)
 
 
 class Checkpointing(Section):
@@ -30,10 +30,12 @@ class Checkpointing(Section):
     checkpoint_dir: str | None = None  # None: checkpoints/ in the run directory
     metric_name: str | None = None  # "val:accuracy", "train:reward"; None: keep the newest
     higher_is_better: bool = True
-    keep_top_k: int | None = Field(3, gt=0)  # None: all
-    save_period: int = Field(10, gt=0)  # steps
+    keep_top_k: int | None = Field(default=3, gt=0)  # None: all
+    save_period: int = Field(default=10, gt=0)  # steps
     save_optimizer: bool = True
-    checkpoint_must_save_by: str | None = Field(None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$")  # [DD:]HH:MM:SS after start
+    checkpoint_must_save_by: str | None = Field(
+        default=None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$"
+    )  # [DD:]HH:MM:SS after start
 
 
 class Wandb(Section):
@@ -48,10 +50,10 @@ class Logger(Section):
     wandb_enabled: bool = False  # offline where no key is set
     tensorboard_enabled: bool = False
     progress: bool = True  # the display in the terminal
-    num_val_samples_to_print: int = Field(3, ge=0)
+    num_val_samples_to_print: int = Field(default=3, ge=0)
     wandb: Wandb = Wandb()
 
 
 class Cluster(Section):
-    gpus_per_node: int = Field(1, ge=0)
-    num_nodes: int = Field(1, gt=0)
+    gpus_per_node: int = Field(default=1, ge=0)
+    num_nodes: int = Field(default=1, gt=0)
