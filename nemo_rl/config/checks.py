@@ -1,0 +1,195 @@
+"""What the schema cannot say: rules across sections. No model, no torch; files are only looked for."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.checkpoint_checks import check_checkpointing
+from nemo_rl.config.data import Dataset
+from nemo_rl.config.loss_checks import check_advantages, check_loss
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.policy import SchedulerStage
+from nemo_rl.errors import ConfigError, suggestion
+
+
+def check(config: GRPOConfig) -> None:
+    """Raise ConfigError for the first combination that cannot run."""
+    checks: tuple[Callable[[GRPOConfig], None], ...] = (
+        _check_batches,
+        _check_groups,
+        _check_sampling,
+        _check_lengths,
+        _check_engine,
+        _check_devices,
+        _check_scheduler,
+        check_loss,
+        check_advantages,
+        check_checkpointing,
+        _check_data,
+    )
+    for one in checks:
+        one(config)
+
+
+def _check_batches(config: GRPOConfig) -> None:
+    grpo, policy = config.grpo, config.policy
+    samples, batch = grpo.num_prompts_per_step * grpo.num_generations_per_prompt, policy.train_global_batch_size
+    if samples % batch:
+        raise ConfigError(
+            "policy.train_global_batch_size",
+            batch,
+            f"must divide grpo.num_prompts_per_step * grpo.num_generations_per_prompt = {samples}, "
+            "so that a step is a whole number of optimizer steps",
+        )
+    if batch % policy.train_micro_batch_size:
+        raise ConfigError(
+            "policy.train_micro_batch_size",
+            policy.train_micro_batch_size,
+            f"must divide policy.train_global_batch_size = {batch}",
+        )
+
+
+def _check_groups(config: GRPOConfig) -> None:
+    size, smallest = config.grpo.num_generations_per_prompt, config.rollout.min_group_size
+    if config.grpo.use_dynamic_sampling and size == 1:
+        raise ConfigError(
+            "grpo.use_dynamic_sampling", True, "would drop every group: grpo.num_generations_per_prompt must be above 1"
+        )
+    if smallest > size > 1:
+        raise ConfigError(
+            "rollout.min_group_size", smallest, f"must be at most grpo.num_generations_per_prompt = {size}"
+        )
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low > high:
+        raise ConfigError("grpo.advantage_clip_low", low, f"must be at most grpo.advantage_clip_high = {high}")
+    scaling = config.grpo.reward_scaling
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        raise ConfigError(
+            "grpo.reward_scaling.source_min", scaling.source_min, f"must be below source_max = {scaling.source_max}"
+        )
+
+
+def _check_sampling(config: GRPOConfig) -> None:
+    """The trainer's log-probs are log_softmax(logits / T): what else shapes the samples would not be in them."""
+    generation, path = config.policy.generation, "policy.generation"
+    if generation.temperature == 0:
+        raise ConfigError(
+            f"{path}.temperature",
+            0.0,
+            "training needs samples that differ: above 0 (for validation: grpo.val_temperature)",
+        )
+    if generation.top_p < 1:
+        raise ConfigError(f"{path}.top_p", generation.top_p, "training needs the whole distribution: 1.0")
+    if generation.top_k is not None:
+        raise ConfigError(f"{path}.top_k", generation.top_k, "training needs the whole distribution: null")
+
+
+def _check_lengths(config: GRPOConfig) -> None:
+    policy, total = config.policy, config.policy.max_total_sequence_length
+    limit = f"policy.max_total_sequence_length = {total}"
+    new, context = policy.generation.max_new_tokens, policy.generation.vllm_cfg.max_model_len
+    if new is not None and new > total:
+        raise ConfigError("policy.generation.max_new_tokens", new, f"must be at most {limit}")
+    if context is not None and context < total:
+        raise ConfigError("policy.generation.vllm_cfg.max_model_len", context, f"must be at least {limit}")
+    prompt = config.data.max_input_seq_length
+    if prompt is not None and prompt > total:
+        raise ConfigError("data.max_input_seq_length", prompt, f"must be at most {limit}")
+    shaping = config.grpo.reward_shaping
+    longest = shaping.max_response_length or new or total
+    if shaping.enabled and shaping.overlong_buffer_length > longest:
+        raise ConfigError(
+            "grpo.reward_shaping.overlong_buffer_length",
+            shaping.overlong_buffer_length,
+            f"must be at most the longest response, {longest} tokens",
+        )
+
+
+def _check_engine(config: GRPOConfig) -> None:
+    generation = config.policy.generation
+    if generation.backend != "hf":
+        return
+    if generation.in_actor:
+        raise ConfigError(
+            "policy.generation.in_actor",
+            True,
+            "the hf backend runs beside the trainer; allowed: false, or backend: vllm",
+        )
+    if generation.vllm_kwargs:
+        raise ConfigError("policy.generation.vllm_kwargs", generation.vllm_kwargs, "needs backend: vllm")
+
+
+def _check_devices(config: GRPOConfig) -> None:
+    """The trainer is one process on one device, which the engine shares."""
+    cluster, generation = config.cluster, config.policy.generation
+    for key, value in (("num_nodes", cluster.num_nodes), ("gpus_per_node", cluster.gpus_per_node)):
+        if value > 1:
+            raise ConfigError(f"cluster.{key}", value, "a run uses one device; allowed: 1 or less")
+    if not generation.colocated.enabled:
+        raise ConfigError("policy.generation.colocated.enabled", False, "a run uses one device; allowed: true")
+    if generation.vllm_cfg.tensor_parallel_size > 1:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            generation.vllm_cfg.tensor_parallel_size,
+            "a run uses one device; allowed: 1",
+        )
+
+
+def _check_scheduler(config: GRPOConfig) -> None:
+    """One scheduler, or a sequence with the steps at which it goes on: one fewer than there are schedulers."""
+    key, stages = "policy.scheduler", config.policy.scheduler
+    if stages is None:
+        return
+    listed = [stages] if isinstance(stages, SchedulerStage) else stages
+    for stage in listed:
+        if (stage.name is None) == (stage.milestones is None):
+            raise ConfigError(key, stage.model_dump(), "each entry has either a name (and kwargs) or milestones")
+    named = [stage for stage in listed if stage.name is not None]
+    milestones = [step for stage in listed for step in stage.milestones or ()]
+    if len(milestones) != len(named) - 1:
+        raise ConfigError(
+            key, milestones, f"{len(named)} schedulers follow each other at {max(len(named) - 1, 0)} milestones"
+        )
+    if milestones != sorted(set(milestones)):
+        raise ConfigError(key, milestones, "milestones must increase")
+
+
+def _check_data(config: GRPOConfig) -> None:
+    default = config.data.default
+    for key, dataset in _datasets(config):
+        values: dict[str, Any] = {
+            name: own if (own := getattr(dataset, name)) is not None else getattr(default, name)
+            for name in ("dataset_name", "data_path", "env_name", "prompt_file", "system_prompt_file", "task")
+        }
+        _check_dataset(key, values, config)
+
+
+def _check_dataset(key: str, values: dict[str, Any], config: GRPOConfig) -> None:
+    name = values["dataset_name"]
+    if name is None:
+        raise ConfigError(
+            f"{key}.dataset_name", None, "required: jsonl, huggingface, reasoning_gym or a registered name"
+        )
+    if name in ("jsonl", "huggingface") and values["data_path"] is None:
+        raise ConfigError(f"{key}.data_path", None, f"required by dataset_name: {name}")
+    if name == "reasoning_gym" and values["task"] is None:
+        raise ConfigError(f"{key}.task", None, "required by dataset_name: reasoning_gym")
+    files = ["prompt_file", "system_prompt_file", *(["data_path"] if name == "jsonl" else [])]
+    for file_key in files:
+        path = values[file_key]
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{key}.{file_key}", path, f"no such file (from {Path.cwd()})")
+    environment = values["env_name"]
+    if environment is not None and environment not in config.env:
+        problem = f"no such entry of env{suggestion(environment, config.env)}"
+        raise ConfigError(f"{key}.env_name", environment, problem)
+
+
+def _datasets(config: GRPOConfig) -> Iterable[tuple[str, Dataset]]:
+    for name, sets in (("train", config.data.train), ("validation", config.data.validation)):
+        if isinstance(sets, list):
+            if not sets:
+                raise ConfigError(f"data.{name}", [], "must name a data set")
+            yield from ((f"data.{name}.{index}", one) for index, one in enumerate(sets))
+        elif sets is not None:
+            yield f"data.{name}", sets

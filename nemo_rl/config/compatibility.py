@@ -1,0 +1,255 @@
+"""NeMo-RL's recipe keys that this project does not have: the one table of what happens to them.
+
+A key is *inert* with values that ask for nothing we do not do anyway: those are taken out silently. With another
+value it is ignored with a note, refused with the reason, or left for the schema.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_rl.config.keys import Path, dotted
+from nemo_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# NeMo-RL has these beside `adv_estimator` and inside it. They are moved in every layer, so that a later one wins.
+MOVED_KEYS = {
+    "grpo.normalize_rewards": "grpo.adv_estimator.normalize_rewards",
+    "grpo.use_leave_one_out_baseline": "grpo.adv_estimator.use_leave_one_out_baseline",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table."""
+
+    key: str  # dotted; `*` is any key, and lists are entered
+    inert: tuple[object, ...] | None  # None: every value
+    otherwise: Literal["note", "refuse", "keep"]
+    text: str = ""
+
+
+def silent(key: str) -> Rule:
+    """Means nothing here, whatever its value."""
+    return Rule(key, None, "note")
+
+
+def ignored(key: str, note: str, *inert: object) -> Rule:
+    """Is not needed here; said once when it asks for something."""
+    return Rule(key, inert, "note", note)
+
+
+def refused(key: str, reason: str, *inert: object) -> Rule:
+    """Cannot be had; null and the inert values do not ask for it."""
+    return Rule(key, (None, *inert), "refuse", reason)
+
+
+def defaulted(key: str, *inert: object) -> Rule:
+    """NeMo-RL's way of writing our default; other values are the schema's."""
+    return Rule(key, inert, "keep")
+
+
+RESPONSE_DATASET = "ResponseDataset"
+NO_TP = "the policy is sharded by FSDP2 alone"
+NO_ASYNC = "training is synchronous"
+NO_FP8 = "engines run in bfloat16 or float32"
+ONE_ENGINE = "one engine on one device"
+
+RULES: tuple[Rule, ...] = (
+    # grpo
+    refused("grpo.async_grpo.enabled", NO_ASYNC, False),
+    silent("grpo.async_grpo"),
+    ignored(
+        "grpo.skip_reference_policy_logprobs_calculation",
+        "the reference's log-probs are computed exactly when something reads them",
+        None,
+        False,
+    ),
+    ignored("grpo.calculate_advantages_on_gpu", "advantages are computed where the batch lies", None, False),
+    refused("grpo.reward_shaping.stop_properly_penalty_coef", "use grpo.overlong_filtering or the overlong penalty"),
+    refused("grpo.stop_at_validation_metric", "end a run with grpo.max_num_steps"),
+    silent("grpo.stop_at_validation_threshold"),
+    refused("grpo.algorithm", "only grpo and its estimators", "grpo"),
+    defaulted("grpo.val_batch_size", None),
+    defaulted("grpo.reward_shaping", None),
+    defaulted("grpo.reward_scaling", None),
+    defaulted("grpo.adv_estimator", None),
+    # policy
+    defaulted("policy.tokenizer.chat_template", "default"),
+    defaulted("policy.tokenizer.chat_template_kwargs", None),
+    defaulted("policy.hf_config_overrides", None),
+    ignored("policy.generation_batch_size", "the hf engine takes what it is asked for", 32, None),
+    ignored("policy.offload_optimizer_for_logprob", "the optimizer's state stays where it is", None, False),
+    ignored("policy.refit_buffer_size_gb", "weights go through one file in shared memory", None),
+    silent("policy.make_sequence_length_divisible_by"),
+    refused("policy.dtensor_cfg.enabled", "FSDP2 is the only training backend", True),
+    silent("policy.dtensor_cfg._v2"),
+    refused("policy.dtensor_cfg.sequence_parallel", NO_TP, False),
+    refused("policy.dtensor_cfg.tensor_parallel_size", NO_TP, 1),
+    refused("policy.dtensor_cfg.context_parallel_size", NO_TP, 1),
+    refused("policy.dtensor_cfg.expert_parallel_size", NO_TP, 1),
+    refused("policy.dtensor_cfg.data_parallel_size", "follows from the number of devices"),
+    refused("policy.dtensor_cfg.custom_parallel_plan", NO_TP),
+    ignored("policy.dtensor_cfg.clear_cache_every_n_steps", "the allocator's cache is left alone", None),
+    refused("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
+    refused("policy.dtensor_cfg.automodel_kwargs", "models are those of transformers", {}),
+    refused("policy.dtensor_cfg.lora_cfg.enabled", "all weights are trained", False),
+    silent("policy.dtensor_cfg.lora_cfg"),
+    refused("policy.megatron_cfg.enabled", "FSDP2 is the only training backend", False),
+    silent("policy.megatron_cfg"),
+    ignored("policy.dynamic_batching.enabled", "micro-batches hold train_micro_batch_size samples", None, False),
+    silent("policy.dynamic_batching"),
+    ignored("policy.sequence_packing.enabled", "samples are padded instead; the results are the same", None, False),
+    silent("policy.sequence_packing"),
+    refused("policy.reward_model_cfg.enabled", "reward models are not trained", False),
+    silent("policy.reward_model_cfg"),
+    refused("policy.draft.enabled", "no draft model is trained", False),
+    silent("policy.draft"),
+    refused("policy.router_replay.enabled", "experts are routed anew in training", False),
+    silent("policy.router_replay"),
+    refused("policy.is_vlm", "only text is trained on", False),
+    # policy.generation
+    silent("policy.generation.model_name"),
+    silent("policy.generation._pad_token_id"),
+    silent("policy.generation.mcore_generation_config"),
+    silent("policy.generation.sglang_cfg"),
+    refused("policy.generation.min_p", "the trainer cannot reproduce it", 0),
+    defaulted("policy.generation.top_k", -1),
+    defaulted("policy.generation.vllm_kwargs", None),
+    ignored("policy.generation.vllm_cfg.async_engine", "the engine is always asynchronous", None, True, False),
+    refused("policy.generation.vllm_cfg.pipeline_parallel_size", ONE_ENGINE, 1),
+    refused("policy.generation.vllm_cfg.expert_parallel_size", ONE_ENGINE, 1),
+    refused("policy.generation.vllm_cfg.enable_expert_parallel", ONE_ENGINE, False),
+    refused("policy.generation.vllm_cfg.kv_cache_dtype", NO_FP8, "auto"),
+    ignored("policy.generation.vllm_cfg.load_format", "the engine starts from the policy's files", None, "auto"),
+    refused("policy.generation.vllm_cfg.is_mx", NO_FP8, False),
+    silent("policy.generation.vllm_cfg.use_deep_gemm"),
+    silent("policy.generation.vllm_cfg.num_last_layers_in_bf16"),
+    silent("policy.generation.vllm_cfg.num_first_layers_in_bf16"),
+    silent("policy.generation.vllm_cfg.quantization_ignored_layer_kws"),
+    silent("policy.generation.vllm_cfg.use_activation_pow2_scale"),
+    silent("policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
+    silent("policy.generation.vllm_cfg.skip_tokenizer_init"),
+    silent("policy.generation.vllm_cfg.use_tqdm"),
+    silent("policy.generation.vllm_cfg.enable_vllm_metrics_logger"),
+    silent("policy.generation.vllm_cfg.vllm_metrics_logger_interval"),
+    refused("policy.generation.vllm_cfg.expose_http_server", "rollouts call the engine themselves", False),
+    silent("policy.generation.vllm_cfg.http_server_serving_chat_kwargs"),
+    refused("policy.generation.vllm_cfg.logprobs_mode", "log-probs are those of the sampled distribution",
+            "processed_logprobs"),
+    refused("policy.generation.colocated.resources.gpus_per_node", ONE_ENGINE),
+    refused("policy.generation.colocated.resources.num_nodes", ONE_ENGINE),
+    silent("policy.generation.colocated.resources"),
+    # data
+    ignored("data.num_workers", "rows are prepared once, in the trainer's process", None, 0, 1),
+    refused("data.use_multiple_dataloader", "the data sets of data.train are blended into one", False),
+    silent("data.num_prompts_per_dataloader"),
+    refused("data.dataset_name", "data sets are described in data.train and data.validation"),
+    refused("data.train_data_path", "write data.train.data_path"),
+    refused("data.val_data_path", "write data.validation.data_path"),
+    refused("data.prompt_file", "write data.default.prompt_file"),
+    refused("data.system_prompt_file", "write data.default.system_prompt_file"),
+    refused("data.*.split_validation_size", "describe the validation set in data.validation; data.disjoint keeps its "
+            "prompts out of training", 0),
+    defaulted("data.*.processor", "math_hf_data_processor", "math_data_processor"),
+    defaulted("data.default", None),
+    # env
+    refused("env.should_use_nemo_gym", "there is no NeMo Gym client", False),
+    silent("env.should_log_nemo_gym_responses"),
+    refused("env.*.math_verify_impl", "answers are compared by math-verify", "hf_math_verify"),
+    refused("env.*.verifier_type", "write env.<name>.type", "math"),
+    # checkpointing
+    refused("checkpointing.model_save_format", "weights are saved as Hugging Face safetensors", "safetensors"),
+    ignored("checkpointing.save_consolidated", "weights are saved as Hugging Face files", None, True, False),
+    silent("checkpointing.model_cache_dir"),
+    silent("checkpointing.model_repo_id"),
+    refused("checkpointing.is_peft", "all weights are trained", False),
+    silent("checkpointing.peft_config"),
+    # logger
+    refused("logger.mlflow_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
+    refused("logger.swanlab_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
+    silent("logger.mlflow"),
+    silent("logger.swanlab"),
+    silent("logger.tensorboard"),
+    ignored("logger.monitor_gpus", "W&B records the machine's own metrics", None, True, False),
+    silent("logger.gpu_monitoring"),
+    # cluster
+    silent("cluster.master_port_range_low"),
+    silent("cluster.master_port_range_high"),
+    silent("cluster.segment_size"),
+)  # fmt: skip
+
+
+def current_key(key: str) -> str:
+    """The key that now holds what NeMo-RL calls `key`."""
+    return MOVED_KEYS.get(key, key)
+
+
+def move_keys(layer: dict[str, Any]) -> None:
+    """Move the keys of MOVED_KEYS in one layer, in place; where both stand, the one inside wins."""
+    for old, new in MOVED_KEYS.items():
+        section, name = old.split(".")
+        _, inner, _ = new.split(".")
+        values = layer.get(section)
+        if isinstance(values, dict) and name in values:
+            value = values.pop(name)
+            target = values.get(inner)
+            if not isinstance(target, dict):
+                target = values[inner] = {}
+            target.setdefault(name, value)
+
+
+def take_out(config: dict[str, Any]) -> None:
+    """Take the table's keys out of a resolved configuration, in place; raises ConfigError for what is refused."""
+    for rule in RULES:
+        for parent, name, path in list(_find(config, rule.key.split("."))):
+            value = parent[name]
+            is_inert = rule.inert is None or value in rule.inert
+            if not is_inert and rule.otherwise == "refuse":
+                allowed = ", ".join(_text(v) for v in (rule.inert or ()) if v is not None)
+                hint = f"; only {allowed} is accepted" if allowed else ""
+                raise ConfigError(dotted(path), value, f"not available: {rule.text}{hint}")
+            if not is_inert and rule.otherwise == "keep":
+                continue
+            if not is_inert:
+                logger.info("%s = %r has no effect: %s", dotted(path), value, rule.text)
+            del parent[name]
+
+
+def name_datasets(config: dict[str, Any]) -> None:
+    """Write NeMo-RL's `dataset_name: ResponseDataset` as jsonl or huggingface, by its data_path; in place."""
+    data = config.get("data")
+    if not isinstance(data, dict):
+        return
+    default = data.get("default") if isinstance(data.get("default"), dict) else {}
+    assert isinstance(default, dict)
+    for name in ("train", "validation"):
+        sets = data.get(name)
+        for one in sets if isinstance(sets, list) else [sets]:
+            if isinstance(one, dict) and (one.get("dataset_name") or default.get("dataset_name")) == RESPONSE_DATASET:
+                path = str(one.get("data_path") or default.get("data_path"))
+                one["dataset_name"] = "jsonl" if path.endswith((".jsonl", ".json")) else "huggingface"
+    if default.get("dataset_name") == RESPONSE_DATASET:
+        del default["dataset_name"]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _find(node: Any, parts: Path, path: tuple[str | int, ...] = ()) -> Iterator[tuple[dict[str, Any], str, Path]]:
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _find(item, parts, (*path, index))
+        return
+    if not isinstance(node, Mapping):
+        return
+    for name in list(node) if parts[0] == "*" else [parts[0]]:
+        if name not in node:
+            continue
+        if len(parts) == 1:
+            yield node, name, (*path, name)  # pyright: ignore[reportReturnType]
+        else:
+            yield from _find(node[name], parts[1:], (*path, name))

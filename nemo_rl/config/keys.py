@@ -1,0 +1,116 @@
+"""Which keys the schema knows below a path: for "did you mean" and for overrides of free mappings."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
+
+from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.section import Section
+
+Path: TypeAlias = Sequence[str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the schema says of the value at a path."""
+
+    section: type[Section] | None = None  # a mapping whose keys are known
+    values: Any = None  # the annotation of a free mapping's values; None: no free mapping
+    items: Any = None  # the annotation of a list's items; None: no list
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of a free mapping
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The keys that may stand here; for a free mapping those of its default."""
+        return frozenset(self.section.model_fields) if self.section else frozenset(self.defaults)
+
+    @property
+    def is_free(self) -> bool:
+        return self.values is not None
+
+
+def place_at(path: Path, raw: Any) -> Place | None:
+    """The schema's place at `path`; `raw` is the configuration, which tells the types of `env`'s entries.
+
+    None: no such place.
+    """
+    place: Place | None = _place(GRPOConfig)
+    for depth, name in enumerate(path):
+        if place is None:
+            return None
+        is_environment = depth == 1 and path[0] == "env"
+        place = _place(environment_type(str(name), raw)) if is_environment else _below(place, name)
+    return place
+
+
+def environment_type(name: str, raw: Any) -> type[Section]:
+    """The section that validates the entry `env.<name>`."""
+    return ENVIRONMENT_SECTIONS.get(environment_kind(name, raw), CustomSection)
+
+
+def environment_kind(name: str, raw: Any) -> str:
+    """The entry's `type`, or its own name."""
+    entry = at(raw, ("env", name))
+    kind = entry.get("type") if isinstance(entry, Mapping) else None
+    return kind if isinstance(kind, str) else name
+
+
+def at(raw: Any, path: Path) -> Any:
+    """The value at `path` of plain mappings and lists; None where there is none."""
+    for name in path:
+        if isinstance(raw, Mapping) and name in raw:
+            raw = raw[name]
+        elif isinstance(raw, list) and str(name).isdigit() and int(name) < len(raw):
+            raw = raw[int(name)]
+        else:
+            return None
+    return raw
+
+
+def has(raw: Any, path: Path) -> bool:
+    """Whether a value, null included, stands at `path`."""
+    parent = at(raw, path[:-1])
+    if isinstance(parent, Mapping):
+        return path[-1] in parent
+    return isinstance(parent, list) and str(path[-1]).isdigit() and int(path[-1]) < len(parent)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _below(place: Place, name: str | int) -> Place | None:
+    if place.section is not None and name in place.section.model_fields:
+        field_info = place.section.model_fields[str(name)]
+        default = field_info.get_default(call_default_factory=True, validated_data={})
+        return _place(field_info.annotation, default)
+    if place.items is not None and str(name).isdigit():
+        return _place(place.items)
+    if place.values is not None:
+        return _place(place.values)
+    return None
+
+
+def _place(annotation: Any, default: Any = None) -> Place:
+    section, values, items = None, None, None
+    for option in _options(annotation):
+        if isinstance(option, type) and issubclass(option, Section):
+            section = option
+        elif get_origin(option) is dict:
+            values = get_args(option)[1]
+        elif get_origin(option) is list:
+            items = get_args(option)[0]
+    return Place(section, values, items, default if isinstance(default, dict) else {})
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    """The members of a union, without what is only annotation."""
+    if get_origin(annotation) is Annotated:
+        yield from _options(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation

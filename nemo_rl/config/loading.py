@@ -1,0 +1,139 @@
+"""From a recipe and the command line to a checked configuration.
+
+`defaults:` files are merged below the recipe, overrides above it; then interpolations are resolved, NeMo-RL's keys
+that have no meaning here taken out, and the rest validated by the schema and by checks across sections.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from nemo_rl.config.checks import check
+from nemo_rl.config.compatibility import move_keys, name_datasets, take_out
+from nemo_rl.config.keys import environment_kind, environment_type
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.merging import merged
+from nemo_rl.config.overrides import apply_override
+from nemo_rl.config.problems import interpolation_problem, schema_problem
+from nemo_rl.errors import ConfigError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
+    """The configuration of a recipe with overrides in Hydra's grammar; raises ConfigError for all that is wrong.
+
+    Example: `load_config(Path("examples/configs/quickstart.yaml"), ["grpo.max_num_steps=2"])`
+    """
+    raw = merged(None, _read(Path(path), ()))
+    for text in overrides:
+        apply_override(raw, text)
+    resolved = _resolve(raw)
+    take_out(resolved)
+    name_datasets(resolved)
+    config = _validate(resolved)
+    check(config)
+    return config
+
+
+def resolved_yaml(config: GRPOConfig) -> str:
+    """Every key with its value, as YAML that `load_config` reads to an equal configuration.
+
+    Of the data sets only the keys that are set: the others come from `data.default` or from what is known of the set.
+    """
+    values = config.model_dump(mode="json")
+    set_values = config.data.model_dump(mode="json", exclude_unset=True)
+    values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
+
+
+def _read(path: Path, opened_by: tuple[Path, ...]) -> dict[str, Any]:
+    """A file over those that its `defaults:` names."""
+    path = path.resolve()
+    if path in opened_by:
+        circle = " -> ".join(p.name for p in (*opened_by[opened_by.index(path) :], path))
+        raise ConfigError("defaults", path.name, f"recipes that lie under each other: {circle}")
+    layer = _read_one(path, opened_by[-1] if opened_by else None)
+    names = layer.pop("defaults", None) or []
+    names = [names] if isinstance(names, str) else names
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError("defaults", names, f"must be a file name or a list of file names (in {path})")
+    base: dict[str, Any] = {}
+    for name in names:
+        base = merged(base, _read(path.parent / name, (*opened_by, path)))
+    move_keys(layer)
+    return merged(base, layer)
+
+
+def _read_one(path: Path, opened_by: Path | None) -> dict[str, Any]:
+    key = f"defaults of {opened_by}" if opened_by else "config"
+    if not path.is_file():
+        raise ConfigError(key, str(path), "no such file")
+    try:
+        layer = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(key, where, f"malformed YAML: {error.problem or error.context}") from error
+    except OmegaConfBaseException as error:
+        raise interpolation_problem(error, None, source=str(path)) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(key, str(path), f"cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(layer, dict):
+        raise ConfigError(key, str(path), "a recipe must be a mapping of sections")
+    return layer  # pyright: ignore[reportReturnType]
+
+
+def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
+    _register_resolvers()
+    try:
+        return OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=True)  # pyright: ignore
+    except OmegaConfBaseException as error:
+        raise interpolation_problem(error, raw) from error
+
+
+def _validate(resolved: dict[str, Any]) -> GRPOConfig:
+    """Environments first, each by its own section, so that an error keeps its full key."""
+    data = dict(resolved)
+    if isinstance(data.get("env"), dict):
+        data["env"] = {name: _environment(name, entry, resolved) for name, entry in data["env"].items()}
+    try:
+        return GRPOConfig.model_validate(data)
+    except ValidationError as error:
+        raise schema_problem(error, resolved) from error
+
+
+def _environment(name: str, entry: Any, resolved: dict[str, Any]) -> Any:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"env.{name}", entry, "must be a mapping")
+    try:
+        section = environment_type(name, resolved)
+        return section.model_validate({**entry, "type": entry.get("type") or environment_kind(name, resolved)})
+    except ValidationError as error:
+        raise schema_problem(error, resolved, ("env", name)) from error
+
+
+def _register_resolvers() -> None:
+    """`${mul:${a},${b}}` and the like, as NeMo-RL's recipes use them; once a process."""
+    resolvers = {"add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": _divide, "max": lambda a, b: max(a, b)}
+    for name, resolver in resolvers.items():
+        if not OmegaConf.has_resolver(name):
+            OmegaConf.register_new_resolver(name, resolver)
+
+
+def _divide(a: float, b: float) -> float:
+    """An integer where it comes out even, since most keys are counts."""
+    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
+
+
+def _escaped(value: Any) -> Any:
+    """Strings that a second load reads as they are, and not as interpolations."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -1,0 +1,83 @@
+"""Which keys of `loss_fn` and `grpo.adv_estimator` go together."""
+
+from nemo_rl.config.loss import LossFn
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.errors import ConfigError
+
+
+def check_loss(config: GRPOConfig) -> None:
+    """Raise ConfigError for a combination that has no formula in docs/losses.md."""
+    loss = config.loss_fn
+    _check_ratio(loss)
+    _check_truncation(loss)
+    grpo = config.grpo
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    if loss.force_on_policy_ratio and config.policy.train_global_batch_size != samples:
+        raise ConfigError(
+            "loss_fn.force_on_policy_ratio",
+            True,
+            f"holds for one optimizer step a batch: policy.train_global_batch_size must be {samples}",
+        )
+
+
+def _check_ratio(loss: LossFn) -> None:
+    if loss.use_cispo:
+        _refuse_beside("use_cispo", loss, "disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c")
+        _refuse_beside("use_cispo", loss, "sequence_level_importance_ratios")
+    if loss.disable_ppo_ratio:
+        _refuse_beside(
+            "disable_ppo_ratio", loss, "force_on_policy_ratio", "ratio_clip_c", "sequence_level_importance_ratios"
+        )
+    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+        raise ConfigError(
+            "loss_fn.token_level_loss",
+            True,
+            "sequence_level_importance_ratios (GSPO) needs false: one ratio a sequence",
+        )
+
+
+def _refuse_beside(key: str, loss: LossFn, *others: str) -> None:
+    for other in others:
+        value = getattr(loss, other)
+        if value:
+            allowed = "null" if other == "ratio_clip_c" else "false"
+            raise ConfigError(f"loss_fn.{other}", value, f"has no meaning with loss_fn.{key}; allowed: {allowed}")
+
+
+def _check_truncation(loss: LossFn) -> None:
+    """Off-policy correction: `tis` has an upper bound, `icepop` and `seq-mask-tis` have both."""
+    key = "loss_fn.truncated_importance_sampling"
+    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+    kind = loss.truncated_importance_sampling_type or "tis"
+    is_named = loss.truncated_importance_sampling_type is not None
+    if not is_named and high is None and low is None:
+        return
+    if not loss.use_importance_sampling_correction:
+        if kind == "tis" and high is None and low is None:  # as NeMo-RL's recipes have it where nothing is corrected
+            return
+        raise ConfigError("loss_fn.use_importance_sampling_correction", False, f"{kind} truncates it: must be true")
+    if high is None:
+        raise ConfigError(f"{key}_ratio", None, f"required by {key}_type: {kind}")
+    if low is None and kind != "tis":
+        raise ConfigError(f"{key}_ratio_min", None, f"required by {key}_type: {kind}")
+    if low is not None and low > high:
+        raise ConfigError(f"{key}_ratio_min", low, f"must be at most the upper bound {high}")
+
+
+def check_advantages(config: GRPOConfig) -> None:
+    """Raise ConfigError where an estimator lacks what it reads, or is given what it never reads."""
+    estimator, loss = config.grpo.adv_estimator, config.loss_fn
+    if loss.use_kl_in_reward and estimator.name != "reinforce_plus_plus":
+        raise ConfigError(
+            "loss_fn.use_kl_in_reward", True, "only grpo.adv_estimator.name: reinforce_plus_plus subtracts the KL"
+        )
+    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
+        raise ConfigError("loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward needs a weight above 0")
+    if estimator.reward_weights and estimator.name != "gdpo":
+        raise ConfigError(
+            "grpo.adv_estimator.reward_weights", estimator.reward_weights, "read by name: gdpo only; allowed: {}"
+        )
+    if not estimator.minus_baseline and estimator.name != "reinforce_plus_plus":
+        raise ConfigError(
+            "grpo.adv_estimator.minus_baseline", False, "read by name: reinforce_plus_plus only; allowed: true"
+        )

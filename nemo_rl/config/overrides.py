@@ -1,0 +1,105 @@
+"""Overrides of the command line in Hydra's grammar, applied to a recipe's plain mappings and lists.
+
+| text | meaning |
+|---|---|
+| `a.b=c` | set a key of the schema, whether or not the recipe has it; below a free mapping (kwargs) it must exist |
+| `++a.b=c` | set, or add below a free mapping |
+| `+a.b=c` | add what the recipe does not have |
+| `~a.b`, `~a.b=c` | take out what the recipe has (and only if it is c) |
+
+A mapping given as a value is merged into the recipe's; an item of a list is named by its index. Keys that nobody
+knows are left for the schema to refuse.
+"""
+
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from nemo_rl.config.compatibility import current_key
+from nemo_rl.config.env import ENVIRONMENT_SECTIONS
+from nemo_rl.config.keys import at, dotted, has, place_at
+from nemo_rl.config.merging import merged
+from nemo_rl.errors import ConfigError
+
+
+def apply_override(config: dict[str, Any], text: str) -> None:
+    """Change `config` in place; raises ConfigError for text that is no override or has nothing to act on."""
+    override = _parse(text)
+    path = current_key(override.key_or_group).split(".")
+    if "" in path:
+        raise ConfigError("override", text, "the key has an empty part")
+    if override.type is OverrideType.DEL:
+        _remove(config, path, override)
+        return
+    value = override.value()
+    if override.type is OverrideType.ADD and has(config, path):
+        raise ConfigError(dotted(path), value, "the recipe has this key already: write it without +")
+    if override.type is OverrideType.CHANGE:
+        _check_exists(config, path, value)
+    _put(config, path, value)
+
+
+def _parse(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        problem = f"not an override such as a.b=c, ++a.b=c or ~a.b: {str(error).splitlines()[0]}"
+        raise ConfigError("override", text, f"{problem}; special characters need quotes: a.b='...'") from error
+    if override.package is not None:
+        raise ConfigError("override", text, "packages (@) are not supported")
+    if override.is_sweep_override():
+        raise ConfigError("override", text, "several values ask for several runs; a list is written [1,2]")
+    return override
+
+
+def _check_exists(config: dict[str, Any], path: list[str], value: object) -> None:
+    """Below a free mapping the schema cannot catch a misspelt key, so that it must be there already."""
+    for depth in range(1, len(path)):
+        place = place_at(path[:depth], config)
+        if place is None or not place.is_free:
+            continue
+        known = set(place.names) | set(at(config, path[:depth]) or {})
+        if path[:depth] == ["env"]:
+            known |= set(ENVIRONMENT_SECTIONS)
+        if path[depth] not in known:
+            problem = "the recipe has no such key; ++ adds it"
+            raise ConfigError(dotted(path[: depth + 1]), value, problem, known=known)
+
+
+def _put(config: dict[str, Any], path: list[str], value: Any) -> None:
+    parent: Any = config
+    for depth, name in enumerate(path[:-1]):
+        _check_holds(parent, path[:depth], name)
+        key: Any = int(name) if isinstance(parent, list) else name
+        if isinstance(parent, dict) and parent.get(key) is None:
+            parent[key] = {}
+        parent = parent[key]
+    _check_holds(parent, path[:-1], path[-1])
+    key: Any = int(path[-1]) if isinstance(parent, list) else path[-1]
+    old = parent.get(key) if isinstance(parent, dict) else parent[key]
+    parent[key] = merged(old, value)
+
+
+def _check_holds(parent: Any, path: list[str], name: str) -> None:
+    if isinstance(parent, dict):
+        return
+    if not isinstance(parent, list):
+        raise ConfigError(dotted(path), parent, f"no mapping, so that it has no key {name!r}")
+    if not (name.isdigit() and int(name) < len(parent)):
+        raise ConfigError(
+            dotted([*path, name]), parent, f"a list of {len(parent)}: its items are 0 to {len(parent) - 1}"
+        )
+
+
+def _remove(config: dict[str, Any], path: list[str], override: Override) -> None:
+    parent = at(config, path[:-1])
+    if not has(config, path):
+        known = parent if isinstance(parent, dict) else ()
+        raise ConfigError(dotted(path), None, "the recipe has no such key to take out", known=known)
+    key: Any = int(path[-1]) if isinstance(parent, list) else path[-1]
+    expected = override.value()
+    if expected is not None and parent[key] != expected:
+        raise ConfigError(dotted(path), parent[key], f"is not {expected!r}, so that it is not taken out")
+    del parent[key]

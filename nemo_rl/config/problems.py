@@ -1,0 +1,69 @@
+"""What pydantic and OmegaConf found wrong, said as one ConfigError with the full key."""
+
+from typing import Any
+
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import ValidationError
+
+from nemo_rl.config.env import ENVIRONMENT_SECTIONS
+from nemo_rl.config.keys import Path, at, dotted, environment_kind, has, place_at
+from nemo_rl.errors import ConfigError
+
+PROBLEMS = {
+    "missing": "required, but not set",
+    "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "list_type": "must be a list",
+}
+FIRST = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
+
+
+def schema_problem(error: ValidationError, raw: Any, prefix: Path = ()) -> ConfigError:
+    """The most telling of the errors; `raw` is the whole configuration, `prefix` where the validated part lies."""
+    found = []
+    for details in error.errors(include_url=False):
+        path = _real_path((*prefix, *details["loc"]), raw, details["type"])
+        rank = FIRST.index(details["type"]) if details["type"] in FIRST else len(FIRST)
+        found.append((rank, -len(path), path, details))
+    _, _, path, details = min(found, key=lambda item: item[:2])
+    if details["type"] == "extra_forbidden":
+        return unknown_key(path, raw)
+    problem = PROBLEMS.get(details["type"]) or details["msg"][:1].lower() + details["msg"][1:]
+    value = at(raw, path)
+    if value in ("None", "none"):
+        problem += " (nothing is written null)"
+    return ConfigError(dotted(path), value, problem)
+
+
+def unknown_key(path: Path, raw: Any) -> ConfigError:
+    """An unknown key, with the nearest of those that its section has."""
+    place = place_at(path[:-1], raw)
+    problem = "unknown key"
+    if len(path) == 3 and path[0] == "env":
+        kind = environment_kind(str(path[1]), raw)
+        is_own = kind not in ENVIRONMENT_SECTIONS
+        problem += f" of an environment of type {kind!r}"
+        problem += f" (built in: {', '.join(ENVIRONMENT_SECTIONS)}; one's own takes kwargs)" if is_own else ""
+    return ConfigError(dotted(path), at(raw, path), problem, known=place.names if place else ())
+
+
+def interpolation_problem(error: OmegaConfBaseException, raw: Any, source: str | None = None) -> ConfigError:
+    """A value that cannot be resolved: an unknown key or resolver, or text that is no interpolation."""
+    key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(key, "???", "must be set")
+    reason = str(error).splitlines()[0]
+    if "not found" in reason:
+        reason += " (an interpolation sees what recipes and overrides set, not the schema's defaults)"
+    where = f" (in {source})" if source else ""
+    return ConfigError(key or "interpolation", at(raw, key.split(".")), f"cannot be resolved: {reason}{where}")
+
+
+def _real_path(loc: Path, raw: Any, error_type: str) -> Path:
+    """The location without the names that pydantic puts in for the members of a union."""
+    path: tuple[str | int, ...] = ()
+    for position, name in enumerate(loc):
+        is_last = position == len(loc) - 1
+        if has(raw, (*path, name)) or (is_last and error_type == "missing"):
+            path = (*path, name)
+    return path

@@ -1,0 +1,197 @@
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.errors import ConfigError
+from tests.unit.config.conftest import Load
+
+VALIDATION = "data.validation={dataset_name:gsm8k}"
+CHECKPOINTS = "checkpointing.enabled=true"
+NO_END = "grpo.val_at_end=false"
+LOSS = "loss_fn."
+TIS = "loss_fn.truncated_importance_sampling_"
+CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["policy.train_global_batch_size=3"], "policy.train_global_batch_size", "divide .* = 8"),
+        (["policy.train_global_batch_size=16"], "policy.train_global_batch_size", "divide .* = 8"),
+        (["policy.train_micro_batch_size=3"], "policy.train_micro_batch_size", "divide .* = 8"),
+        (
+            ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=8", "grpo.use_dynamic_sampling=true"],
+            "grpo.use_dynamic_sampling",
+            "would drop every group",
+        ),
+        (["rollout.min_group_size=3"], "rollout.min_group_size", "at most .* 2"),
+        (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low", "at most"),
+        (
+            ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=1"],
+            "grpo.reward_scaling.source_min",
+            "below source_max",
+        ),
+        (["policy.generation.temperature=0"], "policy.generation.temperature", "val_temperature"),
+        (["policy.generation.top_p=0.9"], "policy.generation.top_p", "1.0"),
+        (["policy.generation.top_k=50"], "policy.generation.top_k", "null"),
+        (["policy.generation.max_new_tokens=513"], "policy.generation.max_new_tokens", "at most .* 512"),
+        (["policy.generation.vllm_cfg.max_model_len=511"], "policy.generation.vllm_cfg.max_model_len", "at least"),
+        (["data.max_input_seq_length=513"], "data.max_input_seq_length", "at most"),
+        (
+            ["grpo.reward_shaping.enabled=true", "policy.generation.max_new_tokens=100"],
+            "grpo.reward_shaping.overlong_buffer_length",
+            "100 tokens",
+        ),
+        (
+            ["policy.generation.backend=hf", "policy.generation.in_actor=true"],
+            "policy.generation.in_actor",
+            "backend: vllm",
+        ),
+        (
+            ["policy.generation.backend=hf", "++policy.generation.vllm_kwargs.a=1"],
+            "policy.generation.vllm_kwargs",
+            "backend: vllm",
+        ),
+        (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "one device"),
+        (["cluster.num_nodes=2"], "cluster.num_nodes", "one device"),
+        (["policy.generation.colocated.enabled=false"], "policy.generation.colocated.enabled", "allowed: true"),
+        (
+            ["policy.generation.vllm_cfg.tensor_parallel_size=2"],
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            "allowed: 1",
+        ),
+        (["policy.scheduler=[{name:a.B},{name:a.C}]"], "policy.scheduler", "2 schedulers .* 1 milestones"),
+        (["policy.scheduler=[{name:a.B},{milestones:[5]}]"], "policy.scheduler", "1 schedulers .* 0 milestones"),
+        (["policy.scheduler={kwargs:{a:1}}"], "policy.scheduler", "either a name"),
+        (
+            ["policy.scheduler=[{name:a.B},{name:a.C},{name:a.D},{milestones:[5,5]}]"],
+            "policy.scheduler",
+            "must increase",
+        ),
+    ],
+)
+def test_sizes_and_engine_that_do_not_fit_are_refused(load: Load, overrides: list[str], key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load("", *overrides)
+    assert error.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([LOSS + "use_cispo=true", LOSS + "disable_ppo_ratio=true"], LOSS + "disable_ppo_ratio"),
+        ([LOSS + "use_cispo=true", LOSS + "force_on_policy_ratio=true"], LOSS + "force_on_policy_ratio"),
+        ([LOSS + "use_cispo=true", LOSS + "ratio_clip_c=3"], LOSS + "ratio_clip_c"),
+        (
+            [LOSS + "use_cispo=true", LOSS + "sequence_level_importance_ratios=true", LOSS + "token_level_loss=false"],
+            LOSS + "sequence_level_importance_ratios",
+        ),
+        ([LOSS + "sequence_level_importance_ratios=true"], LOSS + "token_level_loss"),
+        ([LOSS + "disable_ppo_ratio=true", LOSS + "ratio_clip_c=3"], LOSS + "ratio_clip_c"),
+        ([LOSS + "ratio_clip_c=1"], LOSS + "ratio_clip_c"),
+        ([LOSS + "force_on_policy_ratio=true", "policy.train_global_batch_size=4"], LOSS + "force_on_policy_ratio"),
+        ([TIS + "type=tis", TIS + "ratio=2"], LOSS + "use_importance_sampling_correction"),
+        ([TIS + "ratio=2"], LOSS + "use_importance_sampling_correction"),
+        ([TIS + "type=icepop"], LOSS + "use_importance_sampling_correction"),
+        ([CORRECTED, TIS + "type=tis"], TIS + "ratio"),
+        ([CORRECTED, TIS + "ratio_min=0.5"], TIS + "ratio"),
+        ([CORRECTED, TIS + "type=icepop", TIS + "ratio=2"], TIS + "ratio_min"),
+        ([CORRECTED, TIS + "type=seq-mask-tis", TIS + "ratio=2"], TIS + "ratio_min"),
+        ([CORRECTED, TIS + "type=icepop", TIS + "ratio=2", TIS + "ratio_min=3"], TIS + "ratio_min"),
+        ([LOSS + "use_kl_in_reward=true", LOSS + "reference_policy_kl_penalty=0.1"], LOSS + "use_kl_in_reward"),
+        (
+            [LOSS + "use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
+            LOSS + "reference_policy_kl_penalty",
+        ),
+        (["++grpo.adv_estimator.reward_weights.a=1"], "grpo.adv_estimator.reward_weights"),
+        (["grpo.adv_estimator.minus_baseline=false"], "grpo.adv_estimator.minus_baseline"),
+    ],
+)
+def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load("", *overrides)
+    assert error.value.key == key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=8"],
+        [LOSS + "sequence_level_importance_ratios=true", LOSS + "token_level_loss=false"],
+        [LOSS + "use_cispo=true"],
+        [LOSS + "disable_ppo_ratio=true"],
+        [LOSS + "force_on_policy_ratio=true"],
+        [CORRECTED],
+        [CORRECTED, TIS + "ratio=2"],
+        [CORRECTED, TIS + "type=tis", TIS + "ratio=2", TIS + "ratio_min=0.5"],
+        [CORRECTED, TIS + "type=icepop", TIS + "ratio=2", TIS + "ratio_min=0.5"],
+        ["grpo.adv_estimator.name=gdpo", "++grpo.adv_estimator.reward_weights.a=1"],
+        ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"],
+        ["policy.scheduler={name:a.B}"],
+        ["policy.scheduler=[{name:a.B},{name:a.C},{milestones:[5]}]"],
+        ["cluster.gpus_per_node=0"],
+        [CHECKPOINTS, "checkpointing.metric_name=train:reward"],
+        [CHECKPOINTS, "checkpointing.metric_name=train:advantages/mean"],
+        [CHECKPOINTS, "checkpointing.metric_name=val:accuracy", VALIDATION],
+        [CHECKPOINTS, "checkpointing.metric_name=val:gsm8k/accuracy", VALIDATION],
+        [CHECKPOINTS, "checkpointing.metric_name=val:pass_4", VALIDATION, "grpo.val_num_generations_per_prompt=4"],
+        ["checkpointing.metric_name=val:accuracy"],
+    ],
+)
+def test_what_has_a_meaning_is_accepted(load: Load, overrides: list[str]) -> None:
+    load("", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("metric", "overrides", "said"),
+    [
+        ("val_reward", [VALIDATION], 'must be "val:" or "train:"'),
+        ("val:", [VALIDATION], 'must be "val:" or "train:"'),
+        ("val:acuracy", [VALIDATION], "did you mean accuracy"),
+        ("val:pass_8", [VALIDATION], "no such metric"),
+        ("train:rewards", [], r"did you mean reward\?"),
+        ("val:accuracy", [], "data.validation"),
+        ("val:accuracy", [VALIDATION, NO_END, "grpo.val_period=0"], "grpo.val_period"),
+        ("val:greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
+        ("val:gsm8k/greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
+    ],
+)
+def test_metric_that_will_not_exist_is_refused(load: Load, metric: str, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load("", CHECKPOINTS, f"checkpointing.metric_name={metric}", *overrides)
+    assert error.value.key == "checkpointing.metric_name"
+    assert error.value.value == metric
+
+
+@pytest.mark.parametrize(
+    ("train", "key", "said"),
+    [
+        ("{dataset_name: null}", "data.train.dataset_name", "required"),
+        ("{dataset_name: jsonl}", "data.train.data_path", "required by dataset_name: jsonl"),
+        ("{dataset_name: huggingface}", "data.train.data_path", "required"),
+        ("{dataset_name: reasoning_gym}", "data.train.task", "required"),
+        ("{dataset_name: jsonl, data_path: no/such.jsonl}", "data.train.data_path", "no such file"),
+        ("[{dataset_name: a}, {dataset_name: jsonl, data_path: x}]", "data.train.1.data_path", "no such file"),
+        ("{dataset_name: a, prompt_file: no/such.txt}", "data.train.prompt_file", "no such file"),
+        ("{dataset_name: a, system_prompt_file: no/such.txt}", "data.train.system_prompt_file", "no such file"),
+        ("{dataset_name: a, env_name: maths}", "data.train.env_name", r"did you mean math\?"),
+        ("[]", "data.train", "must name a data set"),
+    ],
+)
+def test_data_that_is_not_there_is_refused(load: Load, train: str, key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load(f"data:\n  _override_: true\n  train: {train}")
+    assert error.value.key == key
+
+
+def test_files_of_data_sets_that_exist_are_accepted(load: Load, tmp_path: Path) -> None:
+    rows, prompt = tmp_path / "rows.jsonl", tmp_path / "prompt.txt"
+    rows.write_text("{}\n")
+    prompt.write_text("{}")
+    load(
+        f"""
+        data:
+          default: {{dataset_name: jsonl, env_name: math, prompt_file: {prompt}}}
+          train: {{dataset_name: null, data_path: {rows}}}
+        """
+    )

@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.data import Dataset
+from nemo_rl.config.env import ReasoningGymSection
+from nemo_rl.config.loading import load_config, resolved_yaml
+from nemo_rl.config.master import GRPOConfig
+
+REPOSITORY = Path(__file__).parents[3]
+RECIPES = REPOSITORY / "examples" / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _start_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)  # recipes name their prompt files from there
+
+
+def load(name: str, *overrides: str) -> GRPOConfig:
+    return load_config(RECIPES / name, overrides)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(name: str, tmp_path: Path) -> None:
+    config = load(name)
+    path = tmp_path / "config.yaml"
+    path.write_text(resolved_yaml(config))
+    assert load_config(path) == config
+
+
+def test_grpo_math_1b_has_nemo_rls_sizes() -> None:
+    config = load("grpo_math_1B.yaml")
+    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (32, 16)
+    assert config.grpo.adv_estimator.name == "grpo"
+    assert config.grpo.adv_estimator.use_leave_one_out_baseline
+    assert config.loss_fn.reference_policy_kl_penalty == 0.01
+    assert config.policy.model_name == config.policy.tokenizer.name == "Qwen/Qwen2.5-1.5B"
+    assert config.policy.train_global_batch_size == 512
+    assert config.policy.generation.vllm_cfg.max_model_len == 512
+    assert isinstance(config.policy.scheduler, list)
+    assert [stage.milestones for stage in config.policy.scheduler] == [None, None, [50]]
+    assert config.checkpointing.metric_name == "val:accuracy"
+
+
+def test_dapo_clips_higher_and_samples_dynamically() -> None:
+    config = load("dapo.yaml")
+    assert config.grpo.use_dynamic_sampling
+    assert config.grpo.reward_shaping.enabled
+    assert config.grpo.reward_scaling.target_min == -1.0
+    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.2, 0.28)
+    assert config.loss_fn.token_level_loss
+    assert config.loss_fn.reference_policy_kl_penalty == 0.0
+
+
+def test_dr_grpo_divides_by_no_standard_deviation() -> None:
+    estimator = load("dr_grpo.yaml").grpo.adv_estimator
+    assert (estimator.name, estimator.normalize_rewards, estimator.use_leave_one_out_baseline) == ("grpo", False, False)
+
+
+def test_gspo_has_one_ratio_a_sequence() -> None:
+    config = load("gspo.yaml")
+    assert config.loss_fn.sequence_level_importance_ratios
+    assert not config.loss_fn.token_level_loss
+    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (3e-4, 4e-4)
+    assert config.policy.train_global_batch_size == 128
+
+
+def test_cispo_has_no_lower_bound() -> None:
+    loss = load("cispo.yaml").loss_fn
+    assert (loss.use_cispo, loss.ratio_clip_min, loss.ratio_clip_max, loss.ratio_clip_c) == (True, 1.0, 0.8, None)
+
+
+def test_rloo_is_reinforce_with_a_leave_one_out_baseline() -> None:
+    config = load("rloo.yaml")
+    assert config.loss_fn.disable_ppo_ratio
+    estimator = config.grpo.adv_estimator
+    assert (estimator.normalize_rewards, estimator.use_leave_one_out_baseline) == (False, True)
+
+
+def test_reinforce_plus_plus_has_the_kl_in_the_reward() -> None:
+    config = load("reinforce_plus_plus.yaml")
+    assert config.grpo.adv_estimator.name == "reinforce_plus_plus"
+    assert config.grpo.adv_estimator.minus_baseline
+    assert config.loss_fn.use_kl_in_reward
+    assert config.loss_fn.reference_policy_kl_penalty == 0.01
+
+
+def test_quickstart_is_the_measured_one() -> None:
+    config = load("quickstart.yaml")
+    grpo, policy = config.grpo, config.policy
+    assert (grpo.num_prompts_per_step, grpo.num_generations_per_prompt, grpo.max_num_steps) == (32, 8, 150)
+    assert (grpo.val_period, grpo.val_at_start, grpo.val_greedy, grpo.max_val_samples) == (50, True, True, 200)
+    assert (policy.model_name, policy.precision) == ("nemo_rl/quickstart", "float32")
+    assert policy.train_global_batch_size == policy.train_micro_batch_size == 256
+    assert policy.optimizer.kwargs == {"lr": 3e-4, "weight_decay": 0.0, "betas": [0.9, 0.95]}
+    assert (policy.max_total_sequence_length, policy.generation.max_new_tokens) == (64, 8)
+    assert config.loss_fn.reference_policy_kl_penalty == 0.0
+    assert config.env["reasoning_gym"] == ReasoningGymSection(type="reasoning_gym", require_stop=True)
+    assert isinstance(config.data.train, Dataset)
+    assert config.data.train.task == "spell_backward"
+    assert config.data.train.task_kwargs == {"min_word_len": 3, "max_word_len": 5}
+
+
+def test_quickstarts_batches_follow_the_number_of_prompts() -> None:
+    policy = load("quickstart.yaml", "grpo.num_prompts_per_step=4").policy
+    assert policy.train_global_batch_size == policy.train_micro_batch_size == 32
