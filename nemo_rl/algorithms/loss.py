@@ -1,0 +1,169 @@
+"""The clipped policy-gradient loss and its relatives. What each key does, with the recipes: docs/losses.md."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl import batch as keys
+from nemo_rl.algorithms.importance import LARGEST_LOG, sampling_weights
+from nemo_rl.algorithms.kl import weighted_kl
+from nemo_rl.algorithms.loss_metrics import TokenTerms, loss_metrics
+from nemo_rl.config.loss import LossFn
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import Metric, Normalizer
+from nemo_rl.types import TrainingBatch
+
+
+class PolicyGradientLoss:
+    """Sum over tokens of `weight * policy term + reference_policy_kl_penalty * KL`, each token over the step's counts.
+
+    With r = exp(lp - lp_prev), the policy term of a token is max(-A r, -A clip(r, 1 - ratio_clip_min,
+    1 + ratio_clip_max)), or what the configuration puts in its place. A token counts 1 / number of valid tokens of the
+    optimizer step, or, without `token_level_loss`, 1 / (tokens of its trajectory * number of valid trajectories), so
+    any split into micro-batches or ranks adds up to the same loss and gradient.
+
+    Raises ConfigError for options that exclude each other.
+    """
+
+    def __init__(self, config: LossFn) -> None:
+        check_loss_config(config)
+        self.config = config
+
+    @property
+    def uses_prev_logprobs(self) -> bool:
+        """Whether a batch of more than one optimizer step needs `prev_logprobs`; without the key lp_prev is lp."""
+        config = self.config
+        return not config.force_on_policy_ratio and (
+            not config.disable_ppo_ratio or config.use_importance_sampling_correction
+        )
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        config = self.config
+        required = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.GENERATION_LOGPROBS, keys.ADVANTAGES}
+        if not config.token_level_loss:
+            required.add(keys.TRAJECTORY_TOKENS)
+        if config.reference_policy_kl_penalty > 0:
+            required.add(keys.REFERENCE_LOGPROBS)
+        if config.positive_example_nll_weight > 0:
+            required.add(keys.REWARD)
+        return frozenset(required)
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: TrainingBatch, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        config = self.config
+        tokens = _read(logprobs, batch)
+        num_tokens = max(normalizer.num_valid_tokens, 1.0)
+        token_weights = tokens.mask / num_tokens  # [B, T]
+        if not config.token_level_loss:
+            per_trajectory = batch[keys.TRAJECTORY_TOKENS].clamp(min=1) * max(normalizer.num_valid_trajectories, 1.0)
+            token_weights = tokens.mask / per_trajectory[:, None]
+
+        token_loss, ratio, clipped_ratio = _policy_term(tokens, config)
+        with torch.no_grad():
+            weights, outside = sampling_weights(tokens.prev, tokens.generation, tokens.mask, config)
+        if config.use_importance_sampling_correction:
+            token_loss = weights * token_loss
+        if config.positive_example_nll_weight > 0:
+            positive = (batch[keys.REWARD] > 0)[:, None]
+            token_loss = token_loss - config.positive_example_nll_weight * positive * tokens.current
+        kl = None
+        if config.reference_policy_kl_penalty > 0:
+            reference = torch.where(tokens.mask > 0, batch[keys.REFERENCE_LOGPROBS], 0.0)
+            kl = weighted_kl(tokens.current, reference, tokens.generation, config)
+            if not config.use_kl_in_reward:
+                token_loss = token_loss + config.reference_policy_kl_penalty * kl
+        loss = (token_loss * token_weights).sum()
+
+        terms = TokenTerms(
+            current=tokens.current.detach(),
+            prev=tokens.prev,
+            generation=tokens.generation,
+            mask=tokens.mask,
+            ratio=ratio.detach(),
+            clipped_ratio=clipped_ratio.detach(),
+            sampling_weights=weights,
+            out_of_bounds=outside,
+            kl=None if kl is None else (kl.detach() * token_weights).sum(),
+        )
+        return loss, loss_metrics(terms, num_tokens, batch[keys.SAMPLE_MASK])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What the loss reads, [B, T] float32 each; 0 where the mask is 0, so that padding can hold anything."""
+
+    mask: torch.Tensor
+    current: torch.Tensor  # the only one with a gradient
+    prev: torch.Tensor
+    generation: torch.Tensor
+    advantages: torch.Tensor
+
+
+def _read(logprobs: torch.Tensor, batch: TrainingBatch) -> _Tokens:
+    mask = batch[keys.TOKEN_MASK] * batch[keys.SAMPLE_MASK][:, None]
+    mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # entry 0 carries no loss
+    valid = mask > 0
+    current = torch.where(valid, logprobs.float(), 0.0)
+    prev = batch.get(keys.PREV_LOGPROBS, None)
+    return _Tokens(
+        mask=mask,
+        current=current,
+        prev=current.detach() if prev is None else torch.where(valid, prev, 0.0),
+        generation=torch.where(valid, batch[keys.GENERATION_LOGPROBS], 0.0),
+        advantages=torch.where(valid, batch[keys.ADVANTAGES], 0.0),
+    )
+
+
+def _policy_term(tokens: _Tokens, config: LossFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of each token before weights [B, T], the ratio and the clipped ratio ([B, T], or [B, 1] for GSPO)."""
+    advantages = tokens.advantages
+    ratio = _ratio(tokens, config)
+    clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
+    if config.disable_ppo_ratio:
+        return -advantages * tokens.current, ratio, clipped
+    if config.use_cispo:
+        return -advantages * clipped.detach() * tokens.current, ratio, clipped
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if config.ratio_clip_c is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * config.ratio_clip_c), loss)
+    return loss, ratio, clipped
+
+
+def _ratio(tokens: _Tokens, config: LossFn) -> torch.Tensor:
+    prev = tokens.current.detach() if config.force_on_policy_ratio else tokens.prev
+    log_ratio = tokens.current - prev
+    if config.sequence_level_importance_ratios:
+        log_ratio = log_ratio.sum(-1, keepdim=True) / tokens.mask.sum(-1, keepdim=True).clamp(min=1)
+    # An overflow would make the gradient 0 * inf even where the ratio is clipped.
+    return torch.exp(log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG))
+
+
+def check_loss_config(config: LossFn) -> None:
+    """Raise ConfigError for options of `loss_fn` that exclude, or need, each other."""
+    exclusive = {
+        "use_cispo": ("disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c", "sequence_level_importance_ratios"),
+        "disable_ppo_ratio": ("force_on_policy_ratio", "ratio_clip_c", "sequence_level_importance_ratios"),
+    }
+    for key, others in exclusive.items():
+        for other in others:
+            if getattr(config, key) and getattr(config, other):
+                raise ConfigError(f"loss_fn.{key}", True, f"excludes loss_fn.{other} = {getattr(config, other)}")
+    if config.sequence_level_importance_ratios and config.token_level_loss:
+        raise ConfigError("loss_fn.sequence_level_importance_ratios", True, "needs loss_fn.token_level_loss = false")
+    _check_truncation(config)
+
+
+def _check_truncation(config: LossFn) -> None:
+    kind = config.truncated_importance_sampling_type
+    high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
+    prefix = "loss_fn.truncated_importance_sampling"
+    if high is not None and not config.use_importance_sampling_correction:
+        raise ConfigError(f"{prefix}_ratio", high, "needs loss_fn.use_importance_sampling_correction = true")
+    if high is None and kind in ("icepop", "seq-mask-tis"):
+        raise ConfigError(f"{prefix}_type", kind, f"needs {prefix}_ratio, the upper bound of the weights")
+    if low is not None and (high is None or low > high):
+        raise ConfigError(f"{prefix}_ratio_min", low, f"needs a {prefix}_ratio that is not below it")
+    if kind == "seq-mask-tis" and config.sequence_level_importance_ratios:
+        raise ConfigError(f"{prefix}_type", kind, "excludes loss_fn.sequence_level_importance_ratios = true")

@@ -1,0 +1,80 @@
+"""What a micro-batch tells about the ratio, the KL and the distance between trainer and engine.
+
+All are means over the valid tokens of the optimizer step, except where their name says otherwise.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nemo_rl.algorithms.importance import LARGEST_LOG, finite_exp
+from nemo_rl.interfaces import Metric
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """Without gradients, [B, T] (the second group also [B, 1]), log-probs 0 where the mask is 0."""
+
+    current: torch.Tensor
+    prev: torch.Tensor
+    generation: torch.Tensor
+    mask: torch.Tensor
+
+    ratio: torch.Tensor
+    clipped_ratio: torch.Tensor
+    sampling_weights: torch.Tensor
+    out_of_bounds: torch.Tensor
+
+    kl: torch.Tensor | None  # a scalar: this micro-batch's part of the KL term, before its coefficient
+
+
+@torch.no_grad()
+def loss_metrics(terms: TokenTerms, num_valid_tokens: float, sample_mask: torch.Tensor) -> dict[str, Metric]:
+    """Metrics of one micro-batch; `num_valid_tokens` is the optimizer step's.
+
+    With e = lp_prev - lp_gen: token_mult_prob_error exp(|e|), gen_kl_error k3(e), policy_kl_error k3(-e),
+    js_divergence_error the mean of both sides' k3 against the mixture (p_prev + p_gen) / 2, approx_entropy
+    -exp(lp - lp_gen) lp. Where the engine's log-prob is not finite, e counts as 0 and the token is counted in
+    num_nonfinite_generation_logprobs. Minima and maxima of a micro-batch without a valid token are +-inf.
+    """
+    error = terms.prev - terms.generation
+    nonfinite = ~error.isfinite()
+    error = error.masked_fill(nonfinite, 0.0).clamp(-LARGEST_LOG, LARGEST_LOG)
+    means = {
+        "probs_ratio": terms.ratio,
+        "probs_ratio_clamped": terms.clipped_ratio,
+        "token_mult_prob_error": torch.exp(error.abs()),
+        "gen_kl_error": _k3(error),
+        "policy_kl_error": _k3(-error),
+        "js_divergence_error": _jensen_shannon(error),
+        "sampling_importance_ratio": terms.sampling_weights,
+        "is_oob_ratio": terms.out_of_bounds,
+        "approx_entropy": -finite_exp(terms.current - terms.generation) * terms.current,
+    }
+    means = {name: x.expand_as(terms.mask) for name, x in means.items()}
+    stacked = torch.stack(list(means.values()))  # [K, B, T]
+    values = stacked.flatten(1) @ terms.mask.flatten() / num_valid_tokens
+    metrics = {name: Metric(value) for name, value in zip(means, values.unbind(), strict=True)}
+    metrics["kl_penalty"] = Metric(values.new_zeros(()) if terms.kl is None else terms.kl)
+    metrics["num_valid_samples"] = Metric(sample_mask.sum())
+    metrics["num_nonfinite_generation_logprobs"] = Metric(nonfinite.sum())
+
+    masked = terms.mask == 0
+    for name in ("probs_ratio", "probs_ratio_clamped"):
+        metrics[f"{name}_min"] = Metric(means[name].masked_fill(masked, math.inf).amin(), "min")
+        metrics[f"{name}_max"] = Metric(means[name].masked_fill(masked, -math.inf).amax(), "max")
+    metrics["max_logprob_error"] = Metric(error.abs().amax(), "max")
+    return metrics
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _jensen_shannon(error: torch.Tensor) -> torch.Tensor:
+    """Half the k3 of either side against the mixture; log p - log mixture depends on the error alone."""
+    log_mixture_gain = math.log(2.0)
+    prev_to_mixture = log_mixture_gain - torch.nn.functional.softplus(-error)
+    generation_to_mixture = log_mixture_gain - torch.nn.functional.softplus(error)
+    return (_k3(prev_to_mixture) + _k3(generation_to_mixture)) / 2

@@ -1,0 +1,71 @@
+"""What several answers to one prompt tell: pass@k, pass@1[avg-of-k], majority@k. All exact, none samples."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from math import comb
+
+from nemo_rl.errors import ConfigError
+
+
+def pass_at_k(scores: Sequence[float], k: int) -> float:
+    """The best score of k answers, averaged over all subsets of k of the n given.
+
+    For scores of 0 and 1 this is 1 - C(wrong, k) / C(n, k) (arXiv 2107.03374, equation 1).
+
+    Example: scores [0, 1, .5], k = 2: the maxima 1, .5, 1 average to .8333.
+    """
+    _check(k, len(scores))
+    ascending = sorted(scores)
+    subsets_led_by = (comb(rank, k - 1) for rank in range(len(scores)))  # those in which it is the largest
+    return sum(score * n for score, n in zip(ascending, subsets_led_by, strict=True)) / comb(len(scores), k)
+
+
+def pass_at_1_avg_of_k(scores: Sequence[float]) -> float:
+    """The mean score: what one answer can be expected to reach."""
+    _check(1, len(scores))
+    return sum(scores) / len(scores)
+
+
+def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k: int | None = None) -> float:
+    """The score of the answer that most of k votes name, averaged over all subsets of k of the n given (None: n).
+
+    Answers with equally many votes are averaged; an answer's score is the mean over those who gave it. None is no
+    answer and casts no vote; where nobody votes the score is 0.
+
+    Example: answers [7, 7, 9, None], scores [1, 1, 0, 0]: k = 4 gives 1.
+    """
+    if len(answers) != len(scores):
+        raise ValueError(f"{len(scores)} scores with {len(answers)} answers")
+    k = len(scores) if k is None else k
+    _check(k, len(scores))
+    counts = Counter(answer for answer in answers if answer is not None)
+    silent = len(answers) - counts.total()
+    expected = 0.0
+    for answer, count in counts.items():
+        given = [score for score, a in zip(scores, answers, strict=True) if a == answer]
+        others = [n for other, n in counts.items() if other != answer]
+        wins = sum(
+            comb(count, votes) * _shared_wins(others, silent, votes, k - votes) for votes in range(1, min(count, k) + 1)
+        )
+        expected += wins * sum(given) / count
+    return expected / comb(len(scores), k)
+
+
+def _shared_wins(others: Sequence[int], silent: int, votes: int, remaining: int) -> float:
+    """Ways to fill the other places so that nobody has more than `votes`, each divided by the winners it leaves.
+
+    Adds one other answer after the other to a table {(places filled, ties): ways}.
+    """
+    ways = {(filled, 0): comb(silent, filled) for filled in range(min(silent, remaining) + 1)}
+    for count in others:
+        extended: Counter[tuple[int, int]] = Counter()
+        for (filled, ties), n in ways.items():
+            for cast in range(min(count, votes, remaining - filled) + 1):
+                extended[filled + cast, ties + (cast == votes)] += n * comb(count, cast)
+        ways = extended
+    return sum(n / (ties + 1) for (filled, ties), n in ways.items() if filled == remaining)
+
+
+def _check(k: int, num_answers: int) -> None:
+    if not 1 <= k <= num_answers:
+        raise ConfigError("k", k, f"must be from 1 to the number of answers, {num_answers}")

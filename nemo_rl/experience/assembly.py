@@ -1,0 +1,163 @@
+"""Groups of trajectories become one training batch: where tuples of Python numbers end and tensors begin.
+
+Consumes what a GroupSource hands over and the shaped rewards; produces the rollout's part of the keys in batch.py.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from nemo_rl import batch as keys
+from nemo_rl.errors import RolloutError
+from nemo_rl.types import StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
+
+KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())
+
+TrajectoryKey: TypeAlias = tuple[str, int]  # group_id, generation_index
+
+
+def trajectory_key(trajectory: Trajectory) -> TrajectoryKey:
+    return trajectory.group_id, trajectory.generation_index
+
+
+@dataclass(frozen=True, slots=True)
+class AssemblyCounts:
+    """What became of the trajectories handed to `assemble_batch`."""
+
+    num_trajectories: int  # all
+    num_failed: int
+    num_groups_left_out: int  # with fewer survivors than a group needs
+    num_survivors_left_out: int  # in those groups
+
+    @property
+    def num_trained(self) -> int:
+        return self.num_trajectories - self.num_failed - self.num_survivors_left_out
+
+
+def assembly_counts(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> AssemblyCounts:
+    """Count what `assemble_batch` takes and leaves out of the same groups."""
+    too_small = [group for group in groups if len(group.survivors) < min_group_size]
+    return AssemblyCounts(
+        num_trajectories=sum(len(group.trajectories) for group in groups),
+        num_failed=sum(len(group.trajectories) - len(group.survivors) for group in groups),
+        num_groups_left_out=len(too_small),
+        num_survivors_left_out=sum(len(group.survivors) for group in too_small),
+    )
+
+
+def assemble_batch(
+    groups: Sequence[TrajectoryGroup],
+    rewards: Mapping[TrajectoryKey, float] | None = None,
+    *,
+    min_group_size: int,
+) -> TrainingBatch:
+    """Make the batch of all survivors in groups of at least `min_group_size` of them.
+
+    Rows follow the order of the groups, then the generation index. `rewards` are the scaled and shaped ones by
+    (group_id, generation_index); None takes the trajectories' own. Raises RolloutError, with the first cause, when
+    nothing is left.
+    """
+    kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
+    if not kept:
+        raise RolloutError(_why_empty(groups, min_group_size))
+    trajectories: list[Trajectory] = []
+    samples: list[TrainingSample] = []
+    for group_id, group in enumerate(kept):
+        for trajectory in sorted(group.survivors, key=lambda t: t.generation_index):
+            reward = trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
+            samples += samples_of(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
+            trajectories.append(trajectory)
+    return _batch(samples, trajectories)
+
+
+def samples_of(
+    trajectory: Trajectory, *, trajectory_id: int, group_id: int, reward: float
+) -> tuple[TrainingSample, ...]:
+    """The token sequences to train on: one, the whole message log."""
+    log = trajectory.message_log
+    generated = [m.generation_logprobs for m in log]
+    lengths = [len(m.token_ids) for m in log]
+    return (
+        TrainingSample(
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            token_ids=tuple(chain.from_iterable(m.token_ids for m in log)),
+            token_mask=tuple(
+                chain.from_iterable((0 if g is None else 1,) * n for g, n in zip(generated, lengths, strict=True))
+            ),
+            generation_logprobs=tuple(
+                chain.from_iterable((0.0,) * n if g is None else g for g, n in zip(generated, lengths, strict=True))
+            ),
+            reward=reward,
+        ),
+    )
+
+
+def check_keys(batch: TrainingBatch, required: frozenset[str]) -> None:
+    """Raise ValueError unless the batch holds all `required` keys and none that batch.py does not name."""
+    present = {str(key) for key, _ in batch.items()}
+    missing, unknown = sorted(required - present), sorted(present - KNOWN_KEYS)
+    if missing:
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(present))}")
+    if unknown:
+        raise ValueError(f"keys unknown to nemo_rl/batch.py: {', '.join(unknown)}")
+
+
+def _batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajectory]) -> TrainingBatch:
+    lengths = np.fromiter((len(s.token_ids) for s in samples), dtype=np.int64, count=len(samples))
+    mask = _padded((s.token_mask for s in samples), lengths, torch.float32)
+    mask[:, 0] = 0.0  # nothing comes before the first token, so nothing predicts it
+    trajectory_id = torch.tensor([s.trajectory_id for s in samples])  # [B]
+    per_trajectory = torch.zeros(len(trajectories)).index_add_(0, trajectory_id, mask.sum(-1))
+    truncated = torch.tensor([t.stop_reason is StopReason.TRUNCATED for t in trajectories])
+    return TensorDict(
+        {
+            keys.TOKEN_IDS: _padded((s.token_ids for s in samples), lengths, torch.int64),
+            keys.TOKEN_MASK: mask,
+            keys.GENERATION_LOGPROBS: _padded((s.generation_logprobs for s in samples), lengths, torch.float32) * mask,
+            keys.LENGTHS: torch.from_numpy(lengths),
+            keys.SAMPLE_MASK: torch.tensor([s.loss_weight for s in samples]),
+            keys.TRAJECTORY_ID: trajectory_id,
+            keys.GROUP_ID: torch.tensor([s.group_id for s in samples]),
+            keys.TRAJECTORY_TOKENS: per_trajectory[trajectory_id],
+            keys.REWARD: torch.tensor([s.reward for s in samples], dtype=torch.float32),
+            keys.REWARD_COMPONENTS: _components(trajectories, trajectory_id),
+            keys.TRUNCATED: truncated[trajectory_id],
+        },
+        batch_size=[len(samples)],
+    )
+
+
+def _padded(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of different lengths, right-padded with 0 to the longest: [B, T]."""
+    flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64 if dtype is torch.int64 else np.float32)
+    width = max(int(lengths.max()), 1)
+    table = np.zeros((len(lengths), width), dtype=flat.dtype)
+    table[np.arange(width) < lengths[:, None]] = flat
+    return torch.from_numpy(table)
+
+
+def _components(trajectories: Sequence[Trajectory], trajectory_id: torch.Tensor) -> TensorDict:
+    """Rewards by name, 0 where a trajectory's environment does not give that one."""
+    names = sorted({name for t in trajectories for name in t.rewards})
+    columns = {
+        name: torch.tensor([t.rewards.get(name, 0.0) for t in trajectories], dtype=torch.float32)[trajectory_id]
+        for name in names
+    }
+    return TensorDict(columns, batch_size=[len(trajectory_id)])
+
+
+def _why_empty(groups: Sequence[TrajectoryGroup], min_group_size: int) -> str:
+    counts = assembly_counts(groups, min_group_size=min_group_size)
+    failures = (t.failure for group in groups for t in group.trajectories)
+    first = next((f for f in failures if f is not None), None)
+    cause = f"; the first failure was of class {first.failure_class}: {first.cause}" if first else ""
+    return (
+        f"nothing to train on: {counts.num_failed} of {counts.num_trajectories} rollouts failed, "
+        f"and no group has rollout.min_group_size = {min_group_size} others left{cause}"
+    )
