@@ -1,0 +1,172 @@
+"""What the terminal shows while a run trains: a live panel on a terminal, log lines elsewhere."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as RichBars
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl.config.run import Logger as LoggerSection
+from nemo_rl.observability.sample_table import sample_table, table_text
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_LINE_PERIOD_S = 30.0  # log lines inside a step, where rollouts take long
+STEPS_OF_ETA = 20  # the time left is judged by the last so many steps
+
+STEP_METRICS = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
+PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
+
+
+class Progress:
+    """The progress of one run as log lines. Metric names come without their prefix."""
+
+    def __init__(self, *, rollouts_per_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rollouts_per_step = rollouts_per_step
+        self._clock = clock
+        self._step = self._total = 0
+        self._rollouts = 0
+        self._rollout_line_at = self._stepped_at = clock()
+        self._step_s: deque[float] = deque(maxlen=STEPS_OF_ETA)
+
+    def start(self, *, step: int, total: int | None) -> None:
+        """Training begins after `step` steps, of `total` (None: not known)."""
+        self._step, self._total = step, total or 0
+        self._stepped_at = self._rollout_line_at = self._clock()
+        if step:
+            logger.info("going on after step %s", self._position())
+
+    def rollout(self, rollout: object = None) -> None:
+        """One rollout of the step under way has ended; the callback of the rollout layer."""
+        self._rollouts += 1
+        if self._clock() - self._rollout_line_at >= ROLLOUT_LINE_PERIOD_S:
+            self._rollout_line_at = self._clock()
+            total = f" of {self._rollouts_per_step}" if self._rollouts_per_step else ""
+            logger.info("step %d: %d%s rollouts", self._step + 1, self._rollouts, total)
+
+    def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """A training step has ended."""
+        self._advance(step)
+        parts = (step_line(metrics), seconds_line(seconds), self._rate(metrics))
+        logger.info("step %s | %s", self._position(), " | ".join(part for part in parts if part))
+
+    def validation(
+        self, step: int, *, metrics: Mapping[str, float], columns: Sequence[str], rows: Sequence[Sequence[object]]
+    ) -> None:
+        """A validation has ended; `rows` are a few of its rollouts."""
+        self._rollouts = 0
+        logger.info("validation after step %d | %s", step, values_line(metrics))
+        if rows:
+            self._show(sample_table(columns, rows, title=f"validation after step {step}"))
+
+    def close(self) -> None:
+        """The terminal is free again."""
+
+    def _advance(self, step: int) -> None:
+        now = self._clock()
+        self._step_s.append(now - self._stepped_at)
+        self._step, self._stepped_at, self._rollout_line_at, self._rollouts = step, now, now, 0
+
+    def _position(self) -> str:
+        return f"{self._step}/{self._total}" if self._total else str(self._step)
+
+    def _rate(self, metrics: Mapping[str, float]) -> str:
+        tokens = f"{metrics['tokens_per_sec']:,.0f} tok/s, " if "tokens_per_sec" in metrics else ""
+        return f"{tokens}{self._time_left()}"
+
+    def _time_left(self) -> str:
+        if not self._total or not self._step_s:
+            return "ETA unknown"
+        return f"ETA {clock_text((self._total - self._step) * sum(self._step_s) / len(self._step_s))}"
+
+    def _show(self, table: Table) -> None:
+        logger.info("%s", table_text(table))
+
+
+class LiveProgress(Progress):
+    """The same on a terminal: a panel that stays below the log records of the same console."""
+
+    def __init__(
+        self, console: Console, *, rollouts_per_step: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(rollouts_per_step=rollouts_per_step, clock=clock)
+        self._bars = RichBars(
+            TextColumn("{task.description:<9}"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
+        )
+        self._steps: TaskID = self._bars.add_task("steps", total=None, note="")
+        self._rollout_bar: TaskID = self._bars.add_task("rollouts", total=rollouts_per_step, note="")
+        self._lines: dict[str, str] = {}
+        self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=4, transient=True)
+
+    def start(self, *, step: int, total: int | None) -> None:
+        super().start(step=step, total=total)
+        self._bars.update(self._steps, completed=step, total=total)
+        self._live.start()
+
+    def rollout(self, rollout: object = None) -> None:
+        self._rollouts += 1
+        self._bars.update(self._rollout_bar, completed=self._rollouts)
+
+    def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        self._advance(step)
+        self._bars.update(self._steps, completed=step, note=self._rate(metrics))
+        self._bars.update(self._rollout_bar, completed=0)
+        self._lines = {"step": step_line(metrics), "seconds": seconds_line(seconds), **_kept(self._lines, "validation")}
+
+    def validation(
+        self, step: int, *, metrics: Mapping[str, float], columns: Sequence[str], rows: Sequence[Sequence[object]]
+    ) -> None:
+        super().validation(step, metrics=metrics, columns=columns, rows=rows)
+        self._bars.update(self._rollout_bar, completed=0)
+        self._lines["validation"] = f"{values_line(metrics)} (after step {step})"
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _panel(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(self._bars)
+        for name, line in self._lines.items():
+            grid.add_row(Text(f"{name:<11}{line}", overflow="ellipsis", no_wrap=True))
+        return grid
+
+    def _show(self, table: Table) -> None:
+        self._live.console.print(table)
+
+
+def make_progress(section: LoggerSection, console: Console, *, rollouts_per_step: int | None = None) -> Progress:
+    """The live panel where `logger.progress` is on and `console` is a terminal."""
+    if section.progress and console.is_terminal:
+        return LiveProgress(console, rollouts_per_step=rollouts_per_step)
+    return Progress(rollouts_per_step=rollouts_per_step)
+
+
+def step_line(metrics: Mapping[str, float]) -> str:
+    return values_line({name: metrics[name] for name in STEP_METRICS if name in metrics})
+
+
+def values_line(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def seconds_line(seconds: Mapping[str, float]) -> str:
+    """Example: "1.92 s (generation 0.91, policy_training 0.85)"."""
+    phases = ", ".join(f"{name} {seconds[name]:.2f}" for name in PHASES if name in seconds)
+    return f"{seconds.get('total_step_time', sum(seconds.values())):.2f} s" + (f" ({phases})" if phases else "")
+
+
+def clock_text(seconds: float) -> str:
+    """Example: 75 is "1:15", 3675 is "1:01:15"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _kept(lines: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: lines[name] for name in names if name in lines}

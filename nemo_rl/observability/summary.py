@@ -1,0 +1,105 @@
+"""What a run shows when it has ended: its reward curve, where its files are, how to continue."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+CURVE_WIDTH = 72  # columns
+CURVE_HEIGHT = 16  # lines
+LINE_MARK = "•"
+ACCURACY_MARK = "◆"
+
+
+def reward_curve(
+    rewards: Mapping[int, float],
+    accuracies: Mapping[int, float] | None = None,
+    *,
+    width: int = CURVE_WIDTH,
+    height: int = CURVE_HEIGHT,
+) -> str:
+    """The mean reward of each training step, and validation accuracies, over steps; plain text without colour.
+
+    Values that are not finite are left out. With fewer than two points there is no curve: "".
+    """
+    rewards = _finite(rewards)
+    accuracies = _finite(accuracies or {})
+    if len({*rewards, *accuracies}) < 2:
+        return ""
+    import plotext  # draws on one figure of its module
+
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height)
+    figure.theme("colorless")
+    for values, mark in ((rewards, LINE_MARK), (accuracies, ACCURACY_MARK)):
+        if values:
+            signal = figure.signal(list(values), list(values.values()), marker=mark)
+            figure.draw(signal.lines() if mark == LINE_MARK else signal)
+    if all(0 <= value <= 1 for value in [*rewards.values(), *accuracies.values()]):
+        figure.ruler("y").lim(0, 1)
+    figure.ruler("x").ticks(_ticks({*rewards, *accuracies}))
+    legend = [f"{LINE_MARK} training reward"] * bool(rewards) + [f"{ACCURACY_MARK} validation accuracy"] * bool(
+        accuracies
+    )
+    figure.title("   ".join(legend))
+    figure.label("step")
+    lines = figure.build().string(colorless=True).splitlines()
+    figure.clear()
+    return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+def summary(
+    *,
+    rewards: Mapping[int, float],
+    accuracies: Mapping[int, float],
+    metrics_path: Path,
+    checkpoint: Path | None = None,
+    continue_command: str | None = None,
+) -> str:
+    """The text at the end of a run. Rewards and accuracies by step; `continue_command` is shown as it is."""
+    parts = [reward_curve(rewards, accuracies), _first_and_last("Training reward", rewards)]
+    parts.append(_first_and_last("Validation accuracy", accuracies))
+    places = [
+        f"Metrics     {metrics_path}",
+        f"Checkpoint  {checkpoint or 'none (checkpointing.enabled=true saves one)'}",
+    ]
+    if continue_command:
+        places.append(f"Continue    {continue_command}")
+    return "\n".join([part for part in parts if part] + places)
+
+
+def read_history(metrics_path: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Rewards and validation accuracies by step from `metrics.jsonl`; what was logged last for a step counts."""
+    rewards: dict[int, float] = {}
+    accuracies: dict[int, float] = {}
+    for line in metrics_path.read_text(encoding="utf-8").splitlines():
+        try:
+            metrics = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            continue
+        for name, values in (("train/reward", rewards), ("validation/accuracy", accuracies)):
+            if name in metrics:
+                values[metrics["step"]] = float(metrics[name])
+    return dict(sorted(rewards.items())), dict(sorted(accuracies.items()))
+
+
+def _ticks(steps: set[int]) -> list[int]:
+    """At most eight whole steps, a round number apart."""
+    first, last = min(steps), max(steps)
+    magnitude = 10 ** max(0, math.floor(math.log10((last - first) / 7)))
+    apart = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude * 7 >= last - first)
+    return list(range(-(-first // apart) * apart, last + 1, apart))
+
+
+def _first_and_last(name: str, values: Mapping[int, float]) -> str:
+    if not values:
+        return ""
+    first, last = min(values), max(values)
+    if first == last:
+        return f"{name} {values[first]:.3f} at step {first}"
+    return f"{name} {values[first]:.3f} at step {first}, {values[last]:.3f} at step {last}"
+
+
+def _finite(values: Mapping[int, float]) -> dict[int, float]:
+    return {step: float(value) for step, value in sorted(values.items()) if math.isfinite(value)}

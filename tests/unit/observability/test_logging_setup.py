@@ -1,0 +1,68 @@
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.observability.logging_setup import HANDLER_NAME, QUIET, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    levels = {name: logging.getLogger(name).level for name in QUIET}
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    yield
+    logging.captureWarnings(False)
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    for name, library_level in levels.items():
+        logging.getLogger(name).setLevel(library_level)
+
+
+def test_records_outside_a_terminal_are_plain_lines() -> None:
+    out = io.StringIO()
+    configure_logging("INFO", Console(file=out))
+    logging.getLogger("nemo_rl.test").info("step %d [bold]x[/bold] %s", 1, "long " * 60)
+    logging.getLogger("nemo_rl.test").debug("hidden")
+    [line] = out.getvalue().splitlines()
+    assert "INFO nemo_rl.test: step 1 [bold]x[/bold] long long" in line
+
+
+def test_records_on_a_terminal_go_through_its_console() -> None:
+    out = io.StringIO()
+    configure_logging("INFO", Console(file=out, force_terminal=True, color_system=None, width=80))
+    logging.getLogger("nemo_rl.test").warning("careful [red]x[/red]")
+    assert "WARNING  careful [red]x[/red]" in out.getvalue()
+
+
+def test_a_second_call_replaces_the_first() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logging("INFO", Console(file=first))
+    configure_logging("INFO", Console(file=second))
+    logging.getLogger("nemo_rl.test").info("once")
+    assert first.getvalue() == ""
+    assert second.getvalue().count("once") == 1
+    assert [h.name for h in logging.getLogger().handlers].count(HANDLER_NAME) == 1
+
+
+def test_libraries_are_quiet_below_warnings() -> None:
+    out = io.StringIO()
+    configure_logging("DEBUG", Console(file=out))
+    logging.getLogger("httpx._client").info("request")
+    logging.getLogger("httpx._client").warning("trouble")
+    assert "request" not in out.getvalue()
+    assert "trouble" in out.getvalue()
+
+
+def test_python_warnings_are_log_records() -> None:
+    out = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        configure_logging("INFO", Console(file=out))
+        warnings.warn("an old name", UserWarning, stacklevel=1)
+        logging.captureWarnings(False)
+    assert "an old name" in out.getvalue()

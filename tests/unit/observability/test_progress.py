@@ -1,0 +1,117 @@
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from nemo_rl.config.run import Logger as LoggerSection
+from nemo_rl.observability.progress import LiveProgress, Progress, clock_text, make_progress, seconds_line
+
+METRICS = {"reward": 0.5, "loss": 0.125, "tokens_per_sec": 12345.0}
+SECONDS = {"total_step_time": 2.0, "generation": 1.0, "policy_training": 0.5}
+COLUMNS = ("prompt", "reward")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, color_system=None, width=100, height=30)
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_step_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    progress = Progress(clock=clock)
+    with caplog.at_level(logging.INFO):
+        progress.start(step=0, total=40)
+        for step in (1, 2):
+            clock.now += 2.0
+            progress.step(step, metrics=METRICS, seconds=SECONDS)
+    assert caplog.messages[-1] == (
+        "step 2/40 | reward 0.5  loss 0.125 | 2.00 s (generation 1.00, policy_training 0.50) | 12,345 tok/s, ETA 1:16"
+    )
+
+
+def test_time_left_counts_from_where_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    clock.now = 1000.0
+    progress = Progress(clock=clock)
+    with caplog.at_level(logging.INFO):
+        progress.start(step=30, total=40)
+        clock.now += 10.0
+        progress.step(31, metrics=METRICS, seconds=SECONDS)
+    assert caplog.messages[0] == "going on after step 30/40"
+    assert caplog.messages[-1].endswith("ETA 1:30")
+
+
+def test_long_steps_show_their_rollouts_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    progress = Progress(rollouts_per_step=64, clock=clock)
+    progress.start(step=4, total=10)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):
+            clock.now += 10.0
+            progress.rollout(object())
+        progress.step(5, metrics={}, seconds={})
+        progress.rollout(object())
+    assert caplog.messages[:3] == [f"step 5: {done} of 64 rollouts" for done in (3, 6, 9)]
+    assert len(caplog.messages) == 4
+
+
+def test_validation_shows_its_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Progress().validation(3, metrics={"accuracy": 0.25}, columns=COLUMNS, rows=[("[b]spell cat[/b]", "1.000")])
+    assert caplog.messages[0] == "validation after step 3 | accuracy 0.25"
+    assert "[b]spell cat[/b]" in caplog.messages[1]
+
+
+def test_total_may_be_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        progress = Progress()
+        progress.start(step=0, total=None)
+        progress.step(1, metrics={}, seconds={"generation": 1.0})
+    assert caplog.messages == ["step 1 | 1.00 s (generation 1.00) | ETA unknown"]
+
+
+def test_panel_shows_the_step_and_stays_below_what_is_printed() -> None:
+    console = terminal()
+    progress = LiveProgress(console, rollouts_per_step=8)
+    progress.start(step=0, total=4)
+    progress.rollout(object())
+    progress.step(1, metrics=METRICS, seconds=SECONDS)
+    progress.validation(1, metrics={"accuracy": 0.25}, columns=COLUMNS, rows=[("[b]cat[/b]", "1.000")])
+    progress.close()
+    shown = output(console)
+    for part in ("steps", "1/4", "0/8", "reward 0.5  loss 0.125", "accuracy 0.25 (after step 1)", "[b]cat[/b]"):
+        assert part in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the panel is wiped
+
+
+def test_panel_is_for_terminals_and_may_be_switched_off() -> None:
+    assert isinstance(make_progress(LoggerSection(), terminal()), LiveProgress)
+    assert type(make_progress(LoggerSection(progress=False), terminal())) is Progress
+    assert type(make_progress(LoggerSection(), Console(file=io.StringIO()))) is Progress
+
+
+def test_closing_without_a_start_is_harmless() -> None:
+    LiveProgress(terminal()).close()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3675, "1:01:15")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
+
+
+def test_seconds_without_phases() -> None:
+    assert seconds_line({"total_step_time": 1.5}) == "1.50 s"

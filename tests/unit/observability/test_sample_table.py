@@ -1,0 +1,21 @@
+from nemo_rl.observability.sample_table import sample_table, shown, table_text
+
+
+def test_long_text_is_cut_in_its_middle() -> None:
+    assert shown("abcdefgh", 5) == "ab…gh"
+    assert shown("abcde", 5) == "abcde"
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert shown("a\x1b[2Jb\x07\nc") == "a\\x1b[2Jb\\x07\nc"
+
+
+def test_markup_is_shown_as_text() -> None:
+    text = table_text(sample_table(("prompt", "[reward]"), [("[bold]hi[/bold] [/nonsense]", 0.5)], title="[x]"))
+    for part in ("[bold]hi[/bold] [/nonsense]", "[reward]", "0.5", "[x]"):
+        assert part in text
+    assert "\x1b" not in text
+
+
+def test_text_begins_on_a_line_of_its_own() -> None:
+    assert table_text(sample_table(("a",), [("b",)])).startswith("\n")
