@@ -68,8 +68,8 @@ def is_nemo_rl_environment(target: object) -> bool:
 
 
 def is_ray_actor_class(target: object) -> bool:
-    """Whether `ray.remote` made it. By its type's name, since asking Ray would load it for every other class."""
-    return type(target).__module__.startswith("ray.") and type(target).__name__.startswith("ActorClass")
+    """Whether `ray.remote` made it. By the names of its bases: asking Ray would load it for every other class."""
+    return any((base.__module__, base.__name__) == ("ray.actor", "ActorClass") for base in type(target).__mro__)
 
 
 class NemoRLEnvironment:

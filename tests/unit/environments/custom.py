@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from nemo_rl.types import EnvStep, Message
 
 
@@ -62,8 +60,8 @@ class EnvironmentReturn(NamedTuple):
     observations: list[dict[str, str]]
     metadata: list[Any]
     next_stop_strings: list[list[str] | None]
-    rewards: torch.Tensor
-    terminateds: torch.Tensor
+    rewards: Any  # a tensor
+    terminateds: Any
     answers: list[str | None] | None = None
 
 
@@ -74,6 +72,8 @@ class GuessEnvironment:
         self.cfg = cfg
 
     def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[Any]) -> EnvironmentReturn:
+        import torch  # here, so that the other parts of this file load quickly in other processes
+
         guesses = [log[-1]["content"] for log in message_log_batch]
         right = [guess == str(self.cfg["number"]) for guess in guesses]
         return EnvironmentReturn(
@@ -92,5 +92,7 @@ class TwoRewardsEnvironment(GuessEnvironment):
     """Rewards of shape [B, 2]."""
 
     def step(self, message_log_batch: list[list[dict[str, str]]], metadata: list[Any]) -> EnvironmentReturn:
+        import torch
+
         returned = super().step(message_log_batch, metadata)
         return returned._replace(rewards=torch.stack([returned.rewards, returned.rewards / 2], dim=1))

@@ -1,0 +1,99 @@
+"""Moves, penalties and the end of the sliding puzzle."""
+
+import asyncio
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from nemo_rl.config.env import SlidingPuzzleSection
+from nemo_rl.environments.sliding_puzzle import (
+    OPPOSITES,
+    SlidingPuzzleEnvironment,
+    generate_prompts,
+    generate_puzzle,
+    parse_action,
+    render,
+    slide,
+    solved_board,
+)
+from nemo_rl.types import EnvStep, Failure, Message
+
+
+def step_once(text: str, state: dict[str, Any], **options: float) -> EnvStep | Failure:
+    environment = SlidingPuzzleEnvironment("sliding_puzzle", SlidingPuzzleSection.model_validate(options))
+    (result,) = asyncio.run(environment.step([(Message("user", "?"), Message("assistant", text))], [state]))
+    return result
+
+
+def test_solving_move_ends_the_game_with_reward_one() -> None:
+    state = {"size": 2, "board": [1, 2, 0, 3]}
+    assert step_once("<action>left</action>", state, move_reward=0.5) == EnvStep(
+        (Message("user", "Solved."),),
+        rewards={"moves": 0.5, "sliding_puzzle": 1.0},
+        done=True,
+        state={"size": 2, "board": [1, 2, 3, 0]},
+        answer="left",
+    )
+
+
+def test_other_legal_move_shows_the_new_board() -> None:
+    step = step_once("I go down", {"size": 2, "board": [1, 2, 0, 3]})
+    assert step == EnvStep(
+        (Message("user", "0 2\n1 3"),),
+        rewards={"moves": 0.0, "sliding_puzzle": 0.0},
+        done=False,
+        state={"size": 2, "board": [0, 2, 1, 3]},
+        answer="down",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("<action>up</action>", "No tile can move up."), ("<action>jump</action>", "That is no move."), ("", "That is")],
+)
+def test_invalid_move_is_penalised_and_leaves_the_board(text: str, problem: str) -> None:
+    state = {"size": 2, "board": [1, 2, 0, 3]}
+    step = step_once(text, state, invalid_move_penalty=0.25)
+    assert isinstance(step, EnvStep)
+    assert step.rewards == {"moves": -0.25, "sliding_puzzle": 0.0}
+    assert step.observation[0].content.startswith(problem)
+    assert step.observation[0].content.endswith("1 2\n0 3")
+    assert (step.done, step.state) == (False, state)
+
+
+def test_state_that_is_no_puzzle_fails_its_item() -> None:
+    assert isinstance(step_once("up", {}), Failure)
+
+
+def test_last_tagged_action_counts_else_the_last_word() -> None:
+    assert parse_action("<action>up</action> no <action> DOWN </action> left") == "down"
+    assert parse_action("not up but Left.") == "left"
+    assert parse_action("upper") is None
+
+
+@hypothesis.given(strategies.integers(2, 4), strategies.integers(1, 30), strategies.integers(0, 10**6))
+@hypothesis.settings(max_examples=50)
+def test_generated_puzzles_are_repeatable_and_unsolved(size: int, moves: int, seed: int) -> None:
+    state = generate_puzzle(size, moves, seed)
+    assert state == generate_puzzle(size, moves, seed)
+    board = tuple(state["board"])
+    assert sorted(board) == list(range(size * size))
+    assert board != solved_board(size)
+    for action, opposite in OPPOSITES.items():
+        moved = slide(board, size, action)
+        assert moved is None or slide(moved, size, opposite) == board
+
+
+def test_puzzle_of_one_move_is_solved_by_one_move() -> None:
+    board = tuple(generate_puzzle(3, 1, seed=5)["board"])
+    assert any(slide(board, 3, action) == solved_board(3) for action in OPPOSITES)
+
+
+def test_prompts_show_the_board_and_carry_the_state() -> None:
+    prompts = generate_prompts(3, size=3, shuffle_moves=4, seed=7)
+    assert len({prompt.prompt_id for prompt in prompts}) == 3
+    for prompt in prompts:
+        assert prompt.messages[0].content.endswith(render(prompt.env_state["board"], 3))
+    assert prompts[0].task_name == "sliding_puzzle"
