@@ -1,0 +1,105 @@
+"""A Hugging Face causal model: loading it, its overrides, and the layers it is made of."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+from nemo_rl.errors import ConfigError
+
+
+def load_config(model_path: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    """The model's configuration with `policy.hf_config_overrides`; a nested mapping changes single keys of a part.
+
+    Raises:
+        ConfigError: no such model, or a key that its configuration does not have.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"no Hugging Face model can be read there ({str(error).splitlines()[0]})"
+        raise ConfigError("policy.model_name", model_path, problem) from error
+    _check_overrides(config, overrides, "policy.hf_config_overrides")
+    if not overrides:
+        return config
+    merged = _merged(config.to_dict(), overrides)
+    if "num_hidden_layers" in overrides and "layer_types" not in overrides and merged.get("layer_types"):
+        kept = merged["layer_types"][: merged["num_hidden_layers"]]  # one entry a layer
+        merged["layer_types"] = kept if len(kept) == merged["num_hidden_layers"] else None
+    try:
+        return type(config).from_dict(merged)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError("policy.hf_config_overrides", dict(overrides), str(error)) from error
+
+
+def load_model(model_path: str, overrides: Mapping[str, Any]) -> PreTrainedModel:
+    """The model in float32 on the CPU; every weight must be in its files.
+
+    Raises:
+        ConfigError: no such model, not a causal one, or files that lack weights.
+    """
+    config = load_config(model_path, overrides)
+    try:
+        with _quiet_progress():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_path, config=config, dtype=torch.float32, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError("policy.model_name", model_path, f"cannot be loaded as a causal model: {error}") from error
+    model, info = loaded
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ConfigError("policy.model_name", model_path, f"its files lack {len(missing)} weights, e.g. {missing[0]}")
+    return model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that are sharded and recomputed one at a time."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep only each layer's input for the backward pass (`dtensor_cfg.activation_checkpointing`).
+
+    Not the model's own switch: that one works only in training mode, which turns dropout on.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _check_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], key: str) -> None:
+    known = config.to_dict()
+    for name, value in overrides.items():
+        part = getattr(config, name, None)
+        if name not in known and part is None:
+            raise ConfigError(f"{key}.{name}", value, "unknown key of this model's configuration", known=known)
+        if isinstance(part, PreTrainedConfig) and isinstance(value, Mapping):
+            _check_overrides(part, value, f"{key}.{name}")
+
+
+def _merged(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in overrides.items():
+        inner = merged.get(name)
+        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+@contextmanager
+def _quiet_progress() -> Iterator[None]:
+    """Without the bar that transformers draws for every load, which would tear the run's own display."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,131 @@
+"""Log-probs of given tokens, without ever holding the logits of a whole batch.
+
+B samples, T tokens, N positions that someone needs, H hidden size, V vocabulary. For a vocabulary of 150k the logits
+[B, T, V] are by far the largest tensor of training; here the output head is applied to `chunk_size` positions at a
+time, and the backward pass computes each chunk's logits again instead of keeping them.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsHead:
+    """What a model does to its last hidden states: the output layer, then scaling and soft capping.
+
+    Known are `logit_scale` (Cohere), `logits_scaling` (Granite) and `final_logit_softcapping` (Gemma 2 and later).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "LogitsHead":
+        config = model.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        return cls(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+    def __call__(self, output_layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] to logits [N, V] in float32."""
+        logits = output_layer(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.float()
+
+
+class CausalLogprobs(nn.Module):
+    """A Hugging Face causal model, seen as the log-probs it gives to the tokens of right-padded sequences.
+
+    A position sees only what is to its left, and padding is to the right, so no attention mask is needed and the
+    positions are 0, 1, 2, ...: both are the model's defaults, and attention keeps its fastest kernel.
+
+    Args:
+        model: weights and configuration; used as it is, in evaluation mode (no dropout).
+        temperature: the logits are divided by it.
+        chunk_size: positions whose logits exist at once; None: all of a call.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_size: int | None) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+        self.head = LogitsHead.of(model)
+        self.is_chunked = self._head_is_known()
+        if not self.is_chunked:
+            logger.warning(
+                "%s computes its logits in a way of its own: they are held for whole micro-batches, and "
+                "policy.logprob_chunk_size has no effect",
+                type(model).__name__,
+            )
+
+    def forward(self, token_ids: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+        """log_softmax(logits / temperature) of `token_ids` where `needed`, else 0.
+
+        Args:
+            token_ids: [B, T] int64, right-padded.
+            needed: [B, T] bool; entry 0 is ignored, since nothing precedes it.
+
+        Returns:
+            [B, T] float32, computed in float32 from the logits on.
+        """
+        needed = F.pad(needed[:, 1:], (1, 0))
+        at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
+        targets = token_ids.flatten()[at]
+        if self.is_chunked:
+            values = self._chunked(self._hidden_states(token_ids).flatten(0, 1).index_select(0, at - 1), targets)
+        else:
+            logits = self.model(input_ids=token_ids, use_cache=False).logits
+            values = self._of_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), targets)
+        zeros = torch.zeros(token_ids.shape, dtype=torch.float32, device=token_ids.device)
+        return zeros.masked_scatter(needed, values)  # no view, which FSDP2 would warn of
+
+    def _hidden_states(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+
+    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        size = self.chunk_size or max(len(hidden), 1)
+        if len(hidden) <= size:
+            return self._of_hidden(hidden, targets)
+        parts = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.cat([recomputed(self._of_hidden, h, t) for h, t in parts])
+
+    def _of_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._of_logits(self._logits(hidden), targets)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(cast(nn.Module, self.model.get_output_embeddings()), hidden)
+
+    def _of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """[N, V] float32 logits and [N] tokens to [N] log-probs."""
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+    @torch.no_grad()
+    def _head_is_known(self) -> bool:
+        """Whether base model, output layer and `LogitsHead` make the logits that the model itself makes."""
+        if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
+            return False
+        probe = torch.arange(4, device=self.model.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
+        logits = self.model(input_ids=probe, use_cache=False).logits.float()
+        return torch.allclose(self._logits(self._hidden_states(probe)), logits, rtol=1e-4, atol=1e-4)
+
+
+def recomputed(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+    """The function's result; what it computes on the way is not kept for the backward pass but computed again."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

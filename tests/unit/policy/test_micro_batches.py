@@ -1,0 +1,63 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl.policy.micro_batches import count_valid, expected_optimizer_steps, micro_batches, split_optimizer_steps
+from tests.unit.policy.tiny import make_batch
+
+
+def test_number_of_optimizer_steps_is_the_nearest_and_at_least_one() -> None:
+    assert expected_optimizer_steps(64, 64) == 1
+    assert expected_optimizer_steps(64, 512) == 1
+    assert expected_optimizer_steps(128, 32) == 4
+    assert expected_optimizer_steps(96, 64) == 2
+    assert expected_optimizer_steps(90, 64) == 1
+
+
+def test_groups_are_never_cut() -> None:
+    group_id = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3])
+    assert [rows.tolist() for rows in split_optimizer_steps(group_id, 2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert [len(rows) for rows in split_optimizer_steps(group_id, 12)] == [3, 3, 2, 4]
+    assert [len(rows) for rows in split_optimizer_steps(group_id, 1)] == [12]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 5))
+def test_every_row_is_trained_once_with_its_group(sizes: list[int], num_steps: int) -> None:
+    group_id = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    steps = split_optimizer_steps(group_id, num_steps)
+    assert len(steps) <= num_steps
+    assert torch.cat(steps).tolist() == list(range(sum(sizes)))
+    groups = [set(group_id[rows].tolist()) for rows in steps]
+    assert sum(len(g) for g in groups) == len(sizes)
+
+
+def test_equal_groups_split_evenly() -> None:
+    group_id = torch.arange(32) // 4
+    assert [len(rows) for rows in split_optimizer_steps(group_id, 4)] == [8, 8, 8, 8]
+
+
+def test_micro_batches_are_sorted_by_length_and_cut_to_their_longest() -> None:
+    batch = make_batch([3, 9, 4, 8, 5])
+    parts = list(micro_batches(batch, torch.tensor([0, 1, 2, 3]), 2))
+    assert [rows.tolist() for rows, _ in parts] == [[1, 3], [2, 0]]
+    assert [part["token_ids"].shape for _, part in parts] == [(2, 9), (2, 4)]
+    assert torch.equal(parts[1][1]["advantages"], batch["advantages"][[2, 0], :4])
+    assert torch.equal(parts[1][1]["reward_components", "r"], torch.ones(2))
+    assert batch["token_ids"].shape == (5, 9)
+
+
+def test_valid_tokens_leave_out_the_first_entry_and_masked_samples() -> None:
+    batch = make_batch([4, 4, 4, 3])
+    batch["token_mask"] = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 0]], dtype=torch.float32)
+    batch["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    normalizer = count_valid(batch, torch.arange(4))
+    assert normalizer.num_valid_tokens == 3 + 2 + 1
+    assert normalizer.num_valid_trajectories == 3
+
+
+def test_samples_of_one_trajectory_count_once() -> None:
+    batch = make_batch([4, 4, 4, 4])
+    batch["trajectory_id"] = torch.tensor([0, 0, 1, 2])
+    batch["sample_mask"] = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    assert count_valid(batch, torch.arange(4)).num_valid_trajectories == 2
+    assert count_valid(batch, torch.tensor([2, 3])).num_valid_trajectories == 1

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from nemo_rl.interfaces import Metric, Normalizer
+from nemo_rl.policy.training import OptimizerStep, clip_grad_norm, over_optimizer_steps, reduced
+
+
+def test_metrics_of_micro_batches_are_reduced_as_they_say() -> None:
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert reduced(Metric(one), None) == 1
+    assert reduced(Metric(one), two) == 3
+    assert reduced(Metric(one, "min"), two) == 1
+    assert reduced(Metric(one, "max"), two) == 2
+
+
+def test_sums_are_averaged_over_optimizer_steps_and_extremes_are_not() -> None:
+    reductions = {"loss": "sum", "low": "min", "high": "max"}
+    steps = [
+        OptimizerStep({"loss": 1.0, "low": -1.0, "high": 5.0}, reductions, Normalizer(10, 2), 3.0, False),
+        OptimizerStep({"loss": 2.0, "low": -4.0, "high": 2.0}, reductions, Normalizer(20, 3), float("nan"), True),
+    ]
+    assert over_optimizer_steps(steps) == {
+        "loss": 1.5,
+        "low": -4.0,
+        "high": 5.0,
+        "grad_norm": 3.0,
+        "global_valid_seqs": 5,
+        "global_valid_toks": 30,
+        "num_optimizer_steps": 1,
+        "num_skipped_steps": 1,
+    }
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(None, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
+def test_gradients_are_scaled_to_the_largest_norm_allowed(max_norm: float | None, expected: list[float]) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    for parameter, gradient in zip(parameters[:2], (3.0, 4.0), strict=True):
+        parameter.grad = torch.tensor([gradient])
+    assert clip_grad_norm(parameters, max_norm) == pytest.approx(5.0)
+    assert [float(p.grad) for p in parameters[:2] if p.grad is not None] == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,144 @@
+"""Tiny random models, batches and losses that the policy's tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from nemo_rl.interfaces import Metric, Normalizer
+
+VOCABULARY = 37
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # large enough for log-probs that differ from each other
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+
+
+def gemma2() -> PreTrainedModel:
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, sliding_window=4))
+
+
+def cohere() -> PreTrainedModel:
+    return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25))
+
+
+def granite() -> PreTrainedModel:
+    return GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
+    )
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2": qwen2,
+    "llama": llama,
+    "gemma2": gemma2,
+    "cohere": cohere,
+    "granite": granite,
+    "gpt2": gpt2,
+}
+
+
+def saved_model(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    path = folder / name
+    MODELS[name]().save_pretrained(path)
+    return path
+
+
+def make_batch(lengths: list[int], *, group_size: int = 2, seed: int = 1) -> TensorDict:
+    """Random tokens; the first two of each sample are its prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    columns = torch.arange(shape[1])
+    token_ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+    inside = columns < torch.tensor(lengths).unsqueeze(1)
+    rows = torch.arange(len(lengths))
+    return TensorDict(
+        {
+            "token_ids": token_ids * inside,
+            "token_mask": (inside & (columns >= 2)).float(),
+            "lengths": torch.tensor(lengths),
+            "sample_mask": torch.ones(len(lengths)),
+            "trajectory_id": rows,
+            "group_id": rows // group_size,
+            "advantages": torch.randn(shape, generator=generator),
+            "reward_components": TensorDict({"r": torch.ones(len(lengths))}, batch_size=[len(lengths)]),
+        },
+        batch_size=[len(lengths)],
+    )
+
+
+class WeightedNLL:
+    """sum(-advantage * log-prob * mask) / number of valid tokens."""
+
+    required_keys = frozenset({"advantages"})
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: TensorDict, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(-1)
+        loss = -(batch["advantages"] * logprobs * mask).sum() / normalizer.num_valid_tokens
+        return loss, {
+            "mean_logprob": Metric((logprobs * mask).sum() / normalizer.num_valid_tokens),
+            "lowest": Metric(logprobs.min(), "min"),
+            "num_micro_batches": Metric(torch.ones(())),
+        }
+
+
+class Exploding(WeightedNLL):
+    """A loss whose gradient is not finite."""
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: TensorDict, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        loss, metrics = super().__call__(logprobs, batch, normalizer)
+        return loss * float("inf"), metrics
+
+
+def plain_logprobs(model: PreTrainedModel, batch: TensorDict, temperature: float = 1.0) -> torch.Tensor:
+    """What Hugging Face gives with an attention mask and whole logits, one sample at a time: [B, T]."""
+    result = torch.zeros(batch["token_ids"].shape)
+    for row, length in enumerate(batch["lengths"].tolist()):
+        ids = batch["token_ids"][row : row + 1, :length]
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+        logprobs = torch.log_softmax(logits / temperature, -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        result = result.index_put((torch.tensor(row), torch.arange(1, length)), logprobs)
+    return result * batch["token_mask"]
