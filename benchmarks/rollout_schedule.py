@@ -1,0 +1,234 @@
+"""How close the schedulers of rollouts come to what the engine and the environments allow.
+
+A simulated engine of C places, first in, first out, and an environment of any number of places take times drawn by
+seed: fixed or heavy-tailed (log-normal). The same trace goes through an exact discrete-event simulation, which costs
+nothing but the waits; its makespan is what a perfect driver reaches. The bound max(longest episode, engine's work / C)
+is below it. Like an engine in a process of its own, the simulated one does not slow down with the driver. A turn takes
+200 ms on average: 150 in the engine, 50 in the environment.
+
+    python benchmarks/rollout_schedule.py [--sizes 64 512 4096] [--concurrency 256] [--turns 3]
+"""
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import heapq
+import math
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from nemo_rl.experience.rollouts import (
+    RolloutContext,
+    RolloutJob,
+    RolloutLimits,
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout_async_generation,
+)
+from nemo_rl.interfaces import WeightManifest
+from nemo_rl.types import Completion, EnvStep, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams
+from tests.fakes.encoder import END, FakeEncoder
+
+GENERATION_S, ENVIRONMENT_S, JUDGE_S = 0.15, 0.05, 0.05
+SIGMA = 1.0  # of the log-normal: 1 in 100 takes six times the mean
+RESPONSE = (*range(2, 34), END)  # 33 tokens
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Seconds of every turn of every sample."""
+
+    generation_s: list[list[float]]
+    environment_s: list[list[float]]
+
+    def longest_episode_s(self) -> float:
+        pairs = zip(self.generation_s, self.environment_s, strict=True)
+        return max(sum(generation) + sum(environment) for generation, environment in pairs)
+
+    def engine_s(self) -> float:
+        return sum(map(sum, self.generation_s))
+
+
+def draw_trace(num_samples: int, num_turns: int, latency: str, seed: int = 0) -> Trace:
+    draws = random.Random(seed)
+
+    def drawn(mean: float) -> float:
+        if latency == "fixed":
+            return mean
+        return mean * math.exp(draws.gauss(0, SIGMA) - SIGMA**2 / 2)
+
+    def table(mean: float) -> list[list[float]]:
+        return [[drawn(mean) for _ in range(num_turns)] for _ in range(num_samples)]
+
+    return Trace(table(GENERATION_S), table(ENVIRONMENT_S))
+
+
+def simulate(trace: Trace, concurrency: int) -> float:
+    """The makespan of first in, first out, event by event, with a driver that takes no time."""
+    free = [0.0] * concurrency  # when each place of the engine is free
+    arrivals = [(0.0, sample, sample, 0) for sample in range(len(trace.generation_s))]  # time, order, sample, turn
+    heapq.heapify(arrivals)
+    order, end = len(arrivals), 0.0
+    while arrivals:
+        at, _, sample, turn = heapq.heappop(arrivals)
+        done = max(at, heapq.heappop(free)) + trace.generation_s[sample][turn]
+        heapq.heappush(free, done)
+        scored = done + trace.environment_s[sample][turn]
+        end = max(end, scored)
+        if turn + 1 < len(trace.generation_s[sample]):
+            order += 1
+            heapq.heappush(arrivals, (scored, order, sample, turn + 1))
+    return end
+
+
+class SimulatedEngine:
+    """Answers each request after its time in the trace, at most `concurrency` at once, in the order of arrival."""
+
+    is_async = True
+
+    def __init__(self, trace: Trace, concurrency: int) -> None:
+        self._trace = trace
+        self._free = [0.0] * concurrency  # when each place is free
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        (request,) = requests
+        sample, _, turn = request.request_id.split(":")
+        now = asyncio.get_running_loop().time()
+        done = max(now, heapq.heappop(self._free)) + self._trace.generation_s[int(sample)][int(turn)]
+        heapq.heappush(self._free, done)
+        await asyncio.sleep(done - now)
+        yield Completion(request.request_id, RESPONSE, (-1.0,) * len(RESPONSE), "stop")
+
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class SimulatedEnvironment:
+    """Answers each call after `latency` of its first item; its judge, where it has one, serves a call at a time."""
+
+    def __init__(self, num_turns: int, latency: Callable[[int, int], float], *, is_serial: bool = False) -> None:
+        self._num_turns = num_turns
+        self._latency = latency
+        self._judge = asyncio.Semaphore(1 if is_serial else sys.maxsize)
+        self.num_calls = 0
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> list[EnvStep]:
+        self.num_calls += 1
+        async with self._judge:
+            await asyncio.sleep(self._latency(states[0]["sample"], states[0]["turn"]))
+        return [
+            EnvStep(
+                observation=(Message("user", "tryAgain"),),
+                rewards={"r": 1.0},
+                done=state["turn"] + 1 == self._num_turns,
+                state={**state, "turn": state["turn"] + 1},
+            )
+            for state in states
+        ]
+
+    async def close(self) -> None: ...
+
+
+def context_of(engine: SimulatedEngine, environment: SimulatedEnvironment, num_turns: int) -> RolloutContext:
+    limits = RolloutLimits(max_turns=num_turns, max_total_length=4096)
+    sampling = SamplingParams(max_new_tokens=64, stop_token_ids=(END,))
+    return RolloutContext(engine, {"game": environment}, FakeEncoder(), limits, sampling, seed=0)
+
+
+def jobs_of(num_samples: int) -> list[RolloutJob]:
+    text = hashlib.sha256(b"prompt").hexdigest()
+    return [
+        RolloutJob(Prompt(str(i), "game", (Message("user", text),), {"sample": i, "turn": 0}), str(i), 0)
+        for i in range(num_samples)
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: float
+    cpu_s: float
+    num_calls: int
+
+
+def measure(num_samples: int, num_turns: int, trace: Trace, concurrency: int) -> Measured:
+    async def main() -> Measured:
+        environment = SimulatedEnvironment(num_turns, lambda sample, turn: trace.environment_s[sample][turn])
+        context = context_of(SimulatedEngine(trace, concurrency), environment, num_turns)
+        jobs = jobs_of(num_samples)
+        started, cpu = time.perf_counter(), time.process_time()
+        trajectories = await run_async_multi_turn_rollout(jobs, context)
+        measured = Measured(time.perf_counter() - started, time.process_time() - cpu, environment.num_calls)
+        assert all(t.num_turns == num_turns and t.failure is None for t in trajectories)
+        return measured
+
+    return asyncio.run(main())
+
+
+def measure_judge(scheduler: Callable[..., Any], num_samples: int) -> Measured:
+    """One turn with instant generation, scored by a judge that takes 50 ms a call, one at a time."""
+
+    async def main() -> Measured:
+        trace = Trace([[0.0]] * num_samples, [[0.0]] * num_samples)
+        environment = SimulatedEnvironment(1, lambda sample, turn: JUDGE_S, is_serial=True)
+        context = context_of(SimulatedEngine(trace, num_samples), environment, 1)
+        started = time.perf_counter()
+        await scheduler(jobs_of(num_samples), context)
+        return Measured(time.perf_counter() - started, 0.0, environment.num_calls)
+
+    return asyncio.run(main())
+
+
+def report_pipelined(sizes: Sequence[int], concurrency: int, num_turns: int) -> None:
+    print(f"Pipelined training: {num_turns} turns of 200 ms, {concurrency} places in the engine\n")
+    print("| samples | latency | bound s | simulated FIFO s | measured s | measured / FIFO | driver CPU ms a turn |")
+    print("|---|---|---|---|---|---|---|")
+    for num_samples in sizes:
+        for latency in ("fixed", "heavy-tailed"):
+            trace = draw_trace(num_samples, num_turns, latency)
+            fifo = simulate(trace, concurrency)
+            bound = max(trace.longest_episode_s(), trace.engine_s() / concurrency)
+            measured = measure(num_samples, num_turns, trace, concurrency)
+            cpu_ms = 1000 * measured.cpu_s / (num_samples * num_turns)
+            print(
+                f"| {num_samples} | {latency} | {bound:.3f} | {fifo:.3f} | {measured.seconds:.3f} "
+                f"| {measured.seconds / fifo:.3f} | {cpu_ms:.3f} |",
+                flush=True,
+            )
+
+
+def report_judge(num_samples: int) -> None:
+    print(f"\nOne turn of {num_samples} samples, a serial judge of {1000 * JUDGE_S:.0f} ms a call\n")
+    print("| scheduler | calls | seconds |\n|---|---|---|")
+    for scheduler in (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation):
+        measured = measure_judge(scheduler, num_samples)
+        print(f"| {scheduler.__name__} | {measured.num_calls} | {measured.seconds:.3f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3)
+    arguments = parser.parse_args()
+    measure(8, 1, draw_trace(8, 1, "fixed"), 8)  # warm up
+    gc.collect()
+    gc.freeze()  # what the imports left is not looked at again
+    report_pipelined(arguments.sizes, arguments.concurrency, arguments.turns)
+    report_judge(64)
+
+
+if __name__ == "__main__":
+    main()

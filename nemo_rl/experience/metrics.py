@@ -1,0 +1,80 @@
+"""What a step's rollouts were like, as numbers: turns, tokens, how they ended, rewards by name and environment."""
+
+import statistics
+from collections.abc import Sequence
+
+from nemo_rl.types import FailureClass, StopReason, Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Metrics by name, without prefix; nothing for no rollouts.
+
+    Rates are shares of all rollouts, and `failures/<class>` are counts. Turns, tokens and rewards are those of the
+    rollouts that did not fail. `env/<task>/reward_mean` is there for each task, and with several tasks all other
+    metrics too, as `env/<task>/...`; `reward/<name>` where rewards have several names.
+    """
+    if not trajectories:
+        return {}
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.prompt.task_name, []).append(trajectory)
+    metrics = _metrics_of(trajectories)
+    for task_name, of_task in sorted(by_task.items()):
+        metrics |= {f"env/{task_name}/{name}": value for name, value in _reward_mean(of_task).items()}
+        if len(by_task) > 1:
+            metrics |= {f"env/{task_name}/{name}": value for name, value in _metrics_of(of_task).items()}
+    return metrics
+
+
+def _metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    survivors = [t for t in trajectories if t.failure is None]
+    metrics = {"num_rollouts": float(len(trajectories))}
+    metrics |= {f"failures/{name}": float(_count_failed(trajectories, name)) for name in FailureClass}
+    metrics |= {
+        "natural_termination_rate": _share(trajectories, StopReason.DONE),
+        "truncation_rate": _share(trajectories, StopReason.TRUNCATED),
+        "max_turns_reached_rate": _share(trajectories, StopReason.MAX_TURNS),
+    }
+    return metrics | _turns_and_tokens(survivors) | _named_rewards(survivors) if survivors else metrics
+
+
+def _turns_and_tokens(survivors: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [t.num_turns for t in survivors]
+    generated = [t.num_generated_tokens for t in survivors]
+    return {
+        "total_turns": float(sum(turns)),
+        "avg_turns_per_sample": statistics.fmean(turns),
+        "max_turns_per_sample": float(max(turns)),
+        "mean_total_tokens_per_sample": statistics.fmean(t.num_tokens for t in survivors),
+        "mean_gen_tokens_per_sample": statistics.fmean(generated),
+        "max_gen_tokens_per_sample": float(max(generated)),
+        "mean_env_tokens_per_sample": statistics.fmean(_num_environment_tokens(t) for t in survivors),
+    }
+
+
+def _num_environment_tokens(trajectory: Trajectory) -> int:
+    """Context tokens behind the first response: what the environment said, and the template around it."""
+    lengths = [(message.is_generated, len(message.token_ids)) for message in trajectory.message_log]
+    first = next((i for i, (is_generated, _) in enumerate(lengths) if is_generated), len(lengths))
+    return sum(length for is_generated, length in lengths[first:] if not is_generated)
+
+
+def _named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each named reward, over the rollouts that have it."""
+    names = sorted({name for t in survivors for name in t.rewards})
+    if len(names) < 2:
+        return {}
+    return {f"reward/{n}": statistics.fmean(t.rewards[n] for t in survivors if n in t.rewards) for n in names}
+
+
+def _reward_mean(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [t.reward for t in trajectories if t.failure is None]
+    return {"reward_mean": statistics.fmean(rewards)} if rewards else {}
+
+
+def _share(trajectories: Sequence[Trajectory], reason: StopReason) -> float:
+    return sum(t.stop_reason is reason for t in trajectories) / len(trajectories)
+
+
+def _count_failed(trajectories: Sequence[Trajectory], name: FailureClass) -> int:
+    return sum(t.failure is not None and t.failure.failure_class is name for t in trajectories)

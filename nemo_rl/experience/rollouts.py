@@ -1,0 +1,220 @@
+"""The three schedulers of rollouts. All semantics are those of turns.py; here is only when things are called.
+
+- `run_async_multi_turn_rollout` (training): each sample goes on alone, as soon as it can;
+- `run_multi_turn_rollout_async_generation` (validation): each sample generates alone, each environment is called once a
+  turn with all of its samples;
+- `run_multi_turn_rollout` (engines without async generation): the engine too is called once a turn with all samples.
+
+With an engine that samples by the requests' seeds, the three give the same trajectories.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.boundaries import Retries, generate, step_environment
+from nemo_rl.experience.supervision import StallWatchdog, in_parallel
+from nemo_rl.experience.turns import (
+    EncodedPrompt,
+    EnvironmentCall,
+    Episode,
+    RolloutJob,
+    TurnRules,
+    encode_prompt,
+)
+from nemo_rl.interfaces import Environment, Generation
+from nemo_rl.types import Failure, GenerationRequest, SamplingParams, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLimits:
+    """Where a rollout ends, and the deadline of every wait."""
+
+    max_turns: int
+    max_total_length: int  # tokens of prompt, responses and observations together
+    environment_timeout_s: Mapping[str, float] = field(default_factory=dict)  # of one call, by task name
+    default_environment_timeout_s: float = 120.0  # of tasks not named
+    generation_timeout_s: float = 600.0  # of one request
+    max_retries: int = 2  # of one generation request
+    retry_backoff_s: float = 0.5  # before the first retry; doubles
+    stall_timeout_s: float = 600.0  # without any progress
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """What rollouts are run with."""
+
+    generation: Generation
+    environments: Mapping[str, Environment]  # by task name
+    encoder: ChatEncoder
+    limits: RolloutLimits
+    sampling: SamplingParams  # `max_new_tokens` is the limit of one response
+    seed: int  # of the run
+    progress: Callable[[Trajectory], None] | None = None  # called with each rollout as it ends; what it raises ends all
+
+
+async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+    """Sample-pipelined: each rollout goes on alone, as soon as it can. Trajectories in the order of `jobs`.
+
+    Waits for generation and environments, all at once; unblocked by either's results. Needs an engine whose
+    overlapping calls are served together. A failure is a trajectory; RolloutError is raised on a stall alone.
+    """
+    run = _Run(jobs, context)
+
+    async def alone(job: RolloutJob) -> Trajectory:
+        rollout = run.start(job)
+        while rollout.is_live:
+            await run.generate([rollout])
+            await run.score([rollout])
+        return rollout.result()
+
+    return tuple(await run.watchdog.guard(in_parallel(alone(job) for job in jobs)))
+
+
+async def run_multi_turn_rollout_async_generation(
+    jobs: Sequence[RolloutJob], context: RolloutContext
+) -> tuple[Trajectory, ...]:
+    """Async generation; each environment is called once a turn with all of its live rollouts.
+
+    Tasks do not wait for each other. Otherwise as `run_async_multi_turn_rollout`.
+    """
+    run = _Run(jobs, context)
+
+    async def generate_each(live: Sequence[_Rollout]) -> None:
+        await in_parallel(run.generate([rollout]) for rollout in live)
+
+    async def all_tasks() -> tuple[Trajectory, ...]:
+        rollouts = [run.start(job) for job in jobs]
+        await in_parallel(run.in_turns(of_task, generate_each) for of_task in _by_task(rollouts).values())
+        return tuple(rollout.result() for rollout in rollouts)
+
+    return await run.watchdog.guard(all_tasks())
+
+
+async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+    """Plain batched: one generation call a turn with all live rollouts, then one environment call a task.
+
+    For engines without async generation. Otherwise as `run_async_multi_turn_rollout`.
+    """
+    run = _Run(jobs, context)
+
+    async def together() -> tuple[Trajectory, ...]:
+        rollouts = [run.start(job) for job in jobs]
+        await run.in_turns(rollouts, run.generate)
+        return tuple(rollout.result() for rollout in rollouts)
+
+    return await run.watchdog.guard(together())
+
+
+class _Rollout:
+    """An episode with its clock."""
+
+    __slots__ = ("_trajectory", "episode", "started_at")
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.started_at = time.perf_counter()
+        self._trajectory: Trajectory | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.episode.action is not None
+
+    @property
+    def task_name(self) -> str:
+        return self.episode.job.prompt.task_name
+
+    def result(self) -> Trajectory:
+        """The trajectory; the first call, right at the end, stops the clock."""
+        if self._trajectory is None:
+            self._trajectory = self.episode.trajectory(total_s=time.perf_counter() - self.started_at)
+        return self._trajectory
+
+
+class _Run:
+    """One call of a scheduler: what its rollouts share, and the two steps that schedulers order."""
+
+    def __init__(self, jobs: Sequence[RolloutJob], context: RolloutContext) -> None:
+        for task_name in sorted({job.prompt.task_name for job in jobs} - context.environments.keys()):
+            raise ConfigError(f"env.{task_name}", None, "prompts name it as their task", known=context.environments)
+        limits = context.limits
+        self.watchdog = StallWatchdog(limits.stall_timeout_s)
+        self._context = context
+        self._rules = TurnRules(limits.max_turns, limits.max_total_length, context.sampling, context.seed)
+        self._retries = Retries(limits.max_retries, limits.retry_backoff_s)
+        self._prompts: dict[int, EncodedPrompt | Failure] = {}  # by the prompt's id(): the jobs keep the prompts alive
+
+    def start(self, job: RolloutJob) -> _Rollout:
+        prompt = self._prompts.get(id(job.prompt))
+        if prompt is None:
+            prompt = self._prompts[id(job.prompt)] = encode_prompt(job.prompt, self._context.encoder)
+        rollout = _Rollout(Episode(job, prompt, self._context.encoder, self._rules))
+        self._report_ended([rollout])
+        return rollout
+
+    async def generate(self, rollouts: Sequence[_Rollout]) -> None:
+        """One engine call with all of `rollouts`, which wait for a response."""
+        requests = [_request(rollout) for rollout in rollouts]
+        started_at = time.perf_counter()
+        results = await generate(
+            self._context.generation,
+            requests,
+            timeout_s=self._context.limits.generation_timeout_s,
+            retries=self._retries,
+            watchdog=self.watchdog,
+        )
+        seconds = time.perf_counter() - started_at
+        for rollout, result in zip(rollouts, results, strict=True):
+            rollout.episode.take_response(result, seconds=seconds)
+        self._report_ended(rollouts)
+
+    async def score(self, rollouts: Sequence[_Rollout]) -> None:
+        """One environment call with those of `rollouts`, all of one task, that have not failed."""
+        waiting = [(r, r.episode.action) for r in rollouts if isinstance(r.episode.action, EnvironmentCall)]
+        if not waiting:
+            return
+        task_name = waiting[0][0].task_name
+        limits = self._context.limits
+        started_at = time.perf_counter()
+        results = await step_environment(
+            self._context.environments[task_name],
+            task_name,
+            [call for _, call in waiting],
+            timeout_s=limits.environment_timeout_s.get(task_name, limits.default_environment_timeout_s),
+            watchdog=self.watchdog,
+        )
+        seconds = time.perf_counter() - started_at
+        for (rollout, _), result in zip(waiting, results, strict=True):
+            rollout.episode.take_step(result, seconds=seconds)
+        self._report_ended([rollout for rollout, _ in waiting])
+
+    async def in_turns(
+        self, rollouts: Sequence[_Rollout], generate_all: Callable[[Sequence[_Rollout]], Awaitable[None]]
+    ) -> None:
+        """Turn by turn, all together: generate for those that are live, then call each of their environments once."""
+        live = [rollout for rollout in rollouts if rollout.is_live]
+        while live:
+            await generate_all(live)
+            await in_parallel(self.score(of_task) for of_task in _by_task(live).values())
+            live = [rollout for rollout in live if rollout.is_live]
+
+    def _report_ended(self, rollouts: Sequence[_Rollout]) -> None:
+        for rollout in rollouts:
+            if not rollout.is_live:
+                trajectory = rollout.result()
+                if self._context.progress is not None:
+                    self._context.progress(trajectory)
+
+
+def _request(rollout: _Rollout) -> GenerationRequest:
+    assert isinstance(rollout.episode.action, GenerationRequest)
+    return rollout.episode.action
+
+
+def _by_task(rollouts: Sequence[_Rollout]) -> dict[str, list[_Rollout]]:
+    by_task: dict[str, list[_Rollout]] = {}
+    for rollout in rollouts:
+        by_task.setdefault(rollout.task_name, []).append(rollout)
+    return by_task

@@ -1,0 +1,303 @@
+"""One rollout as a pure state machine: generate, append, score, observe, stop.
+
+All semantics of a rollout live here, without I/O or asyncio. The schedulers of rollouts.py carry out the `action` that
+an `Episode` asks for and hand it the result; they differ only in when they do so.
+"""
+
+import copy
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.types import (
+    Completion,
+    EnvStep,
+    Failure,
+    FailureClass,
+    GenerationRequest,
+    Message,
+    MessageLog,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    Timings,
+    TokenizedMessage,
+    Trajectory,
+)
+
+RESPONSE_TRUNCATED = "response_truncated"  # in the state an environment is given: its token limit cut the response
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutJob:
+    """One rollout to be run."""
+
+    prompt: Prompt
+    group_id: str
+    generation_index: int  # its place in the group
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """What the rollouts of a run have in common."""
+
+    max_turns: int
+    max_total_length: int  # tokens of prompt, responses and observations together
+    sampling: SamplingParams  # `max_new_tokens` and `stop_strings` as configured; both vary by turn
+    seed: int  # of the run
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's tokens, made once for all rollouts of its group."""
+
+    message_log: MessageLog
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentCall:
+    """One item of a call of the prompt's environment."""
+
+    conversation: tuple[Message, ...]  # role and content alone
+    state: Mapping[str, Any]  # the environment's own, and RESPONSE_TRUNCATED
+
+
+def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failure:
+    """A prompt's tokens, or why the chat template cannot render this row."""
+    try:
+        message_log = encoder.encode_prompt(prompt.messages, prompt.tools)
+    except Exception as error:  # a template may raise anything about messages that it does not expect
+        return Failure(FailureClass.ENVIRONMENT, f"prompt {prompt.prompt_id} cannot be encoded: {one_line(error)}")
+    return EncodedPrompt(tuple(message_log), flat_token_ids(message_log))
+
+
+def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, turn: int) -> int:
+    """The seed of one request: a stable 63-bit hash, equal in every process and on every machine."""
+    identity = f"{seed}\x1f{epoch}\x1f{prompt_id}\x1f{generation_index}\x1f{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
+
+
+class Episode:
+    """A rollout under way.
+
+    `action` is what it waits for: a GenerationRequest, answered through `take_response`, or an EnvironmentCall,
+    answered through `take_step`. It is None once the rollout has ended; then `trajectory` gives the result.
+
+    A turn is a response and what the environment says to it. After it the rollout ends as
+    - truncated, if the token limit cut the response (it is scored all the same),
+    - done, if the environment says so,
+    - at its turn limit, if that was the last turn allowed,
+    - truncated, if the observation leaves no room for a token; what fits of it is kept.
+    What is said in the last turn is kept as text without tokens, since nothing is generated from it.
+    A failure ends it at once, without any reward.
+    """
+
+    def __init__(
+        self, job: RolloutJob, prompt: EncodedPrompt | Failure, encoder: ChatEncoder, rules: TurnRules
+    ) -> None:
+        self.job = job
+        self.action: GenerationRequest | EnvironmentCall | None = None
+        self._encoder = encoder
+        self._rules = rules
+        self._message_log: list[TokenizedMessage] = []
+        self._conversation = [_role_and_content(m) for m in job.prompt.messages]
+        self._context: tuple[int, ...] = ()  # what the last response was generated from
+        self._response: tuple[int, ...] = ()
+        self._state: Mapping[str, Any] = {}
+        self._stop_strings = rules.sampling.stop_strings
+        self._response_truncated = False
+        self._num_turns = 0
+        self._rewards: dict[str, float] = {}
+        self._answer: str | None = None
+        self._weight_versions: tuple[int, int] | None = None
+        self._stop_reason: StopReason | None = None
+        self._failure: Failure | None = None
+        self._generation_s = 0.0
+        self._environment_s = 0.0
+        self._begin(prompt)
+
+    def take_response(self, result: Completion | Failure, *, seconds: float = 0.0) -> None:
+        """Append what was sampled and ask for its score. `seconds` is how long it took."""
+        request = self.action
+        assert isinstance(request, GenerationRequest)
+        self._generation_s += seconds
+        if isinstance(result, Failure):
+            self._end(StopReason.FAILED, result)
+            return
+        if problem := _problem_of_response(result, request):
+            self.fail(FailureClass.INFRA, problem)
+            return
+        message = Message("assistant", self._encoder.decode(result.token_ids))
+        self._message_log.append(TokenizedMessage(message, result.token_ids, result.logprobs))
+        self._conversation.append(message)
+        self._response = result.token_ids
+        self._response_truncated = result.finish_reason == "length"
+        self._num_turns += 1
+        oldest, newest = self._weight_versions or result.weight_versions
+        self._weight_versions = (min(oldest, result.weight_versions[0]), max(newest, result.weight_versions[1]))
+        state = {**self._state, RESPONSE_TRUNCATED: self._response_truncated}
+        self.action = EnvironmentCall(tuple(self._conversation), state)
+
+    def take_step(self, result: EnvStep | Failure, *, seconds: float = 0.0) -> None:
+        """Add the rewards of the turn, then go on or end. `seconds` is how long the environment took."""
+        assert isinstance(self.action, EnvironmentCall)
+        self._environment_s += seconds
+        if isinstance(result, Failure):
+            self._end(StopReason.FAILED, result)
+            return
+        if problem := _problem_of_step(result):
+            self.fail(FailureClass.ENVIRONMENT, problem)
+            return
+        if problem := self._add_rewards(result.rewards):
+            self.fail(FailureClass.REWARD, problem)
+            return
+        if result.answer is not None:
+            self._answer = result.answer
+        self._state = {key: value for key, value in result.state.items() if key != RESPONSE_TRUNCATED}
+        self._stop_strings = self._rules.sampling.stop_strings if result.stop_strings is None else result.stop_strings
+        if reason := self._reason_to_stop(result):
+            self._message_log += (TokenizedMessage(message, ()) for message in result.observation)
+            self._end(reason)
+        else:
+            self._observe(result.observation)
+
+    def fail(self, failure_class: FailureClass, cause: str) -> None:
+        """End without a reward; its caller names what went wrong in one line."""
+        self._end(StopReason.FAILED, Failure(failure_class, cause))
+
+    def trajectory(self, *, total_s: float = 0.0) -> Trajectory:
+        """The result, once `action` is None; `total_s` is how long the rollout took."""
+        assert self._stop_reason is not None
+        return Trajectory(
+            prompt=self.job.prompt,
+            group_id=self.job.group_id,
+            generation_index=self.job.generation_index,
+            message_log=tuple(self._message_log),
+            stop_reason=self._stop_reason,
+            rewards={} if self._failure else self._rewards,
+            answer=self._answer,
+            num_turns=self._num_turns,
+            weight_versions=self._weight_versions or (0, 0),
+            failure=self._failure,
+            timings=Timings(self._generation_s, self._environment_s, total_s),
+        )
+
+    def _begin(self, prompt: EncodedPrompt | Failure) -> None:
+        if isinstance(prompt, Failure):
+            self._end(StopReason.FAILED, prompt)
+            return
+        self._message_log += prompt.message_log
+        self._context = prompt.token_ids
+        self._state = copy.deepcopy(self.job.prompt.env_state)  # an environment may change it in place
+        length, limit = len(prompt.token_ids), self._rules.max_total_length
+        if length >= limit:
+            self.fail(FailureClass.ENVIRONMENT, f"a prompt of {length} tokens leaves no room in {limit}")
+        else:
+            self._ask_for_response()
+
+    def _ask_for_response(self) -> None:
+        job, sampling = self.job, self._rules.sampling
+        room = self._rules.max_total_length - len(self._context)
+        session_id = f"{job.group_id}:{job.generation_index}"
+        self.action = GenerationRequest(
+            request_id=f"{session_id}:{self._num_turns}",
+            token_ids=self._context,
+            sampling=replace(
+                sampling, max_new_tokens=min(sampling.max_new_tokens, room), stop_strings=self._stop_strings
+            ),
+            seed=request_seed(self._rules.seed, job.epoch, job.prompt.prompt_id, job.generation_index, self._num_turns),
+            session_id=session_id,
+        )
+
+    def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:
+        """Add a turn's rewards by name, or say what is wrong with one."""
+        for name, value in rewards.items():
+            try:
+                reward = float(value)
+            except (TypeError, ValueError):
+                return f"reward {name} is {value!r}"
+            if not math.isfinite(reward):
+                return f"reward {name} is {reward}"
+            self._rewards[name] = self._rewards.get(name, 0.0) + reward
+        return None
+
+    def _reason_to_stop(self, step: EnvStep) -> StopReason | None:
+        if self._response_truncated:
+            return StopReason.TRUNCATED
+        if step.done:
+            return StopReason.DONE
+        return StopReason.MAX_TURNS if self._num_turns >= self._rules.max_turns else None
+
+    def _observe(self, observation: Sequence[Message]) -> None:
+        """Append what the environment said, and ask for the next response where there is room for one."""
+        try:
+            bridge = self._encode_turn(observation)
+        except Exception as error:  # a chat template may raise anything about a message that it does not expect
+            self.fail(FailureClass.ENVIRONMENT, f"an observation that cannot be encoded: {one_line(error)}")
+            return
+        room = self._rules.max_total_length - len(self._context) - len(self._response)
+        if sum(len(m.token_ids) for m in bridge) >= room:
+            self._message_log += _cut(bridge, room)
+            self._end(StopReason.TRUNCATED)
+            return
+        self._message_log += bridge
+        self._conversation += (_role_and_content(m) for m in observation)
+        self._context = (*self._context, *self._response, *flat_token_ids(bridge))
+        self._ask_for_response()
+
+    def _encode_turn(self, observation: Sequence[Message]) -> MessageLog:
+        """Nothing said: the next response goes on right behind the last one."""
+        if not observation:
+            return ()
+        return tuple(self._encoder.encode_turn(tuple(self._message_log), observation, self.job.prompt.tools))
+
+    def _end(self, reason: StopReason, failure: Failure | None = None) -> None:
+        self.action = None
+        self._stop_reason = reason
+        self._failure = failure
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its text: the cause of a failure."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _role_and_content(message: Message) -> Message:
+    if not message.tool_calls and message.tool_call_id is None:
+        return message
+    return Message(message.role, message.content)
+
+
+def _cut(messages: MessageLog, room: int) -> list[TokenizedMessage]:
+    """The messages with their first `room` tokens; a message behind them keeps its text alone."""
+    kept = []
+    for message in messages:
+        token_ids = message.token_ids[: max(room, 0)]
+        room -= len(token_ids)
+        kept.append(replace(message, token_ids=token_ids))
+    return kept
+
+
+def _problem_of_response(result: Completion, request: GenerationRequest) -> str | None:
+    """How an engine broke its contract, or None."""
+    count, limit = len(result.token_ids), request.sampling.max_new_tokens
+    if count != len(result.logprobs):
+        return f"the engine gave {count} tokens with {len(result.logprobs)} log-probs"
+    return f"the engine gave {count} tokens where {limit} were allowed" if count > limit else None
+
+
+def _problem_of_step(result: object) -> str | None:
+    """How an environment broke its contract, or None; rewards are looked at apart."""
+    if not isinstance(result, EnvStep):
+        return f"the environment gave a {type(result).__name__}, not an EnvStep"
+    if not isinstance(result.rewards, Mapping) or not isinstance(result.state, Mapping):
+        return "rewards and state of an EnvStep must be mappings"
+    if not all(isinstance(message, Message) for message in result.observation):
+        return "the observation of an EnvStep must hold Messages"
+    return None

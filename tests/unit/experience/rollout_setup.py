@@ -1,0 +1,33 @@
+"""What the tests of the rollout layer run with; each test names what matters to it."""
+
+from collections.abc import Mapping, Sequence
+
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits
+from nemo_rl.interfaces import Environment, Generation
+from nemo_rl.types import Message, Prompt, SamplingParams
+from tests.fakes.encoder import END, FakeEncoder
+
+LIMITS = RolloutLimits(max_turns=4, max_total_length=80, max_retries=2, retry_backoff_s=0.0)
+SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(END,))
+VOCAB_SIZE = 6  # of the fake engine: it ends its turns soon
+
+
+def prompt(number: int, task_name: str = "game") -> Prompt:
+    return Prompt(f"p{number}", task_name, (Message("user", f"question{number}"),), {"number": number})
+
+
+def jobs(num_prompts: int, num_generations: int = 1, tasks: Sequence[str] = ("game",)) -> list[RolloutJob]:
+    prompts = [prompt(i, tasks[i % len(tasks)]) for i in range(num_prompts)]
+    return [RolloutJob(p, f"0:{p.prompt_id}", index) for p in prompts for index in range(num_generations)]
+
+
+def context(
+    generation: Generation,
+    environments: Mapping[str, Environment],
+    *,
+    limits: RolloutLimits = LIMITS,
+    sampling: SamplingParams = SAMPLING,
+    encoder: ChatEncoder | None = None,
+) -> RolloutContext:
+    return RolloutContext(generation, environments, encoder or FakeEncoder(), limits, sampling, seed=7)

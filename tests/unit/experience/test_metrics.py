@@ -1,0 +1,79 @@
+"""Rollout metrics, against numbers worked out by hand."""
+
+from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, Trajectory
+
+
+def context(num_tokens: int) -> TokenizedMessage:
+    return TokenizedMessage(Message("user", ""), (1,) * num_tokens)
+
+
+def sampled(num_tokens: int) -> TokenizedMessage:
+    return TokenizedMessage(Message("assistant", ""), (1,) * num_tokens, (-1.0,) * num_tokens)
+
+
+def rollout(log, reason: StopReason, rewards=None, *, turns: int = 1, task: str = "game", failure=None) -> Trajectory:
+    return Trajectory(
+        Prompt("p", task, ()), "g", 0, tuple(log), reason, rewards or {}, num_turns=turns, failure=failure
+    )
+
+
+def test_metrics_of_one_environment():
+    metrics = rollout_metrics(
+        [
+            rollout([context(5), sampled(3), context(2), sampled(4)], StopReason.DONE, {"r": 1.0}, turns=2),
+            rollout([context(5), sampled(8)], StopReason.TRUNCATED, {"r": 0.0}),
+            rollout([context(5), sampled(1), context(1), sampled(1), context(0)], StopReason.MAX_TURNS, turns=2),
+            rollout([context(50)], StopReason.FAILED, failure=Failure(FailureClass.INFRA, "x"), turns=0),
+        ]
+    )
+    assert metrics == {
+        "num_rollouts": 4,
+        "failures/infra": 1,
+        "failures/environment": 0,
+        "failures/agent": 0,
+        "failures/reward": 0,
+        "failures/cancelled": 0,
+        "natural_termination_rate": 0.25,
+        "truncation_rate": 0.25,
+        "max_turns_reached_rate": 0.25,
+        "total_turns": 5,
+        "avg_turns_per_sample": 5 / 3,
+        "max_turns_per_sample": 2,
+        "mean_total_tokens_per_sample": (14 + 13 + 8) / 3,
+        "mean_gen_tokens_per_sample": (7 + 8 + 2) / 3,
+        "max_gen_tokens_per_sample": 8,
+        "mean_env_tokens_per_sample": 1.0,
+        "env/game/reward_mean": 1 / 3,
+    }
+
+
+def test_named_rewards_are_shown_apart():
+    metrics = rollout_metrics(
+        [
+            rollout([sampled(1)], StopReason.DONE, {"format": 0.5, "correct": 1.0}),
+            rollout([sampled(1)], StopReason.DONE, {"format": 0.0}),
+        ]
+    )
+    assert metrics["reward/format"] == 0.25
+    assert metrics["reward/correct"] == 1.0
+    assert metrics["env/game/reward_mean"] == 0.75
+
+
+def test_several_environments_have_all_metrics_each():
+    failure = Failure(FailureClass.ENVIRONMENT, "x")
+    metrics = rollout_metrics(
+        [
+            rollout([sampled(1)], StopReason.DONE, {"r": 1.0}, task="game"),
+            rollout([sampled(3)], StopReason.DONE, {"r": 0.0}, task="math"),
+            rollout([], StopReason.FAILED, task="tools", failure=failure),
+        ]
+    )
+    assert (metrics["env/game/reward_mean"], metrics["env/math/reward_mean"]) == (1.0, 0.0)
+    assert metrics["env/math/mean_gen_tokens_per_sample"] == 3
+    assert metrics["env/tools/failures/environment"] == 1
+    assert "env/tools/reward_mean" not in metrics
+
+
+def test_no_rollouts_have_no_metrics():
+    assert rollout_metrics([]) == {}

@@ -1,0 +1,121 @@
+"""Rollouts as lines of JSON."""
+
+import json
+import logging
+import math
+from dataclasses import replace
+
+from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.types import (
+    Failure,
+    FailureClass,
+    Message,
+    Prompt,
+    StopReason,
+    Timings,
+    TokenizedMessage,
+    ToolCall,
+    Trajectory,
+)
+
+ROLLOUT = Trajectory(
+    prompt=Prompt("p", "game", (Message("user", "Frage: größer?"),), dataset="puzzles"),
+    group_id="0:p:3",
+    generation_index=1,
+    message_log=(
+        TokenizedMessage(Message("user", "Frage: größer?"), (1, 2, 3)),
+        TokenizedMessage(Message("assistant", "ja", (ToolCall("c", "add", "{}"),)), (4, 0), (-0.5, -0.25)),
+        TokenizedMessage(Message("tool", "3", tool_call_id="c"), ()),
+    ),
+    stop_reason=StopReason.DONE,
+    rewards={"format": 0.5, "correct": 1.0},
+    answer="ja",
+    num_turns=1,
+    weight_versions=(3, 4),
+    timings=Timings(1.0, 0.5, 1.75),
+)
+FAILED = replace(ROLLOUT, stop_reason=StopReason.FAILED, rewards={}, failure=Failure(FailureClass.INFRA, "died"))
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_rollout_is_a_line(tmp_path):
+    with RolloutWriter(tmp_path / "rollouts" / "train.jsonl") as writer:
+        writer.write(7, [ROLLOUT])
+    assert lines(writer.path) == [
+        {
+            "step": 7,
+            "group_id": "0:p:3",
+            "prompt_id": "p",
+            "dataset": "puzzles",
+            "task_name": "game",
+            "generation_index": 1,
+            "stop_reason": "done",
+            "reward": 1.5,
+            "rewards": {"format": 0.5, "correct": 1.0},
+            "answer": "ja",
+            "failure": None,
+            "num_turns": 1,
+            "num_tokens": 5,
+            "num_generated_tokens": 2,
+            "weight_versions": [3, 4],
+            "timings": {"generation_s": 1.0, "environment_s": 0.5, "total_s": 1.75},
+            "messages": [
+                {"role": "user", "content": "Frage: größer?"},
+                {
+                    "role": "assistant",
+                    "content": "ja",
+                    "tool_calls": [{"id": "c", "name": "add", "arguments": "{}"}],
+                },
+                {"role": "tool", "content": "3", "tool_call_id": "c"},
+            ],
+        }
+    ]
+
+
+def test_failed_rollout_has_its_cause_and_no_reward(tmp_path):
+    with RolloutWriter(tmp_path / "train.jsonl") as writer:
+        writer.write(0, [FAILED])
+    (row,) = lines(writer.path)
+    assert (row["reward"], row["rewards"]) == (None, {})
+    assert row["failure"] == {"class": "infra", "cause": "died"}
+
+
+def test_token_ids_and_logprobs_are_written_on_request(tmp_path):
+    with RolloutWriter(tmp_path / "train.jsonl", write_token_ids=True) as writer:
+        writer.write(0, [ROLLOUT])
+    user, assistant, _ = lines(writer.path)[0]["messages"]
+    assert user["token_ids"] == [1, 2, 3]
+    assert "generation_logprobs" not in user
+    assert (assistant["token_ids"], assistant["generation_logprobs"]) == ([4, 0], [-0.5, -0.25])
+
+
+def test_lines_are_appended_in_order_over_steps_and_runs(tmp_path):
+    for first in (0, 2):
+        with RolloutWriter(tmp_path / "train.jsonl") as writer:
+            writer.write(first, [ROLLOUT, FAILED])
+            writer.write(first + 1, [ROLLOUT])
+    assert [row["step"] for row in lines(writer.path)] == [0, 0, 1, 2, 2, 3]
+
+
+def test_every_line_is_strict_json_whatever_was_sampled(tmp_path):
+    odd = TokenizedMessage(Message("assistant", "\ud800 \u2028 \x00"), (1,), (-math.inf,))
+    with RolloutWriter(tmp_path / "train.jsonl", write_token_ids=True) as writer:
+        writer.write(0, [replace(ROLLOUT, message_log=(odd,))])
+    (line,) = writer.path.read_bytes().strip().split(b"\n")
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    message = json.loads(line, parse_constant=refuse)["messages"][0]
+    assert message["generation_logprobs"] == [None]
+
+
+def test_file_that_cannot_be_written_is_reported_once_and_stops_nothing(tmp_path, caplog):
+    (tmp_path / "train.jsonl").mkdir()
+    with caplog.at_level(logging.ERROR), RolloutWriter(tmp_path / "train.jsonl") as writer:
+        writer.write(0, [ROLLOUT])
+        writer.write(1, [ROLLOUT])
+    assert len(caplog.records) == 1
