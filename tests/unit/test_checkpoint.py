@@ -29,6 +29,12 @@ class Killed(BaseException):
     """Stands for a SIGKILL: nothing of ours catches it."""
 
 
+@pytest.fixture(autouse=True)
+def disk_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine's fsync takes long, and a killed process loses nothing without it."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -225,11 +231,11 @@ def test_killed_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_path: Path
 
 
 def test_killed_again_while_cleaning_up_still_leaves_a_checkpoint(tmp_path: Path) -> None:
-    for first in range(1, 20):
-        for second in range(1, 20):
+    for first in range(1, 10):  # a save that replaces a step has 8 points to die at, one that cleans up has 2 more
+        for second in range(1, 12):
             directory = tmp_path / f"{first}-{second}"
             save(store_in(directory, keep_top_k=1), 1, "old")
-            killed_save(directory, first, 1)
+            assert killed_save(directory, first, 1) == (first <= 8)
             killed_save(directory, second, 1)
             assert content(store_in(directory)) in ("old", "new")
 
