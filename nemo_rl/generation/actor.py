@@ -1,0 +1,140 @@
+"""vLLM in a Ray actor: the front end of the engine, which takes time of its own, leaves the trainer's process."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from nemo_rl.config.generation import GenerationSection
+from nemo_rl.distributed.actors import ActorHandle, spawn_actor
+from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
+from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.generation.vllm_start import environment
+from nemo_rl.interfaces import WeightManifest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+
+START_S = 300.0
+CLOSE_S = 60.0
+MAX_CONCURRENCY = 10_000  # calls at once: more than requests ever are
+
+
+class VllmInActor:
+    """What lives in the actor."""
+
+    def __init__(self, section: GenerationSection, model_path: str, dtype: str, max_model_len: int, device: str):
+        self._section = section
+        self._arguments = {"model_path": model_path, "dtype": dtype, "max_model_len": max_model_len, "device": device}
+        self._engine: VllmGeneration | None = None
+
+    async def start(self) -> None:
+        self._engine = await VllmGeneration.create(self._section, **self._arguments)  # type: ignore[arg-type]
+
+    @property
+    def engine(self) -> VllmGeneration:
+        if self._engine is None:
+            raise GenerationError("the engine was not started")
+        return self._engine
+
+    async def answer(self, request: GenerationRequest) -> Completion | FailedRequest:
+        return await anext(self.engine.generate([request]))
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        async for result in self.engine.generate(requests):
+            yield result
+
+    async def pause(self) -> None:
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        await self.engine.update_weights(manifest, weight_version)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+class VllmActorGeneration:
+    """`VllmGeneration` behind an actor on this machine; the weight file must be reachable from it."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        """Use `create`."""
+        self._actor = actor
+        self._closed = False
+
+    @classmethod
+    async def create(
+        cls, section: GenerationSection, *, model_path: str, dtype: str, max_model_len: int, device: str
+    ) -> "VllmActorGeneration":
+        """Start actor and engine; raises GenerationError when they do not start."""
+        actor = spawn_actor(
+            VllmInActor,
+            section,
+            model_path,
+            dtype,
+            max_model_len,
+            device,
+            num_gpus=section.vllm_cfg.tensor_parallel_size if device == "cuda" else 0,
+            max_concurrency=MAX_CONCURRENCY,
+            env_vars=environment(device),
+        )
+        try:
+            await actor.call("start", timeout_s=START_S)
+        except WorkerError as error:
+            actor.kill()
+            raise GenerationError(f"vLLM did not start in its actor: {error}") from error
+        return cls(actor)
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        try:
+            if len(requests) == 1:  # a plain call costs less than a stream
+                yield await self._actor.call("answer", requests[0])
+                return
+            async for result in self._actor.stream("generate", list(requests)):
+                yield result
+        except WorkerError as error:
+            raise GenerationError(f"the engine's actor: {error}") from error
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        try:
+            await self._actor.call("update_weights", manifest, weight_version)
+        except WorkerError as error:
+            raise WeightSyncError(f"the engine's actor: {error}") from error
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def close(self) -> None:
+        """End engine and actor; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._actor.call("close", timeout_s=CLOSE_S)
+        except WorkerError:  # it has died already
+            pass
+        finally:
+            self._actor.kill()
+
+    async def _call(self, name: str) -> None:
+        try:
+            await self._actor.call(name)
+        except WorkerError as error:
+            raise GenerationError(f"the engine's actor: {error}") from error

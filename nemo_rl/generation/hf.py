@@ -1,0 +1,221 @@
+"""A transformers model as an engine: slow, exact, and repeatable to the bit. The reference for the others in tests."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from nemo_rl.errors import GenerationError, WeightSyncError
+from nemo_rl.generation.weight_reading import map_weights
+from nemo_rl.interfaces import WeightManifest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(slots=True)
+class Row:
+    """One request while it is sampled."""
+
+    request: GenerationRequest
+    max_new_tokens: int
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.stopped or len(self.token_ids) >= self.max_new_tokens
+
+
+class HFGeneration:
+    """Samples batches of at most `max_batch_size` requests, in their order, each request with its own generator.
+
+    The same batch gives the same bits; another batch the same log-probs to rounding. A request whose prompt leaves no
+    room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on one thread of its own.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_batch_size: int = 64,
+        max_model_len: int | None = None,
+    ) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        self._model = model.to(device).eval()
+        self._model_path = model_path
+        self._device = device
+        self._max_batch_size = max_batch_size
+        self._max_model_len = max_model_len or model.config.max_position_embeddings
+        self._weight_version = 0
+        self._tokenizer: Any = None  # loaded when a request has stop strings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-generation")
+        self._free = asyncio.Lock()  # held while a batch is computed, and while paused
+
+    @property
+    def is_async(self) -> bool:
+        return False
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        refused = {r.request_id: cause for r in requests if (cause := self._refusal(r))}
+        for request_id, cause in refused.items():
+            yield FailedRequest(request_id, cause)
+        accepted = [request for request in requests if request.request_id not in refused]
+        for start in range(0, len(accepted), self._max_batch_size):
+            async with self._free:
+                batch = accepted[start : start + self._max_batch_size]
+                completions = await self._run_cancellable(batch)
+            for completion in completions:
+                yield completion
+
+    async def _run_cancellable(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        cancelled = threading.Event()
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, requests, cancelled)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait([running])
+            raise
+
+    def _refusal(self, request: GenerationRequest) -> str | None:
+        length = len(request.token_ids)
+        if not 0 < length < self._max_model_len:
+            return f"a prompt of {length} tokens; it must have 1 to {self._max_model_len - 1}"
+        if request.sampling.max_new_tokens < 1:
+            return f"max_new_tokens is {request.sampling.max_new_tokens}"
+        vocab_size = self._model.config.vocab_size
+        if not all(0 <= token < vocab_size for token in request.token_ids):
+            return f"a token id outside the vocabulary of {vocab_size}"
+        return None
+
+    @torch.inference_mode()
+    def _sample(self, requests: Sequence[GenerationRequest], cancelled: threading.Event) -> list[Completion]:
+        """Sample a batch until each row is done; finished rows are computed on, so that shapes stay the same."""
+        rows = [self._row(request) for request in requests]
+        next_logits = self._forward(rows)
+        while not cancelled.is_set():
+            logits = next(next_logits)  # [B, V] on the CPU
+            if logits.isnan().any():
+                raise GenerationError("the model's logits are not numbers")
+            for row, row_logits in zip(rows, logits, strict=True):
+                if not row.is_done:
+                    self._extend(row, row_logits)
+            if all(row.is_done for row in rows):
+                break
+        version = self._weight_version
+        return [
+            Completion(
+                row.request.request_id,
+                tuple(row.token_ids),
+                tuple(row.logprobs),
+                "stop" if row.stopped else "length",
+                (version, version),
+            )
+            for row in rows
+        ]
+
+    def _row(self, request: GenerationRequest) -> Row:
+        room = self._max_model_len - len(request.token_ids)
+        generator = torch.Generator().manual_seed(request.seed & MAX_SEED)
+        return Row(request, min(request.sampling.max_new_tokens, room), generator)
+
+    def _forward(self, rows: Sequence[Row]) -> Iterator[torch.Tensor]:
+        """Logits of each row's next token, again and again; prompts are padded on the left."""
+        width = max(len(row.request.token_ids) for row in rows)
+        token_ids = torch.zeros(len(rows), width, dtype=torch.int64)  # [B, T]
+        mask = torch.zeros(len(rows), width, dtype=torch.int64)  # [B, T]
+        for index, row in enumerate(rows):
+            length = len(row.request.token_ids)
+            token_ids[index, width - length :] = torch.tensor(row.request.token_ids)
+            mask[index, width - length :] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self._model.config)
+        while True:
+            output = self._model(
+                input_ids=token_ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                position_ids=positions.to(self._device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            yield output.logits[:, -1].float().cpu()
+            token_ids = torch.tensor([[row.token_ids[-1]] for row in rows])
+            mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.int64)], dim=-1)
+            positions = positions[:, -1:] + 1
+
+    def _extend(self, row: Row, logits: torch.Tensor) -> None:
+        sampling = row.request.sampling
+        token, logprob = draw(logits, sampling, row.generator)
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        row.stopped = token in sampling.stop_token_ids or self._ends_with_stop_string(row)
+
+    def _ends_with_stop_string(self, row: Row) -> bool:
+        if not row.request.sampling.stop_strings:
+            return False
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
+        text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        return any(stop in text for stop in row.request.sampling.stop_strings)
+
+    async def pause(self) -> None:
+        await self._free.acquire()
+
+    async def resume(self) -> None:
+        self._free.release()
+
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load, manifest)
+        self._weight_version = weight_version
+
+    @torch.no_grad()
+    def _load(self, manifest: WeightManifest) -> None:
+        names = {entry.name for entry in manifest.entries}
+        state = self._model.state_dict()
+        unknown, missing = names - set(state), {name for name, _ in self._model.named_parameters()} - names
+        if unknown or missing:
+            raise WeightSyncError(f"weights unknown to the engine: {sorted(unknown)}; missing: {sorted(missing)}")
+        for name, tensor in map_weights(manifest):
+            state[name].copy_(tensor)
+
+    async def sleep(self) -> None:
+        """Nothing: this engine shares the device."""
+
+    async def wake(self) -> None:
+        """Nothing."""
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
+    """A token of [V] logits and its log-prob, under what temperature, top-k and top-p leave of the distribution."""
+    if sampling.temperature == 0:
+        token = int(logits.argmax())
+        return token, float(logits.log_softmax(-1)[token])
+    logits = kept(logits / sampling.temperature, sampling)
+    logprobs = logits.log_softmax(-1)
+    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    return token, float(logprobs[token])
+
+
+def kept(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Logits with -inf for what is not among the `top_k` best, or not in the smallest set of probability `top_p`."""
+    if 0 < sampling.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that are better
+        logits = logits.index_fill(0, order[before >= sampling.top_p], -torch.inf)
+    return logits

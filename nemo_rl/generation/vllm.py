@@ -1,0 +1,205 @@
+"""vLLM behind `interfaces.Generation`: one engine in a process of its own, the same code on a CPU and on CUDA.
+
+Prompts go in as token ids; sampled ids and their log-probs come out. Nothing is tokenized here, and text is made only
+for requests with stop strings.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.config.generation import GenerationSection
+from nemo_rl.errors import GenerationError, WeightSyncError
+from nemo_rl.generation.vllm_start import importing_vllm, start_engine
+from nemo_rl.interfaces import WeightManifest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
+SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
+
+log = logging.getLogger(__name__)
+
+
+class VllmGeneration:
+    """Samples with vLLM's AsyncLLM. All calls are made from the event loop that `create` ran in.
+
+    A request that vLLM refuses, or that is not answered within `section.timeout_s`, is a FailedRequest; when the
+    engine has died, GenerationError is raised for all that were running and for all that follow.
+    """
+
+    def __init__(self, engine: "AsyncLLM", section: GenerationSection, *, device: str) -> None:
+        """Use `create`."""
+        from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._engine = engine
+        self._timeout_s = section.timeout_s
+        self._seeds_requests = section.vllm_cfg.seed_requests
+        self._sleeps = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
+        self._sampling_params = SamplingParams
+        self._final_only = RequestOutputKind.FINAL_ONLY
+        self._tokens_input = tokens_input
+        self._refusals = (VLLMClientError, ValueError)
+        self._death = EngineDeadError
+        self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
+        self._weight_version = 0
+        self._num_running = 0
+        self._paused_engine = False
+        self._admits = asyncio.Event()
+        self._admits.set()
+        self._closed = False
+
+    @classmethod
+    async def create(
+        cls, section: GenerationSection, *, model_path: str, dtype: str, max_model_len: int, device: str
+    ) -> "VllmGeneration":
+        """Start the engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start.
+
+        The engine's process is spawned and imports the main module again: scripts need the `__main__` guard.
+        """
+        with importing_vllm(device):
+            engine = start_engine(
+                section, model_path=model_path, dtype=dtype, max_model_len=max_model_len, device=device
+            )
+            generation = cls(engine, section, device=device)
+            await engine.update_weight_version("0")
+        return generation
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        if len(requests) == 1:
+            yield await self._answer(requests[0])
+            return
+        finished: asyncio.Queue[asyncio.Task[Completion | FailedRequest]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
+        for task in tasks:
+            task.add_done_callback(finished.put_nowait)
+        try:
+            for _ in tasks:
+                yield (await finished.get()).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
+        """One request from admission to its end; its cancellation aborts it in the engine."""
+        if not self._admits.is_set():
+            await self._admits.wait()
+        if self._closed:
+            raise GenerationError("the engine is closed")
+        version = self._weight_version
+        self._num_running += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                output = await self._sample(request)
+        except TimeoutError:
+            return FailedRequest(request.request_id, f"not answered within {self._timeout_s:g} s")
+        except self._death as error:
+            raise GenerationError("vLLM's engine process has died; its log tells why") from error
+        except self._refusals as error:
+            return FailedRequest(request.request_id, one_line(error))
+        finally:
+            self._num_running -= 1
+        return completion_of(request.request_id, output, version)
+
+    async def _sample(self, request: GenerationRequest) -> "RequestOutput":
+        if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
+            raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # it would kill the engine
+        prompt = self._tokens_input(list(request.token_ids))
+        async for output in self._engine.generate(prompt, self._params(request), request.request_id):
+            return output  # the only one: FINAL_ONLY
+        raise GenerationError(f"vLLM gave no answer to {request.request_id}")
+
+    def _params(self, request: GenerationRequest) -> "SamplingParams":
+        sampling = request.sampling
+        return self._sampling_params(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=request.seed & MAX_SEED if self._seeds_requests else None,
+            stop_token_ids=list(sampling.stop_token_ids),
+            stop=list(sampling.stop_strings),
+            detokenize=bool(sampling.stop_strings),
+            ignore_eos=True,  # only the request's own stop tokens end it, as in every engine
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=self._final_only,
+            skip_clone=True,
+        )
+
+    async def pause(self) -> None:
+        self._admits.clear()
+        if self._num_running:
+            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            self._paused_engine = True
+
+    async def resume(self) -> None:
+        if self._paused_engine:
+            await self._engine.resume_generation()
+            self._paused_engine = False
+        self._admits.set()
+
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in manifest.entries]
+        try:
+            await self._engine.collective_rpc("load_weight_file", args=(manifest.path, entries))
+            if not self._paused_engine and not await self._engine.reset_prefix_cache():
+                raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
+            await self._engine.update_weight_version(str(weight_version))
+        except self._death as error:
+            raise GenerationError("vLLM's engine process has died; its log tells why") from error
+        except WeightSyncError:
+            raise
+        except Exception as error:  # what failed in the worker arrives as a plain Exception
+            raise WeightSyncError(f"vLLM could not load the weights: {one_line(error)}") from error
+        self._weight_version = weight_version
+
+    async def sleep(self) -> None:
+        if self._sleeps:
+            await self._engine.sleep(level=1)
+
+    async def wake(self) -> None:
+        if self._sleeps:
+            await self._engine.wake_up()
+
+    async def close(self) -> None:
+        """End the engine's process; requests that still run fail. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._admits.set()
+        output_handler = self._engine.output_handler
+        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
+        if output_handler is not None:
+            await asyncio.gather(output_handler, return_exceptions=True)
+
+
+def completion_of(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:
+    """The request's result; `version` is that of the weights at its start, for engines that do not say."""
+    sampled: Any = output.outputs[0]
+    if sampled.finish_reason not in ("stop", "length"):
+        return FailedRequest(request_id, f"vLLM ended it with {sampled.finish_reason!r}")
+    versions = (version, version)
+    if spans := sampled.weight_versions:
+        versions = (int(spans[0].version), int(spans[-1].version))
+    return Completion(
+        request_id, tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs), sampled.finish_reason, versions
+    )
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:500]

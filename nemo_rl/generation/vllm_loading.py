@@ -1,0 +1,48 @@
+"""The engine's half of a refit: runs in vLLM's workers, which it reaches as their `worker_extension_cls`."""
+
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from nemo_rl.generation.weight_reading import map_weights
+from nemo_rl.interfaces import WeightEntry, WeightManifest
+
+
+class WeightFileLoading:
+    """Methods that vLLM mixes into its worker; called by `collective_rpc("load_weight_file", ...)`."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def load_weight_file(self, path: str, entries: list[tuple[str, str, list[int], int]]) -> None:
+        """Load the tensors of a weight file, under their Hugging Face names, into the model.
+
+        vLLM's layerwise reload keeps every tensor where it is, which captured CUDA graphs rely on.
+        """
+        manifest = WeightManifest(path, tuple(WeightEntry(n, d, tuple(s), o) for n, d, s, o in entries))
+        model = self.model_runner.get_model()
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            expected = {name for name, _ in model.named_parameters()}
+            initialize_layerwise_reload(model)
+            loaded = model.load_weights(map_weights(manifest))
+            finalize_layerwise_reload(model, self.model_config)
+            self.repack_output_layers(model)
+        if missing := sorted(expected - (loaded or expected)):
+            raise ValueError(f"the policy gave no weights for {', '.join(missing[:5])} ({len(missing)} in all)")
+        self.model_runner.reset_lora_state()
+        if not current_platform.is_cpu():
+            torch.accelerator.synchronize()
+
+    def repack_output_layers(self, model: torch.nn.Module) -> None:
+        """Pack output layers again: on a CPU, vLLM 0.32 multiplies by a packed copy of the matrix, and a reload renews
+        that copy only for layers with a weight of their own. With tied embeddings it would stay the old one.
+        """
+        if current_platform.is_cpu():
+            for layer in model.modules():
+                if isinstance(layer, ParallelLMHead):
+                    layer.quant_method.process_weights_after_loading(layer)

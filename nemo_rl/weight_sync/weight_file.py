@@ -1,0 +1,123 @@
+"""Weights in a shared-memory file: the trainer writes it here, engines on the same machine map it (generation/).
+
+The file holds tensors one after the other, each at a multiple of 64 bytes; its manifest says what lies where. It is
+made once and written again at each refit, so that its pages are allocated only once.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.interfaces import WeightEntry, WeightManifest
+
+SHARED_MEMORY = Path("/dev/shm")
+ALIGNMENT = 64  # bytes
+PREFIX, SUFFIX = "nemo_rl_weights_", ".bin"
+
+log = logging.getLogger(__name__)
+
+
+class WeightFile:
+    """A file that one trainer writes weights to; readers map it after `write` and before the next one.
+
+    It lies in `directory` (None: shared memory; the temporary folder where there is none, or when it is full). It is
+    locked as long as it is open, and gone after `close`; files that killed runs left behind are removed here.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or default_directory()
+        remove_leftovers(self._directory)
+        self._file, self.path = create_locked(self._directory)
+        self._capacity = 0  # bytes
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # the mapped file
+
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Copy each tensor into the file, on whatever device it is; raises WeightSyncError when there is no room."""
+        entries: list[WeightEntry] = []
+        end = 0
+        for name, tensor in weights:
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            end = offset + tensor.numel() * tensor.element_size()
+            if end > self._capacity:
+                self._grow(end + end // 2)
+            target = self._bytes[offset:end].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor.detach())
+            entries.append(WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        return WeightManifest(str(self.path), tuple(entries))
+
+    def _grow(self, capacity: int) -> None:
+        """Allocate before mapping: writing to a mapped page for which there is no memory would kill the process."""
+        try:
+            os.posix_fallocate(self._file, 0, capacity)
+        except OSError as error:
+            fallback = Path(tempfile.gettempdir())
+            if error.errno != errno.ENOSPC or self._directory == fallback:
+                raise WeightSyncError(f"no room for {capacity / 2**20:.0f} MiB of weights in {self.path}") from error
+            log.warning("%s is full: weights go through %s, which is slower", self._directory, fallback)
+            self._move(fallback)
+            self._grow(capacity)
+            return
+        self._bytes = torch.frombuffer(mmap.mmap(self._file, capacity), dtype=torch.uint8)
+        self._capacity = capacity
+
+    def _move(self, directory: Path) -> None:
+        file, path = create_locked(directory)
+        shutil.copyfile(self.path, path)
+        self._remove()
+        self._directory, self._file, self.path = directory, file, path
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def close(self) -> None:
+        """Remove the file; may be called twice."""
+        if self._file < 0:
+            return
+        self._remove()
+        self._file, self._capacity = -1, 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def default_directory() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def create_locked(directory: Path) -> tuple[int, Path]:
+    """A new file, locked before it has the name by which others look for leftovers."""
+    name = f"{PREFIX}{os.getpid()}_{secrets.token_hex(4)}{SUFFIX}"
+    unlocked = directory / f".{name}"
+    file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.rename(unlocked, directory / name)
+    return file, directory / name
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove weight files that nobody holds a lock on: their runs were killed.
+
+    A lock rather than the process id in the name: containers that share memory do not share process ids.
+    """
+    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            log.info("removed %s, left behind by a run that was killed", path)
+        except OSError:  # locked: in use
+            pass
+        finally:
+            os.close(file)

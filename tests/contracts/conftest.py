@@ -1,0 +1,50 @@
+"""Engines that contract tests share: vLLM takes over ten seconds to start."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.generation.hf import HFGeneration
+from nemo_rl.generation.vllm import VllmGeneration
+from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
+
+
+@pytest.fixture(scope="session")
+def engine_loop() -> Iterator[asyncio.Runner]:
+    """The event loop that the shared engines live in."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tiny_models")
+    return {name: save_tiny_model(folder / name, tied=name == "tied") for name in ("tied", "untied")}
+
+
+@pytest.fixture(scope="session")
+def engines(engine_loop: asyncio.Runner, tiny_models: dict[str, Path]) -> Iterator[Any]:
+    """`engines(kind, name)`: the engine of that kind with the tiny model of that name, started when first asked for."""
+    started: dict[tuple[str, str], Any] = {}
+
+    def engine(kind: str, name: str) -> Any:
+        if (kind, name) not in started:
+            started[kind, name] = start(engine_loop, kind, str(tiny_models[name]))
+        return started[kind, name]
+
+    yield engine
+    for running in started.values():
+        engine_loop.run(running.close())
+
+
+def start(runner: asyncio.Runner, kind: str, model_path: str) -> Any:
+    if kind == "hf":
+        return HFGeneration(model_path, max_batch_size=4)
+    return runner.run(
+        VllmGeneration.create(
+            section(), model_path=model_path, dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
+        )
+    )

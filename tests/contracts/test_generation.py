@@ -1,0 +1,171 @@
+"""Every engine answers requests alike."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.types import Completion, FailedRequest
+from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, answers, exact_logprobs, request, section, tiny_model
+from tests.contracts.test_weight_sync import published
+
+PROMPTS = [(5, 6, 7), (100,), tuple(range(40, 90)), (5, 6, 8), (299, 0, 1), (7, 7, 7, 7, 7)]
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request: pytest.FixtureRequest, engines: Any, engine_loop: asyncio.Runner) -> Any:
+    """Each test starts from the model's own weights."""
+    engine = engines(request.param, "tied")
+    published(engine_loop, engine, tiny_model(tied=True), weight_version=0)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    return tiny_model(tied=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_tempered_softmax(engine_loop, engine, model, temperature):
+    requests = [
+        request(str(i), tokens=prompt, seed=i, temperature=temperature, max_new_tokens=20)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    results = engine_loop.run(answers(engine, requests))
+    for asked in requests:
+        completion = results[asked.request_id]
+        exact = exact_logprobs(model, asked.token_ids, completion.token_ids, temperature)
+        assert len(completion.token_ids) == 20
+        torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
+
+
+def test_greedy_takes_the_most_likely_token(engine_loop, engine, model):
+    completion = engine_loop.run(answers(engine, [request("greedy", temperature=0.0, max_new_tokens=5)]))["greedy"]
+    ids = [5, 6, 7]
+    for token in completion.token_ids:
+        with torch.no_grad():
+            assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+        ids.append(token)
+
+
+def test_top_k_samples_among_the_best_and_renormalises(engine_loop, engine):
+    best = engine_loop.run(answers(engine, [request("a", top_k=1, max_new_tokens=4)]))["a"]
+    greedy = engine_loop.run(answers(engine, [request("a", temperature=0.0, max_new_tokens=4)]))["a"]
+    assert best.token_ids == greedy.token_ids
+    assert best.logprobs == pytest.approx([0.0] * 4, abs=1e-6)
+
+
+def test_seed_and_prompt_decide_the_sample_whatever_else_is_asked(engine_loop, engine):
+    requests = [request(str(i), tokens=prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+    together = engine_loop.run(answers(engine, requests))
+    again = engine_loop.run(answers(engine, requests[::-1]))
+    alone = engine_loop.run(answers(engine, requests[2:3]))
+    assert {name: result.token_ids for name, result in together.items()} == {
+        name: result.token_ids for name, result in again.items()
+    }
+    assert alone["2"].token_ids == together["2"].token_ids
+
+
+def test_other_seeds_give_other_samples(engine_loop, engine):
+    results = engine_loop.run(answers(engine, [request(str(i), seed=i) for i in range(4)]))
+    assert len({result.token_ids for result in results.values()}) == 4
+
+
+def test_seeds_beyond_63_bits_and_below_zero_are_taken(engine_loop, engine):
+    results = engine_loop.run(answers(engine, [request("big", seed=2**64 - 1), request("negative", seed=-3)]))
+    assert all(isinstance(result, Completion) for result in results.values())
+
+
+def test_stop_token_ends_the_completion_and_belongs_to_it(engine_loop, engine):
+    free = engine_loop.run(answers(engine, [request("free")]))["free"]
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 12)
+    stop = free.token_ids[5]
+    stopped = engine_loop.run(answers(engine, [request("stopped", stop_token_ids=(stop,))]))["stopped"]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_completion_ends_where_the_model_has_no_room(engine_loop, engine):
+    prompt = [9] * (MAX_MODEL_LEN - 3)
+    completion = engine_loop.run(answers(engine, [request("a", tokens=prompt)]))["a"]
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 3)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tokens": [9] * (MAX_MODEL_LEN + 1)},
+        {"tokens": []},
+        {"tokens": [VOCAB_SIZE + 100]},
+        {"max_new_tokens": 0},
+    ],
+    ids=["too long", "empty", "no such token", "nothing to sample"],
+)
+def test_impossible_request_fails_alone(engine_loop, engine, bad):
+    results = engine_loop.run(answers(engine, [request("bad", **bad), request("good")]))
+    assert isinstance(results["bad"], FailedRequest)
+    assert results["bad"].cause
+    assert isinstance(results["good"], Completion)
+
+
+def test_no_requests_give_no_results(engine_loop, engine):
+    assert engine_loop.run(answers(engine, [])) == {}
+
+
+def test_closed_iterator_frees_the_engine(engine_loop, engine):
+    async def main():
+        requests = [request(str(i), max_new_tokens=4 if i == 0 else 480, seed=i) for i in range(8)]
+        results = engine.generate(requests)
+        first = await anext(results)
+        await results.aclose()
+        return first, await answers(engine, [request("next")])
+
+    first, after = engine_loop.run(main())
+    assert isinstance(first, Completion)
+    assert isinstance(after["next"], Completion)
+    if isinstance(engine, VllmGeneration):
+        assert engine._engine.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_cancelled_caller_frees_the_engine(engine_loop, engine, num_requests):
+    async def main():
+        requests = [request(str(i), max_new_tokens=500) for i in range(num_requests)]
+        waiting = asyncio.create_task(answers(engine, requests))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        return await answers(engine, [request("next")])
+
+    assert isinstance(engine_loop.run(main())["next"], Completion)
+    if isinstance(engine, VllmGeneration):
+        assert engine._engine.get_num_unfinished_requests() == 0
+
+
+def test_calls_that_overlap_are_all_answered(engine_loop, engine):
+    async def main():
+        return await asyncio.gather(*(answers(engine, [request(str(i), seed=i)]) for i in range(6)))
+
+    together = engine_loop.run(main())
+    alone = engine_loop.run(answers(engine, [request("3", seed=3)]))
+    assert together[3]["3"].token_ids == alone["3"].token_ids
+
+
+def test_request_without_an_answer_fails_at_its_deadline(engine_loop, engines):
+    engine = engines("vllm", "tied")
+
+    async def main():
+        impatient = VllmGeneration(engine._engine, section().model_copy(update={"timeout_s": 0.05}), device="cpu")
+        await engine._engine.pause_generation(mode="keep")
+        try:
+            return await answers(impatient, [request("late")])
+        finally:
+            await engine._engine.resume_generation()
+
+    assert engine_loop.run(main())["late"] == FailedRequest("late", "not answered within 0.05 s")
+    assert engine._engine.get_num_unfinished_requests() == 0

@@ -1,0 +1,50 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.generation.hf import HFGeneration, draw, kept
+from nemo_rl.types import SamplingParams
+from tests.contracts.engines import answers, request, save_tiny_model
+
+
+def test_top_k_keeps_the_best():
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    assert kept(logits, SamplingParams(1, top_k=2)).tolist() == [-torch.inf, 3.0, 2.0, -torch.inf]
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert kept(logits, SamplingParams(1, top_p=0.4)).isfinite().tolist() == [True, False, False]
+    assert kept(logits, SamplingParams(1, top_p=0.6)).isfinite().tolist() == [True, True, False]
+    assert kept(logits, SamplingParams(1, top_p=0.9)).isfinite().tolist() == [True, True, True]
+
+
+def test_log_prob_is_of_the_tempered_distribution():
+    logits = torch.tensor([0.0, 1.0])
+    token, logprob = draw(logits, SamplingParams(1, temperature=0.5), torch.Generator().manual_seed(0))
+    assert logprob == pytest.approx(float((logits / 0.5).log_softmax(-1)[token]), abs=1e-6)
+
+
+def test_frequencies_follow_the_probabilities():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.7, 0.2, 0.1]).log()
+    draws = [draw(logits, SamplingParams(1), generator)[0] for _ in range(4000)]
+    counts = torch.bincount(torch.tensor(draws), minlength=3) / 4000
+    torch.testing.assert_close(counts, torch.tensor([0.7, 0.2, 0.1]), atol=0.03, rtol=0)
+
+
+def test_same_batch_gives_the_same_bits(tmp_path: Path):
+    async def main():
+        engine = HFGeneration(str(save_tiny_model(tmp_path, tied=True)), max_batch_size=2)
+        requests = [request(str(i), tokens=range(3, 6 + i), seed=i) for i in range(5)]
+        torch.manual_seed(1)
+        first = await answers(engine, requests)
+        torch.manual_seed(2)  # the global state does not matter
+        second = await answers(engine, requests)
+        await engine.close()
+        return first, second
+
+    first, second = asyncio.run(main())
+    assert first == second

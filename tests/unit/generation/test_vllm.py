@@ -1,0 +1,62 @@
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl.config.generation import GenerationSection
+from nemo_rl.errors import GenerationError
+from nemo_rl.generation.vllm import VllmGeneration, completion_of
+from nemo_rl.generation.vllm_start import importing_vllm
+from nemo_rl.types import Completion, FailedRequest
+from tests.contracts.engines import answers, request
+
+
+def output(*, finish_reason: str, spans: Any = None) -> Any:
+    logprobs = SimpleNamespace(logprobs=[-0.5, -1.5])
+    sampled = SimpleNamespace(token_ids=[4, 5], logprobs=logprobs, finish_reason=finish_reason, weight_versions=spans)
+    return SimpleNamespace(outputs=[sampled])
+
+
+def test_weight_versions_are_those_of_the_spans():
+    spans = [SimpleNamespace(version="3"), SimpleNamespace(version="4"), SimpleNamespace(version="5")]
+    completion = completion_of("a", output(finish_reason="stop", spans=spans), version=9)
+    assert completion == Completion("a", (4, 5), (-0.5, -1.5), "stop", (3, 5))
+
+
+def test_without_spans_the_version_is_that_of_the_start():
+    completion = completion_of("a", output(finish_reason="length"), version=9)
+    assert completion == Completion("a", (4, 5), (-0.5, -1.5), "length", (9, 9))
+
+
+def test_aborted_request_has_failed():
+    assert isinstance(completion_of("a", output(finish_reason="abort"), version=0), FailedRequest)
+
+
+def dying_engine() -> Any:
+    """AsyncLLM as far as it is needed here: dies on the third request."""
+    with importing_vllm("cpu"):
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+    config = SimpleNamespace(enable_sleep_mode=False, get_vocab_size=lambda: 64)
+    died = asyncio.Event()
+
+    async def generate(prompt: Any, params: Any, request_id: str) -> Any:
+        if request_id == "2":
+            died.set()
+        await died.wait()
+        raise EngineDeadError
+        yield
+
+    return SimpleNamespace(vllm_config=SimpleNamespace(model_config=config), generate=generate)
+
+
+@pytest.mark.timeout(120)
+def test_death_of_the_engine_ends_all_requests():
+    async def main():
+        engine = VllmGeneration(dying_engine(), GenerationSection(), device="cpu")
+        with pytest.raises(GenerationError, match="died"):
+            await answers(engine, [request(str(i)) for i in range(5)])
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())

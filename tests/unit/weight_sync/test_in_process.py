@@ -1,0 +1,64 @@
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config.run import WeightSync
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from tests.fakes.generation import FakeGeneration
+
+
+class RecordingPolicy:
+    """Notes its calls beside those of the engine; its log-probs are the engine's, plus `off`."""
+
+    def __init__(self, calls: list[str], off: float = 0.0) -> None:
+        self.calls = calls
+        self.off = off
+
+    async def with_weights(self, use: Callable[[Any], Any]) -> Any:
+        self.calls.append("with_weights")
+        return use([("a.weight", torch.ones(2, 2))])
+
+    async def logprobs(self, batch: Any) -> torch.Tensor:
+        self.calls.append("logprobs")
+        return batch["generation_logprobs"] + self.off
+
+
+def publish(*versions: int, section: WeightSync, off: float = 0.0, probes: Any = ((1, 2),)) -> list[str]:
+    async def main() -> list[str]:
+        engine = FakeGeneration()
+        policy = RecordingPolicy(engine.calls, off)
+        sync = InProcessWeightSync(probes, section, "float32")
+        try:
+            for version in versions:
+                await sync.publish(policy, engine, weight_version=version)  # type: ignore[arg-type]
+        finally:
+            sync.close()
+        return engine.calls
+
+    return asyncio.run(main())
+
+
+def refit(version: int) -> list[str]:
+    return ["with_weights", "pause", f"update_weights {version}", "resume"]
+
+
+def test_weights_are_written_before_the_engine_pauses_and_the_first_refit_is_verified():
+    assert publish(1, 2, section=WeightSync()) == [*refit(1), "logprobs", *refit(2)]
+
+
+def test_every_refit_is_verified_where_the_section_says_so():
+    assert publish(1, 2, section=WeightSync(verify=True)) == [*refit(1), "logprobs", *refit(2), "logprobs"]
+
+
+def test_tolerance_is_the_sections():
+    with pytest.raises(WeightSyncError):
+        publish(1, section=WeightSync(), off=0.01)
+    publish(1, section=WeightSync(verify_tolerance=0.1), off=0.01)
+
+
+def test_without_probes_nothing_is_verified():
+    assert publish(1, section=WeightSync(), probes=()) == refit(1)
