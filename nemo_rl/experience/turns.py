@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.environments.contract import RESPONSE_TRUNCATED
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -27,8 +28,6 @@ from nemo_rl.types import (
     TokenizedMessage,
     Trajectory,
 )
-
-RESPONSE_TRUNCATED = "response_truncated"  # in the state an environment is given: its token limit cut the response
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_rl.environments.contract import RESPONSE_TRUNCATED
 from nemo_rl.experience.turns import (
-    RESPONSE_TRUNCATED,
     EnvironmentCall,
     Episode,
     RolloutJob,
