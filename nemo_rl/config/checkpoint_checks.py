@@ -11,7 +11,9 @@ _TRAIN_NAMES = """
     js_divergence_error max_logprob_error sampling_importance_ratio approx_entropy num_valid_samples is_oob_ratio
     global_valid_seqs global_valid_toks mean_prompt_length total_num_tokens total_turns avg_turns_per_sample
     max_turns_per_sample natural_termination_rate truncation_rate max_turns_reached_rate mean_total_tokens_per_sample
-    mean_gen_tokens_per_sample max_gen_tokens_per_sample mean_env_tokens_per_sample
+    mean_gen_tokens_per_sample max_gen_tokens_per_sample mean_env_tokens_per_sample num_rollouts shaped_reward
+    num_nonfinite_generation_logprobs train_flops avg_trajectory_age dynamic_sampling_num_gen_batches
+    dynamic_sampling_num_discarded_valid_samples
 """
 TRAIN_METRICS = frozenset(_TRAIN_NAMES.split())
 

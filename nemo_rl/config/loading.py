@@ -20,7 +20,7 @@ from nemo_rl.config.keys import environment_kind, environment_type
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.merging import merged
 from nemo_rl.config.overrides import apply_override
-from nemo_rl.config.problems import interpolation_problem, schema_problem
+from nemo_rl.config.problems import interpolation_problem, refuse_booleans, schema_problem
 from nemo_rl.errors import ConfigError
 
 
@@ -45,8 +45,8 @@ def resolved_yaml(config: GRPOConfig) -> str:
 
     Of the data sets only the keys that are set: the others come from `data.default` or from what is known of the set.
     """
-    values = config.model_dump(mode="json")
-    set_values = config.data.model_dump(mode="json", exclude_unset=True)
+    values = config.model_dump()
+    set_values = config.data.model_dump(exclude_unset=True)
     values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
 
@@ -102,12 +102,15 @@ def _validate(resolved: dict[str, Any]) -> GRPOConfig:
     if isinstance(data.get("env"), dict):
         data["env"] = {name: _environment(name, entry, resolved) for name, entry in data["env"].items()}
     try:
-        return GRPOConfig.model_validate(data)
+        config = GRPOConfig.model_validate(data)
     except ValidationError as error:
         raise schema_problem(error, resolved) from error
+    refuse_booleans(resolved, config.model_dump())
+    return config
 
 
 def _environment(name: str, entry: Any, resolved: dict[str, Any]) -> Any:
+    entry = {} if entry is None else entry  # all defaults
     if not isinstance(entry, dict):
         raise ConfigError(f"env.{name}", entry, "must be a mapping")
     try:

@@ -74,6 +74,8 @@ def _put(config: dict[str, Any], path: list[str], value: Any) -> None:
         _check_holds(parent, path[:depth], name)
         key: Any = int(name) if isinstance(parent, list) else name
         if isinstance(parent, dict) and parent.get(key) is None:
+            if path[depth + 1].isdigit():
+                raise ConfigError(dotted(path[: depth + 1]), None, "the recipe has no list here")
             parent[key] = {}
         parent = parent[key]
     _check_holds(parent, path[:-1], path[-1])

@@ -47,6 +47,20 @@ def unknown_key(path: Path, raw: Any) -> ConfigError:
     return ConfigError(dotted(path), at(raw, path), problem, known=place.names if place else ())
 
 
+def refuse_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
+    """Raise ConfigError where true or false stands for a number: pydantic would read 1 or 0."""
+    if isinstance(raw, bool) and not isinstance(validated, bool):
+        raise ConfigError(
+            dotted(path), raw, "must be a whole number" if isinstance(validated, int) else "must be a number"
+        )
+    if isinstance(raw, dict) and isinstance(validated, dict):
+        for name in raw.keys() & validated.keys():
+            refuse_booleans(raw[name], validated[name], (*path, name))
+    elif isinstance(raw, list) and isinstance(validated, list):
+        for index, (item, own) in enumerate(zip(raw, validated, strict=True)):
+            refuse_booleans(item, own, (*path, index))
+
+
 def interpolation_problem(error: OmegaConfBaseException, raw: Any, source: str | None = None) -> ConfigError:
     """A value that cannot be resolved: an unknown key or resolver, or text that is no interpolation."""
     key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")

@@ -33,9 +33,8 @@ class Checkpointing(Section):
     keep_top_k: int | None = Field(default=3, gt=0)  # None: all
     save_period: int = Field(default=10, gt=0)  # steps
     save_optimizer: bool = True
-    checkpoint_must_save_by: str | None = Field(
-        default=None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$"
-    )  # [DD:]HH:MM:SS after start
+    # [DD:]HH:MM:SS after start
+    checkpoint_must_save_by: str | None = Field(default=None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$")
 
 
 class Wandb(Section):

@@ -2,7 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.config.checkpoint_checks import TRAIN_METRICS
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.types import Prompt, StopReason, Trajectory
 from tests.unit.config.conftest import Load
 
 VALIDATION = "data.validation={dataset_name:gsm8k}"
@@ -195,3 +198,9 @@ def test_files_of_data_sets_that_exist_are_accepted(load: Load, tmp_path: Path) 
           train: {{dataset_name: null, data_path: {rows}}}
         """
     )
+
+
+def test_every_metric_of_rollouts_may_rank_checkpoints() -> None:
+    trajectory = Trajectory(Prompt("p", "math", ()), "g", 0, (), StopReason.DONE, {"math": 1.0}, num_turns=1)
+    names = {name for name in rollout_metrics([trajectory]) if "/" not in name}
+    assert names <= TRAIN_METRICS

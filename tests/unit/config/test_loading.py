@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.env import CustomSection, MathSection
+from nemo_rl.config.env import CustomSection, MathSection, ReasoningGymSection
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
@@ -77,6 +77,8 @@ def test_misspelt_override_names_the_key_the_value_and_the_nearest_key(load: Loa
         ("grpo: {num_prompts_per_step: four}", "grpo.num_prompts_per_step", "valid integer"),
         ("grpo: {max_val_samples: None}", "grpo.max_val_samples", "nothing is written null"),
         ("grpo: {num_prompts_per_step: 0}", "grpo.num_prompts_per_step", "greater than 0"),
+        ("grpo: {num_prompts_per_step: true}", "grpo.num_prompts_per_step", "whole number"),
+        ("data: {train: [{dataset_name: x, seed: false}]}", "data.train.0.seed", "whole number"),
         ("grpo: 3", "grpo", "must be a mapping"),
         ("loss_fn: {reference_policy_kl_type: k4}", "loss_fn.reference_policy_kl_type", "'k1', 'k2' or 'k3'"),
         ("policy: {scheduler: [{nam: x}]}", "policy.scheduler.0.nam", "did you mean policy.scheduler.0.name?"),
@@ -150,10 +152,13 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_environments_are_validated_by_the_section_of_their_type(load: Load) -> None:
-    env = load("env: {sums: {type: math, num_workers: 3}, own: {type: 'my.envs:Own', kwargs: {a: 1}}}").env
+    env = load(
+        "env: {reasoning_gym: null, sums: {type: math, num_workers: 3}, own: {type: 'my.envs:Own', kwargs: {a: 1}}}"
+    ).env
     assert env["sums"] == MathSection(type="math", num_workers=3)
     assert env["own"] == CustomSection(type="my.envs:Own", kwargs={"a": 1})
     assert env["math"].type == "math"
+    assert env["reasoning_gym"] == ReasoningGymSection(type="reasoning_gym")
 
 
 def test_resolved_yaml_loads_to_an_equal_config(load: Load, tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ def test_resolved_yaml_loads_to_an_equal_config(load: Load, tmp_path: Path) -> N
         r"""
         policy:
           tokenizer: {chat_template: "{{ x }} \\${a} 'é'", name: '007'}
-          hf_config_overrides: {a: '1e-5', b: 'true', c: 'null', d: ['${policy.model_name}', 1.0e-5], e: ''}
+          hf_config_overrides: {a: '1e-5', b: 'true', c: 'null', d: ['${policy.model_name}', 1.0e-5], e: '', 1: .inf}
           scheduler: [{name: a.B, kwargs: {x: 1}}, {name: a.C}, {milestones: [5]}]
         data:
           train: [{dataset_name: reasoning_gym, task: gcd, task_kwargs: {a: 1}}, {dataset_name: gsm8k}]

@@ -39,6 +39,8 @@ def test_items_of_lists_are_named_by_index() -> None:
     assert applied("~data.train.0", {"data": {"train": [1, 2]}}) == {"data": {"train": [2]}}
     with pytest.raises(ConfigError, match=r"data\.train\.2 .*items are 0 to 1"):
         applied("data.train.2.size=5", {"data": {"train": [{}, {}]}})
+    with pytest.raises(ConfigError, match=r"policy\.scheduler = None: the recipe has no list here"):
+        applied("policy.scheduler.0.name=x")
 
 
 def test_mapping_is_merged_and_list_replaced() -> None:
