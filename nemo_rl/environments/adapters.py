@@ -3,10 +3,10 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from nemo_rl.environments.blocking import BlockingCalls
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.errors import ConfigError, EnvironmentFault
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
@@ -23,17 +23,18 @@ def plain_messages(conversation: Sequence[Message]) -> list[dict[str, str]]:
 class FunctionEnvironment:
     """A reward function of a whole conversation; one turn, and then it is done.
 
-    A number becomes the reward `{name: number}`, a dict the rewards of its names. What the function raises fails the
-    item that it was called for. Functions that are not async run in threads.
+    A number becomes the reward `{name: number}`, a dict the rewards of its names. What the function raises, or a call
+    longer than `timeout_s`, fails the item that it was called for. Functions that are not async run in threads.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], *, timeout_s: float) -> None:
         self._name = name
+        self._timeout_s = timeout_s
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it is callable
         )
-        self._executor = ThreadPoolExecutor(FUNCTION_THREADS, thread_name_prefix=f"env-{name}")
+        self._blocking_calls = BlockingCalls(f"env-{name}", FUNCTION_THREADS)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -44,16 +45,16 @@ class FunctionEnvironment:
         call = partial(self._function, plain_messages(conversation), dict(state))
         try:
             if self._is_async:
-                score = await call()
+                score = await asyncio.wait_for(call(), self._timeout_s)
             else:
-                score = await asyncio.get_running_loop().run_in_executor(self._executor, call)
+                score = await self._blocking_calls.run(call, timeout_s=self._timeout_s)
             scores = score if isinstance(score, Mapping) else {self._name: score}
             return EnvStep(rewards={str(name): float(value) for name, value in scores.items()}, state=state)
         except Exception as error:  # the boundary to the user's function
             return failure_of(error, FailureClass.REWARD)
 
     async def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        pass
 
 
 def is_nemo_rl_environment(target: object) -> bool:
@@ -75,13 +76,14 @@ def is_ray_actor_class(target: object) -> bool:
 class NemoRLEnvironment:
     """A NeMo-RL environment: `step(message_log_batch, metadata) -> EnvironmentReturn`.
 
-    A `ray.remote` class lives in an actor of its own, any other in one thread of this process. Its role "environment"
+    A `ray.remote` class lives in an actor of its own, any other in a thread of this process, one call at
+    a time. Its role "environment"
     becomes "user". Rewards of shape [B] get the entry's name, those of [B, R] the names reward1 to rewardR.
     """
 
     def __init__(self, name: str, cls: Any, kwargs: Mapping[str, Any]) -> None:
         self._name = name
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"env-{name}")
+        self._blocking_calls = BlockingCalls(f"env-{name}", 1)
         self._actor = None
         self._inner: Any = None
         if is_ray_actor_class(cls):
@@ -124,7 +126,6 @@ class NemoRLEnvironment:
             self._actor.kill()
         elif callable(getattr(self._inner, "shutdown", None)):
             await self._call("shutdown")
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._actor is not None:
@@ -132,7 +133,7 @@ class NemoRLEnvironment:
         function = getattr(self._inner, method)
         if inspect.iscoroutinefunction(function):
             return await function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args))
+        return await self._blocking_calls.run(partial(function, *args))
 
     def _named(self, reward: float | list[float]) -> dict[str, float]:
         if isinstance(reward, list):

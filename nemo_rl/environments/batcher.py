@@ -33,7 +33,7 @@ class BatchedEnvironment:
     for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
     """
 
-    def __init__(self, inner: Environment, batching: Batching, timeout_s: float) -> None:
+    def __init__(self, inner: Environment, batching: Batching, timeout_s: float | None) -> None:
         self._inner = inner
         self._batching = batching
         self._timeout_s = timeout_s

@@ -42,26 +42,26 @@ async def checked_step(
     conversations: Sequence[Sequence[Message]],
     states: Sequence[Mapping[str, Any]],
     *,
-    timeout_s: float,
+    timeout_s: float | None,
 ) -> tuple[StepResult, ...]:
     """One result an item, in order, whatever the environment does; raises nothing but cancellation."""
+    deadline = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with deadline:
             results = await environment.step(conversations, states)
         if len(results) != len(conversations):
             raise EnvironmentFault(f"{len(results)} results for {len(conversations)} items")
         return tuple(checked_result(result) for result in results)
     except Exception as error:  # the boundary to code of others
-        LOGGER.warning("an environment failed %d items", len(conversations), exc_info=error)
-        if isinstance(error, TimeoutError) and not str(error):
-            error = TimeoutError(f"no answer in {timeout_s} s")
-        return (failure_of(error),) * len(conversations)
+        cause = TimeoutError(f"no answer in {timeout_s:g} s") if deadline.expired() else error
+        LOGGER.warning("an environment failed %d items", len(conversations), exc_info=cause)
+        return (failure_of(cause),) * len(conversations)
 
 
 class CheckedEnvironment:
     """Any environment with a deadline on its calls and its results checked; `step` raises nothing."""
 
-    def __init__(self, inner: Environment, timeout_s: float) -> None:
+    def __init__(self, inner: Environment, timeout_s: float | None) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
 

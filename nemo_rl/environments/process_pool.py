@@ -4,7 +4,6 @@ Workers are fresh interpreters (no fork of a process with threads, no second imp
 function, named by its path, on pickled arguments sent over a pipe.
 """
 
-import asyncio
 import contextlib
 import importlib
 import logging
@@ -14,11 +13,12 @@ import resource
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nemo_rl.environments.blocking import BlockingCalls
 from nemo_rl.errors import WorkerError
 
 LOGGER = logging.getLogger(__name__)
@@ -36,17 +36,15 @@ class ProcessPool:
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(num_workers):
             self._free.put(_Worker(function, timeout_s))
-        # One thread a worker, so a thread that runs always finds a free worker.
-        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="process-pool")
+        self._blocking_calls = BlockingCalls("process-pool", num_workers)
 
     async def call(self, *args: Any) -> Any:
         """The function's result; WorkerError when it raised, died, or passed the deadline (it is replaced then)."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._call, args)
+        return await self._blocking_calls.run(partial(self._call, args))
 
     async def close(self) -> None:
-        """Kill the workers; calls that wait raise WorkerError."""
+        """Kill the workers; those that are at work end with it."""
         self._closed = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._free.get_nowait().stop()

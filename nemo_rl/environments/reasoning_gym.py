@@ -3,11 +3,11 @@
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
 from nemo_rl.config.env import ReasoningGymSection
+from nemo_rl.environments.blocking import BlockingCalls
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED, StepResult, failure_of
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import register
@@ -28,7 +28,7 @@ class ReasoningGymEnvironment:
 
     def __init__(self, name: str, section: ReasoningGymSection) -> None:
         self._section = section
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"env-{name}")
+        self._blocking_calls = BlockingCalls(f"env-{name}", 1)
         self._pool: ProcessPool | None = None
         if section.num_workers:
             path = f"{__name__}:{score_answer.__name__}"
@@ -54,11 +54,9 @@ class ReasoningGymEnvironment:
     async def _call(self, task: str, entry: Mapping[str, Any], answer: str) -> float:
         if self._pool is not None:
             return await self._pool.call(task, dict(entry), answer)
-        function = partial(score_answer, task, dict(entry), answer)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        return await self._blocking_calls.run(partial(score_answer, task, dict(entry), answer))
 
     async def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
         if self._pool is not None:
             await self._pool.close()
 

@@ -51,9 +51,12 @@ def make_environment(name: str, section: EnvironmentSection) -> Environment:
         inner: Environment = RemoteEnvironment(name, section)
     else:
         inner = _make_local(name, section)
+    timeout_s = (
+        None if isinstance(inner, FunctionEnvironment) else section.timeout_s
+    )  # a function's items have their own
     if section.batching.enabled:
-        return BatchedEnvironment(inner, section.batching, section.timeout_s)
-    return CheckedEnvironment(inner, section.timeout_s)
+        return BatchedEnvironment(inner, section.batching, timeout_s)
+    return CheckedEnvironment(inner, timeout_s)
 
 
 def without_wrappers(section: EnvironmentSection) -> EnvironmentSection:
@@ -87,7 +90,7 @@ def _from_path(name: str, path: str, section: EnvironmentSection) -> Environment
         raise ConfigError(key, path, "neither a class nor a function")
     if kwargs:
         raise ConfigError(f"env.{name}.kwargs", kwargs, "a function takes none; they are for classes")
-    return FunctionEnvironment(name, target)
+    return FunctionEnvironment(name, target, timeout_s=section.timeout_s)
 
 
 def _made(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:

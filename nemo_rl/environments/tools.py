@@ -14,11 +14,11 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from nemo_rl.config.env import ToolsSection
+from nemo_rl.environments.blocking import BlockingCalls
 from nemo_rl.environments.calculator import calculate
 from nemo_rl.environments.contract import StepResult
 from nemo_rl.environments.registry import register
@@ -45,7 +45,7 @@ class ToolsEnvironment:
             "python": partial(run_python, limits=limits),
         }
         self._tools = {tool: known[tool] for tool in section.tools}
-        self._executor = ThreadPoolExecutor(section.num_workers, thread_name_prefix=f"env-{name}")
+        self._blocking_calls = BlockingCalls(f"env-{name}", section.num_workers)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -62,7 +62,7 @@ class ToolsEnvironment:
         if kind == "answer":
             reward = float(is_same_answer(text, str(state["answer"])))
             return EnvStep(rewards={"tools": reward}, state=state, answer=text.strip())
-        output = await asyncio.get_running_loop().run_in_executor(self._executor, self._call, text)
+        output = await self._blocking_calls.run(partial(self._call, text))
         observation = Message("user", f"<result>\n{output}\n</result>")
         return EnvStep((observation,), rewards={"tools": 0.0}, done=False, state=state)
 
@@ -74,7 +74,7 @@ class ToolsEnvironment:
             return f"error: {error}"
 
     async def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        pass
 
 
 def parse_call(text: str, known: Mapping[str, object]) -> tuple[str, str]:

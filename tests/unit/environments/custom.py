@@ -1,6 +1,7 @@
 """Environments and reward functions as a user writes them, found by the tests through their dotted paths."""
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,12 @@ def two_rewards(messages: list[dict[str, str]], metadata: dict[str, Any]) -> dic
 
 def bad_reward(messages: list[dict[str, str]], metadata: dict[str, Any]) -> Any:
     return {"nan": float("nan"), "text": "high", "none": None}[metadata["kind"]]
+
+
+def waits(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    if metadata.get("wait"):
+        threading.Event().wait()
+    return 1.0
 
 
 NOT_CALLABLE = 3
