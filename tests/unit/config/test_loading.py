@@ -166,7 +166,7 @@ def test_resolved_yaml_loads_to_an_equal_config(load: Load, tmp_path: Path) -> N
         r"""
         policy:
           tokenizer: {chat_template: "{{ x }} \\${a} 'é'", name: '007'}
-          hf_config_overrides: {a: '1e-5', b: 'true', c: 'null', d: ['${policy.model_name}', 1.0e-5], e: '', f: {1: .inf}}
+          hf_config_overrides: {a: '1e-5', b: 'true', d: ['${policy.model_name}', 1.0e-5], e: '', f: {1: .inf}}
           scheduler: [{name: a.B, kwargs: {x: 1}}, {name: a.C}, {milestones: [5]}]
         data:
           train: [{dataset_name: reasoning_gym, task: gcd, task_kwargs: {a: 1}}, {dataset_name: gsm8k}]
