@@ -33,7 +33,7 @@ def baseline_and_std(
     mean = (table[:, None] * peers).sum(-1) / num_peers.clamp(min=1)
     squares = ((table[:, None] - mean[..., None]).square() * peers).sum(-1)
     std = (squares / (num_peers - 1).clamp(min=1)).sqrt()
-    std = torch.where(is_rounding(std, table.abs().amax(-1, keepdim=True)) | (num_peers < 2), 0.0, std)
+    std = torch.where(is_rounding(std, table.abs().amax(-1, keepdim=True)), 0.0, std)
     baseline = torch.where(num_peers > 0, mean, table)
     return baseline[group, place], std.expand_as(table)[group, place]
 

@@ -38,7 +38,8 @@ def sampling_weights(
     low = config.truncated_importance_sampling_ratio_min or 0.0
     bounded = weights
     if config.truncated_importance_sampling_type == "seq-mask-tis":
-        bounded = torch.exp(log_weights.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1))  # [B, 1]
+        num_tokens = (mask > 0).sum(-1, keepdim=True).clamp(min=1)
+        bounded = torch.exp(log_weights.sum(-1, keepdim=True) / num_tokens)  # [B, 1]
     outside = ~((bounded >= low) & (bounded <= high))
     if config.truncated_importance_sampling_type in ("icepop", "seq-mask-tis"):
         return weights.masked_fill(outside, 0.0), outside.float()

@@ -135,7 +135,7 @@ def _ratio(tokens: _Tokens, config: LossFn) -> torch.Tensor:
     prev = tokens.current.detach() if config.force_on_policy_ratio else tokens.prev
     log_ratio = tokens.current - prev
     if config.sequence_level_importance_ratios:
-        log_ratio = log_ratio.sum(-1, keepdim=True) / tokens.mask.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio = log_ratio.sum(-1, keepdim=True) / (tokens.mask > 0).sum(-1, keepdim=True).clamp(min=1)
     # An overflow would make the gradient 0 * inf even where the ratio is clipped.
     return torch.exp(log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG))
 

@@ -17,8 +17,10 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     """
     mask = batch[keys.TOKEN_MASK]  # [B, T]
     trajectories = Trajectories.of(batch)
-    components = batch[keys.REWARD_COMPONENTS]
-    raw = sum(components.values(), torch.zeros(len(mask)))[trajectories.first_sample].double()
+    raw = torch.zeros_like(batch[keys.REWARD])  # [B]
+    for component in batch[keys.REWARD_COMPONENTS].values():
+        raw = raw + component
+    raw = raw[trajectories.first_sample].double()  # [N]
     steps = torch.arange(mask.shape[1], device=mask.device)
     # The prompt ends at the first sampled token, or with the sequence where none was sampled.
     prompt_lengths = torch.where(mask > 0, steps, batch[keys.LENGTHS][:, None]).amin(-1)

@@ -40,15 +40,21 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
     _check(k, len(scores))
     counts = Counter(answer for answer in answers if answer is not None)
     silent = len(answers) - counts.total()
-    expected = 0.0
-    for answer, count in counts.items():
-        given = [score for score, a in zip(scores, answers, strict=True) if a == answer]
-        others = [n for other, n in counts.items() if other != answer]
-        wins = sum(
-            comb(count, votes) * _shared_wins(others, silent, votes, k - votes) for votes in range(1, min(count, k) + 1)
-        )
-        expected += wins * sum(given) / count
+    # Answers that were given equally often win equally often.
+    wins = {count: _wins(count, list(counts.values()), silent, k) for count in set(counts.values())}
+    expected = sum(
+        score * wins[counts[answer]] / counts[answer]
+        for score, answer in zip(scores, answers, strict=True)
+        if answer is not None
+    )
     return expected / comb(len(scores), k)
+
+
+def _wins(count: int, counts: list[int], silent: int, k: int) -> float:
+    """In how many subsets of k an answer given `count` times has the most votes, a tie shared; `counts` of all."""
+    others = counts.copy()
+    others.remove(count)
+    return sum(comb(count, votes) * _shared_wins(others, silent, votes, k - votes) for votes in range(1, count + 1))
 
 
 def _shared_wins(others: Sequence[int], silent: int, votes: int, remaining: int) -> float:
@@ -56,6 +62,8 @@ def _shared_wins(others: Sequence[int], silent: int, votes: int, remaining: int)
 
     Adds one other answer after the other to a table {(places filled, ties): ways}.
     """
+    if remaining < 0:
+        return 0.0
     ways = {(filled, 0): comb(silent, filled) for filled in range(min(silent, remaining) + 1)}
     for count in others:
         extended: Counter[tuple[int, int]] = Counter()
