@@ -35,7 +35,7 @@ def save_weights(model: PreTrainedModel, folder: Path, *, config_dtype: str) -> 
     transformers and vLLM load them as unless told otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.cpu().contiguous() for name, t in checkpoint_tensors(model).items()}
+    tensors = {name: _with_own_storage(t.cpu().contiguous()) for name, t in checkpoint_tensors(model).items()}
     save_torch_state_dict(tensors, folder)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [_architecture(model)]
@@ -51,6 +51,11 @@ def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, tensor in target.state_dict(keep_vars=True).items():
             whole(tensor.detach()).copy_(values[name])
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """safetensors refuses views, as which the experts of a mixture are taken from one tensor."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _architecture(model: PreTrainedModel) -> str:

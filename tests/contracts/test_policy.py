@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_rl.config.policy import Policy as PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_rl.interfaces import Normalizer
+from nemo_rl.interfaces import Normalizer, Policy
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from tests.unit.policy.tiny import MODELS, Exploding, WeightedNLL, make_batch, plain_logprobs, saved_model
 
@@ -39,6 +41,7 @@ def make_policy(path: Path, *, optimizer_steps: int = 1, temperature: float = 1.
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}},
     }
     needs_reference = config.pop("needs_reference", False)
+    tokenizer = config.pop("tokenizer", None)
     return FSDP2Policy(
         PolicyConfig.model_validate({**settings, **config}),
         model_path=str(path),
@@ -46,6 +49,7 @@ def make_policy(path: Path, *, optimizer_steps: int = 1, temperature: float = 1.
         needs_reference=needs_reference,
         num_samples_per_step=len(LENGTHS),
         seed=0,
+        tokenizer=tokenizer,
     )
 
 
@@ -282,9 +286,13 @@ def test_saved_folder_is_a_hugging_face_model(precision: str, models: dict[str, 
         await policy.save(tmp_path, save_optimizer=False)
         return await weights_of(policy)
 
-    weights = using(make_policy(models["qwen2"], precision=precision), use)
+    words = WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]")
+    weights = using(make_policy(models["qwen2"], precision=precision, tokenizer=tokenizer), use)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
     config = json.loads((tmp_path / "weights" / "config.json").read_text())
+    for folder in ("weights", "tokenizer"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).convert_tokens_to_ids("two") == 2
     assert not (tmp_path / "optimizer").exists()
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["dtype"] == precision
@@ -316,7 +324,7 @@ def test_model_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> Non
 def test_offload_and_onload_change_nothing_on_a_cpu(models: dict[str, Path]) -> None:
     batch = make_batch(LENGTHS)
 
-    async def use(policy: FSDP2Policy) -> bool:
+    async def use(policy: Policy) -> bool:
         before = await policy.logprobs(batch)
         await policy.offload()
         await policy.onload()
