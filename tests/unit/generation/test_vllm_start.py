@@ -61,8 +61,8 @@ def test_environment_and_random_states_are_put_back(monkeypatch: pytest.MonkeyPa
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
         assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"  # the user's own
         random.seed(2)
-    np.random.seed(2)
-    torch.manual_seed(2)
+        np.random.seed(2)
+        torch.manual_seed(2)
     assert "TORCHDYNAMO_DISABLE" not in os.environ
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
 

@@ -1,0 +1,52 @@
+"""vLLM in a Ray actor answers as it does in the trainer's process."""
+
+import asyncio
+
+import pytest
+import torch
+
+from nemo_rl.config.generation import GenerationSection, VllmCfg
+from nemo_rl.config.run import WeightSync
+from nemo_rl.distributed.actors import shutdown
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.generation.actor import VllmActorGeneration
+from nemo_rl.generation.make import make_generation
+from nemo_rl.types import Completion, FailedRequest
+from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model
+
+
+def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
+    model = tiny_model(tied=True, seed=3)
+    cfg = VllmCfg(kv_cache_memory_bytes=2**25, max_num_seqs=16)
+    section = GenerationSection(in_actor=True, vllm_cfg=cfg)
+
+    async def main():
+        engine = await make_generation(
+            section, model_path=str(tiny_models["tied"]), dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
+        )
+        assert isinstance(engine, VllmActorGeneration)
+        policy = UntrainedPolicy(model)
+        sync = InProcessWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32")
+        try:
+            await sync.publish(policy, engine, weight_version=4)  # type: ignore[arg-type]
+            several = await answers(engine, [request("a"), request("b", seed=1), request("bad", tokens=[])])
+            one = await answers(engine, [request("a")])
+            policy.published = lambda name, tensor: tensor * 1.5
+            with pytest.raises(WeightSyncError):
+                await sync.publish(policy, engine, weight_version=5)  # type: ignore[arg-type]
+        finally:
+            sync.close()
+            await engine.close()
+        return several, one
+
+    try:
+        several, one = asyncio.run(main())
+    finally:
+        shutdown()
+    assert isinstance(several["bad"], FailedRequest)
+    assert several["a"] == one["a"]
+    assert isinstance(several["b"], Completion)
+    assert several["b"].weight_versions == (4, 4)
+    exact = exact_logprobs(model, (5, 6, 7), several["b"].token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(several["b"].logprobs), exact, atol=1e-4, rtol=0)
