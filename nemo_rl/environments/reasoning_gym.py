@@ -68,7 +68,9 @@ def extract_answer(response: str) -> str:
 
 
 def score_answer(task: str, entry: dict[str, Any], answer: str) -> float:
-    """The score, 0 to 1, that the task's verifier gives."""
+    """The score, 0 to 1, that the task's verifier gives; an entry of a mixture ("composite") names its own task."""
+    if task == "composite":
+        task = entry["metadata"]["source_dataset"]
     return float(_scorer(task)(answer=answer, entry=entry))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
 
 from nemo_rl.config.env import ReasoningGymSection
 from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironment, extract_answer
@@ -38,6 +39,16 @@ def test_right_answers_of_many_tasks_score_one_and_wrong_ones_zero(num_workers: 
     results = step_once({"num_workers": num_workers}, right + wrong)
     rewards = [result.rewards["reasoning_gym"] for result in results if isinstance(result, EnvStep)]
     assert rewards == [1.0] * len(TASKS) + [0.0] * len(TASKS)
+
+
+def test_entry_of_a_mixture_is_scored_by_its_own_task() -> None:
+    parts = [DatasetSpec(name="gcd", weight=1, config={}), DatasetSpec(name="chain_sum", weight=1, config={})]
+    mixture = reasoning_gym.create_dataset("composite", size=6, seed=1, datasets=parts)
+    items = [
+        (entry["answer"], {"task": "composite", "entry": entry, "response_truncated": False})
+        for entry in (mixture[i] for i in range(6))
+    ]
+    assert [isinstance(r, EnvStep) and r.rewards["reasoning_gym"] for r in step_once({}, items)] == [1.0] * 6
 
 
 def test_partial_credit_counts_only_where_asked_for() -> None:
