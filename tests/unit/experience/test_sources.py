@@ -133,9 +133,13 @@ def differs(group: TrajectoryGroup) -> bool:
     return len({t.reward for t in group.survivors}) > 1
 
 
-def filtered(inner, *, batch: int = 2, max_batches: int = 10) -> FilteredSource:
+def filtered(inner, *, max_batches: int = 10, min_group_size: int = 2) -> FilteredSource:
     return FilteredSource(
-        inner, is_informative=differs, num_prompts_per_step=batch, max_gen_batches=max_batches, min_group_size=2
+        inner,
+        is_informative=differs,
+        num_prompts_per_step=2,
+        max_gen_batches=max_batches,
+        min_group_size=min_group_size,
     )
 
 
@@ -169,11 +173,13 @@ def test_dynamic_sampling_ends_with_what_the_data_set_leaves():
 
 def test_dynamic_sampling_leaves_groups_without_enough_survivors_out():
     def answer(conversation, state):
-        if state["number"] == 0 and draws_of(conversation[-1].content).random() < 0.7:
+        if state["number"] == 0 and draws_of(conversation[-1].content).random() < 0.5:
             return Failure(FailureClass.ENVIRONMENT, "broken")
         return EnvStep(rewards={"r": draws_of(conversation[-1].content).random()})
 
-    (collected,) = steps(filtered(source(FakeEnvironment(answer), batch=3)), 1)
+    inner = source(FakeEnvironment(answer), batch=3, group=6)
+    (collected,) = steps(filtered(inner, min_group_size=6), 1)
+    assert 0 < collected.metrics["failures/environment"] < 5
     assert [g.prompt.prompt_id for g in collected.groups] == ["p1", "p2"]
 
 
