@@ -47,7 +47,8 @@ def importing_vllm(device: str) -> Iterator[None]:
     added = environment(device)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.environ.update(added)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    for logger in ("vllm", "torch.utils.cpp_extension"):
+        logging.getLogger(logger).setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     try:
         yield
     finally:
