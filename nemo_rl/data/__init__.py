@@ -1,0 +1,1 @@
+"""Data sets as prompts, and conversations as tokens."""

@@ -1,0 +1,212 @@
+"""Conversations as tokens that are only ever appended to.
+
+The past is never rendered again: a template may drop or rewrite it (thinking of earlier turns, white space), and its
+text need not tokenize into what was sampled. A turn's new tokens, the bridge, are cut out of a rendering of the new
+messages behind a stand-in for the sampled one.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.data.template import ChatTemplate, TemplateRefusal
+from nemo_rl.errors import ConfigError
+from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
+
+KEY = "policy.tokenizer.chat_template"
+STAND_IN = "nemoRlStandIn"  # letters only: no template escapes or strips them
+PROBE = "nemoRlProbe"
+UNNAMED_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits: Mistral's templates insist
+
+
+def flat_token_ids(message_log: MessageLog) -> tuple[int, ...]:
+    """All tokens of a history in order."""
+    return tuple(token_id for message in message_log for token_id in message.token_ids)
+
+
+class ChatEncoder:
+    """Tokens of prompts and of what follows a sampled message, for one tokenizer and chat template.
+
+    A segment that was not sampled has all its tokens on its last message; its earlier messages carry none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs or {})
+        special = {str(token) for token in tokenizer.all_special_tokens}
+        special |= {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+        alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
+        self._special = re.compile(f"(?:{alternatives})" if special else r"(?!)")
+        self._special_run = re.compile(rf"(?:{self._special.pattern}\s*)+")
+        self._understood: set[str] = set()  # roles that the template is known to render behind a sampled message
+        self._opened_by: set[str] = set()  # and at the start of a conversation
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """What ends a turn: the end-of-sequence token and, where it is another, the template's turn terminator."""
+        terminator = self._encode(self._terminator) if self._terminator else ()
+        ids = [self._tokenizer.eos_token_id, *(terminator if len(terminator) == 1 else ())]
+        return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+    def check(self, roles: Iterable[str] = ("user",)) -> None:
+        """Raise ConfigError unless prompts of a user and answers to the model by all `roles` can be rendered."""
+        self.encode_prompt((Message("user", STAND_IN),))
+        for role in roles:
+            self._check_role(role, ())
+        if not self.stop_token_ids:
+            raise ConfigError("policy.tokenizer.name", self._tokenizer.name_or_path, "no token is known to end a turn")
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
+        """The rendered conversation with the opening of the assistant's turn; raises ConfigError when refused."""
+        if messages[0].role == "system":
+            self._check_system_role()
+        return _segment(messages, self._encode(self._rendered_prompt(messages, tools)))
+
+    def encode_turn(
+        self, message_log: MessageLog, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> MessageLog:
+        """What to append to a history that ends with a sampled message: the new messages and the opening of the next
+        turn. A sampled message that was cut before its terminator gets it here, as context.
+
+        Raises ConfigError when the template refuses, or silently drops, a role of the new messages.
+        """
+        if not new_messages:
+            return ()
+        sampled = message_log[-1]
+        if sampled.message.role != "assistant":
+            raise ValueError(f"the history ends with a message of {sampled.message.role}, not of the assistant")
+        for role in dict.fromkeys(message.role for message in new_messages):
+            self._check_role(role, tools)
+        token_ids = self._encode(self._bridge(sampled.message, new_messages, tools))
+        if sampled.token_ids and token_ids and sampled.token_ids[-1] == token_ids[0]:
+            token_ids = token_ids[1:]
+        return _segment(new_messages, token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled tokens, without the stop token at their end and other special tokens."""
+        if token_ids and token_ids[-1] in self.stop_token_ids:
+            token_ids = token_ids[:-1]
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text if isinstance(text, str) else "".join(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self._template.render(messages, tools, add_generation_prompt=True)
+        except TemplateRefusal as error:
+            raise self._refusal((message.role for message in messages), error) from error
+
+    @cached_property
+    def _terminator(self) -> str:
+        """The special token that the template puts behind an assistant's text; empty where there is none."""
+        past, following = Message("assistant", ""), (Message("user", "next"),)
+        try:
+            tail = self._tail_behind_stand_in(past, following, ())
+        except TemplateRefusal:
+            try:
+                tail = self._difference(past, following, ())
+            except TemplateRefusal:
+                return ""
+        first = self._special.match(tail.lstrip())
+        return first.group() if first else ""
+
+    def _bridge(self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text from the sampled turn's terminator on."""
+        sampled = _with_calls_answered(sampled, new_messages)
+        try:
+            tail = self._tail_behind_stand_in(sampled, new_messages, tools)
+            return self._from_terminator(tail, after_call=bool(sampled.tool_calls))
+        except TemplateRefusal as refusal:
+            try:
+                return self._difference(sampled, new_messages, tools)
+            except TemplateRefusal:
+                raise self._refusal((message.role for message in new_messages), refusal) from refusal
+
+    def _tail_behind_stand_in(
+        self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """What the template renders behind the sampled message, whose text or last argument is a stand-in here."""
+        stand_in = STAND_IN
+        while any(stand_in in message.content for message in new_messages):
+            stand_in += "n"
+        conversation = (Message("user", "question"), _standing_in(sampled, stand_in), *new_messages)
+        text = self._template.render(conversation, tools, add_generation_prompt=True)
+        _, found, tail = text.rpartition(stand_in)
+        if not found:
+            raise TemplateRefusal("the assistant's text is not rendered")
+        return tail
+
+    def _from_terminator(self, tail: str, *, after_call: bool) -> str:
+        """The tail without what closes the sampled text itself: a space, or the end of a tool call's syntax."""
+        run = self._special_run.search(tail)
+        if run is None or (not after_call and tail[: run.start()].strip()):
+            return tail  # no special token ends the turn: its text does
+        start = tail.find(self._terminator, run.start(), run.end()) if self._terminator else -1
+        return tail[run.start() if start < 0 else start :]
+
+    def _difference(self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The bridge as what a longer rendering adds to a shorter one, from the terminator at the seam on."""
+        past = (Message("user", "question"), Message("assistant", sampled.content or "answer", sampled.tool_calls))
+        shorter = self._template.render(past, tools, add_generation_prompt=False)
+        longer = self._template.render((*past, *new_messages), tools, add_generation_prompt=True)
+        if not longer.startswith(shorter):
+            raise TemplateRefusal("the template rewrites earlier turns and hides the assistant's text")
+        ending = re.search(rf"{self._special.pattern}\s*$", shorter)
+        return longer[len(shorter) if ending is None else ending.start() :]
+
+    def _check_role(self, role: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        if role in self._understood:
+            return
+        call_id = UNNAMED_CALL.id if role == "tool" else None
+        probe = Message(role, PROBE, tool_call_id=call_id)  # type: ignore[arg-type]
+        if probe.content not in self._bridge(Message("assistant", ""), (probe,), tools):
+            raise self._refusal([role], TemplateRefusal("its messages are not rendered"))
+        self._understood.add(role)
+
+    def _check_system_role(self) -> None:
+        if "system" not in self._opened_by:
+            text = self._rendered_prompt((Message("system", STAND_IN), Message("user", "question")), ())
+            if STAND_IN not in text:
+                raise self._refusal(["system"], TemplateRefusal("its messages are not rendered"))
+            self._opened_by.add("system")
+
+    def _refusal(self, roles: Iterable[str], error: TemplateRefusal) -> ConfigError:
+        named = ", ".join(dict.fromkeys(roles))
+        return ConfigError(KEY, self._template.name, f"refuses messages of role {named}: {error}")
+
+
+def _segment(messages: Sequence[Message], token_ids: tuple[int, ...]) -> MessageLog:
+    last = len(messages) - 1
+    return tuple(TokenizedMessage(message, token_ids if i == last else ()) for i, message in enumerate(messages))
+
+
+def _with_calls_answered(sampled: Message, new_messages: Sequence[Message]) -> Message:
+    """The sampled message with the calls that the new messages answer, where only its text tells of them."""
+    answers = [message for message in new_messages if message.role == "tool"]
+    if not answers or new_messages[0].role != "tool" or sampled.tool_calls:
+        return sampled
+    calls = tuple(ToolCall(answer.tool_call_id or UNNAMED_CALL.id, UNNAMED_CALL.name, "{}") for answer in answers)
+    return Message("assistant", sampled.content, calls)
+
+
+def _standing_in(sampled: Message, stand_in: str) -> Message:
+    if not sampled.tool_calls:
+        return Message("assistant", stand_in)
+    *earlier, last = sampled.tool_calls
+    return Message("assistant", "", (*earlier, ToolCall(last.id, last.name, json.dumps({"argument": stand_in}))))

@@ -1,0 +1,34 @@
+"""JSON Lines files, read with the place of every fault."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.errors import DataError
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the file's JSON objects in order; blank lines are skipped.
+
+    Raises DataError naming file:line for a line that is no JSON object, and naming the file when it cannot be read.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _object_of(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text: {error.reason}") from error
+
+
+def _object_of(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: no valid JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: a JSON object was expected, not {type(row).__name__}")
+    return row

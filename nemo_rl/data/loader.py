@@ -1,0 +1,77 @@
+"""Prompts in training order, resumable to the exact place."""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.errors import DataError
+from nemo_rl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPrompt:
+    """A prompt and the pass over the data set in which it is used; the two seed its samples."""
+
+    prompt: Prompt
+    epoch: int
+
+
+class PromptLoader:
+    """Hands out each prompt once an epoch, for `max_epochs` epochs.
+
+    The order of an epoch is a function of (seed, epoch) alone, so the state is a count.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, max_epochs: int) -> None:
+        if not prompts:
+            raise DataError("there are no prompts to train on")
+        self._prompts = tuple(prompts)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._max_epochs = max_epochs
+        self._consumed = 0
+        self._order: tuple[int, Sequence[int]] = (0, self._order_of(0))
+
+    @property
+    def consumed(self) -> int:
+        """Prompts handed out, over all epochs."""
+        return self._consumed
+
+    @property
+    def epoch(self) -> int:
+        """Of the next prompt; `max_epochs` once all are spent."""
+        return self._consumed // len(self._prompts)
+
+    def take(self, count: int) -> tuple[LoadedPrompt, ...]:
+        """The next `count` prompts, on into the next epoch; fewer at the end of the last one, none after it."""
+        end = min(self._consumed + count, self._max_epochs * len(self._prompts))
+        taken = tuple(self._at(place) for place in range(self._consumed, end))
+        self._consumed = max(self._consumed, end)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self._consumed, "data": self._fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; raises DataError when the prompts, their order or the seed differ."""
+        if state["data"] != self._fingerprint():
+            raise DataError("the checkpoint was made with other training prompts, another seed or another data.shuffle")
+        self._consumed = state["consumed"]
+
+    def _at(self, place: int) -> LoadedPrompt:
+        epoch, offset = divmod(place, len(self._prompts))
+        if self._order[0] != epoch:
+            self._order = (epoch, self._order_of(epoch))
+        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch)
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+    def _fingerprint(self) -> str:
+        parts = [str(self._seed), str(self._shuffle), *(prompt.prompt_id for prompt in self._prompts)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,144 @@
+"""Where rows come from: files, the Hugging Face hub, generators; one function a kind, found by `dataset_name`."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from nemo_rl.config.data import Dataset
+from nemo_rl.data.jsonl import read_jsonl
+from nemo_rl.data.registry import find
+from nemo_rl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+Row: TypeAlias = Mapping[str, Any]
+RowSource: TypeAlias = Callable[[Dataset, int], Iterable[Row]]  # (section, seed) -> rows
+SourceT = TypeVar("SourceT", bound=RowSource)
+
+SOURCES: dict[str, RowSource] = {}
+
+# Data sets known by name: what their section says where the recipe does not.
+PRESETS: dict[str, Dataset] = {
+    "OpenMathInstruct-2": Dataset(
+        data_path="nvidia/OpenMathInstruct-2", split="train_1M", input_key="problem", output_key="expected_answer"
+    ),
+    "DeepScaleR": Dataset(
+        data_path="agentica-org/DeepScaleR-Preview-Dataset", split="train", input_key="problem", output_key="answer"
+    ),
+    "AIME2024": Dataset(data_path="HuggingFaceH4/aime_2024", split="train", input_key="problem", output_key="answer"),
+    "gsm8k": Dataset(
+        data_path="openai/gsm8k",
+        subset="main",
+        split="train",
+        input_key="question",
+        output_key="answer",
+        processor="final_answer",
+    ),
+}
+
+
+def register_dataset(name: str) -> Callable[[SourceT], SourceT]:
+    """Make a function `(section, seed) -> rows` known to recipes as `dataset_name: <name>`."""
+
+    def add(source: SourceT) -> SourceT:
+        SOURCES[name] = source
+        return source
+
+    return add
+
+
+def with_preset(section: Dataset) -> Dataset:
+    """The section with what is known of its data set; its own keys win."""
+    preset = PRESETS.get(section.dataset_name or "")
+    return section if preset is None else overlay(preset, section)
+
+
+def overlay(base: Dataset, section: Dataset) -> Dataset:
+    """`section`, with the values of `base` for every key that it does not set."""
+    own = {key: getattr(section, key) for key in section.model_fields_set if getattr(section, key) is not None}
+    inherited = {key: getattr(base, key) for key in base.model_fields_set}
+    return Dataset(**{**inherited, **own})
+
+
+def load_rows(section: Dataset, *, seed: int, key: str) -> list[Row]:
+    """All rows of one data set, `section.size` at most; `key` is its place in the configuration, for errors."""
+    name, known = section.dataset_name, SOURCES | dict.fromkeys(PRESETS, huggingface)
+    if name is None:
+        raise ConfigError(f"{key}.dataset_name", None, "is missing", known=known)
+    source = find(name, known, key=f"{key}.dataset_name")
+    rows = list(islice(source(section, seed), section.size))
+    if not rows:
+        raise DataError(f"{key}: the data set {name!r} has no rows")
+    return rows
+
+
+@register_dataset("jsonl")
+def jsonl(section: Dataset, seed: int) -> Iterable[Row]:
+    """The objects of a JSON Lines file, `data_path`."""
+    if section.data_path is None:
+        raise ConfigError("data_path", None, "a data set of kind jsonl needs a file")
+    return read_jsonl(Path(section.data_path))
+
+
+@register_dataset("huggingface")
+def huggingface(section: Dataset, seed: int) -> Iterable[Row]:
+    """The rows of a hub data set or of a local folder, `data_path`."""
+    if section.data_path is None:
+        raise ConfigError("data_path", None, "a data set of kind huggingface needs a hub name or a folder")
+    import datasets  # takes a second, and most recipes do not need it
+
+    try:
+        loaded = datasets.load_dataset(section.data_path, section.subset, split=section.split or "train")
+    except Exception as error:  # the library raises its own, huggingface_hub's, requests' and the file system's errors
+        raise DataError(f"{section.data_path}: cannot be loaded: {type(error).__name__}: {error}") from error
+    return loaded  # type: ignore[return-value]
+
+
+@register_dataset("reasoning_gym")
+def reasoning_gym(section: Dataset, seed: int) -> Iterable[Row]:
+    """Rows `{"task", "entry"}` of a reasoning_gym task: `size` are generated, and repeated questions dropped.
+
+    Row i is drawn from seed + i, so near seeds give shifted copies of the same questions, and far ones still overlap
+    by chance: the validation sets' questions are taken out of training by `datasets.load_datasets`.
+    """
+    import reasoning_gym as library  # imports a hundred tasks
+
+    if section.task is None:
+        raise ConfigError("task", None, "a data set of kind reasoning_gym needs the name of a task")
+    size = section.size or 500
+    try:
+        generated = library.create_dataset(section.task, size=size, seed=seed, **section.task_kwargs)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError("task", section.task, f"with {section.task_kwargs}: {error}") from error
+    unique = {}
+    for index in range(size):
+        entry = generated[index]
+        unique.setdefault(entry["question"], {"task": section.task, "entry": json_able(entry)})
+    if len(unique) < size:
+        logger.info("%s: %d of %d generated questions are distinct", section.task, len(unique), size)
+    return unique.values()
+
+
+def json_able(value: Any) -> Any:
+    """The value itself where JSON can hold it; else a copy whose foreign parts are numbers or text."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return json.loads(json.dumps(_with_text_keys(value), default=_foreign))
+    return value
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    return value
+
+
+def _foreign(value: Any) -> Any:
+    to_list = getattr(value, "tolist", None)  # numpy's arrays and numbers
+    return str(value) if to_list is None else to_list()

@@ -1,0 +1,40 @@
+"""`policy.tokenizer`: the tokenizer and its chat template."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nemo_rl.config.policy import Tokenizer
+from nemo_rl.errors import ConfigError
+
+
+def load_tokenizer(config: Tokenizer, model_name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `config.name`, or of the model, with the configured chat template if there is one.
+
+    Raises ConfigError naming the key when it cannot be found, or has no chat template.
+    """
+    key, name = ("policy.model_name", model_name) if config.name is None else ("policy.tokenizer.name", config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:  # missing, not reachable, or of no known kind
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(key, name, f"no tokenizer can be loaded from it: {reason}") from error
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template_text(config.chat_template)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "policy.tokenizer.chat_template", None, f"the tokenizer of {name} has none: give a Jinja text or a file"
+        )
+    return tokenizer
+
+
+def _template_text(text_or_file: str) -> str:
+    """A Jinja text has braces, a file's path has none."""
+    if "{" in text_or_file:
+        return text_or_file
+    try:
+        return Path(text_or_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "policy.tokenizer.chat_template", text_or_file, f"neither a Jinja text nor a readable file: {error}"
+        ) from error
