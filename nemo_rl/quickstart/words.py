@@ -1,0 +1,33 @@
+"""The quickstart's data: words to spell backward, some to learn from and others to measure on.
+
+examples/configs/quickstart.yaml states the same sections, so that what the warm start never sees is what the run
+validates on.
+"""
+
+import functools
+from collections.abc import Iterable
+
+from nemo_rl.config.data import Data, Dataset
+from nemo_rl.data.datasets import PromptSet, load_datasets
+from nemo_rl.types import Prompt
+
+TASK_KWARGS = {"min_word_len": 3, "max_word_len": 5}
+
+QUICKSTART_TRAIN = Dataset(
+    dataset_name="reasoning_gym", task="spell_backward", task_kwargs=TASK_KWARGS, size=12_000, seed=1
+)
+QUICKSTART_VALIDATION = Dataset(
+    dataset_name="reasoning_gym", task="spell_backward", task_kwargs=TASK_KWARGS, size=201, seed=900_000
+)
+
+
+@functools.cache
+def quickstart_prompts() -> tuple[PromptSet, PromptSet]:
+    """Training and validation prompts; no question is in both."""
+    train, (validation,) = load_datasets(Data(train=QUICKSTART_TRAIN, validation=QUICKSTART_VALIDATION), run_seed=0)
+    return train, validation
+
+
+def words_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
+    """The word that each prompt asks about."""
+    return tuple(prompt.env_state["entry"]["metadata"]["word"] for prompt in prompts)
