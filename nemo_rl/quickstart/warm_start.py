@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.quickstart.model import make_model
 from nemo_rl.quickstart.tokenizer import make_tokenizer
-from nemo_rl.quickstart.words import quickstart_prompts, words_of
+from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, quickstart_prompts, words_of
 from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def prepare_model(folder: Path, *, seed: int = 0, num_steps: int = NUM_STEPS, pr
 
     Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it.
     """
-    recipe = f"seed {seed}, {num_steps} steps, batch {BATCH_SIZE}, rate {PEAK_LEARNING_RATE}, right {RIGHT_SHARE}\n"
+    recipe = _recipe(seed, num_steps)
     marker = folder / COMPLETE
     if marker.is_file() and marker.read_text() == recipe:
         return folder
@@ -122,6 +122,13 @@ def _batches(
             token_ids[row, :length] = torch.tensor((*prompt, *answer))
             labels[row, len(prompt) : length] = torch.tensor(answer)
         yield token_ids, labels
+
+
+def _recipe(seed: int, num_steps: int) -> str:
+    """Everything that the weights depend on; a folder of another recipe is made anew."""
+    training = f"seed {seed}, {num_steps} steps, batch {BATCH_SIZE}, rate {PEAK_LEARNING_RATE}, right {RIGHT_SHARE}"
+    words = (section.model_dump_json(exclude_unset=True) for section in (QUICKSTART_TRAIN, QUICKSTART_VALIDATION))
+    return "\n".join((training, *words, ""))
 
 
 def _put_in_place(made: Path, folder: Path, recipe: str) -> None:

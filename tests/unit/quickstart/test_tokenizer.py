@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.quickstart.tokenizer import make_tokenizer
-from nemo_rl.quickstart.words import quickstart_prompts, words_of
+from nemo_rl.quickstart.words import quickstart_prompts
 from nemo_rl.types import Message
 
 
@@ -45,9 +45,3 @@ def test_template_renders_all_roles():
     encoder = ChatEncoder(make_tokenizer())
     encoder.check(roles=("user", "tool"))
     encoder.encode_prompt((Message("system", "Be brief."), Message("user", "hi")))
-
-
-def test_training_and_validation_share_no_word(prompt_sets):
-    train, validation = (set(words_of(prompts.prompts)) for prompts in prompt_sets)
-    assert (len(train), len(validation)) == (8469, 200)
-    assert not train & validation
