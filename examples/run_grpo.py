@@ -1,9 +1,9 @@
 """Train a language model with GRPO.
 
-    uv run examples/run_grpo.py                                        the quickstart: two CPU cores, five minutes
-    uv run examples/run_grpo.py --config examples/configs/grpo_math_1B.yaml
-    uv run examples/run_grpo.py grpo.num_prompts_per_step=4 ++policy.optimizer.kwargs.lr=1e-4
-    uv run examples/run_grpo.py --dry-run                              resolve and validate the configuration only
+uv run examples/run_grpo.py                                        the quickstart: two CPU cores, five minutes
+uv run examples/run_grpo.py --config examples/configs/grpo_math_1B.yaml
+uv run examples/run_grpo.py grpo.num_prompts_per_step=4 ++policy.optimizer.kwargs.lr=1e-4
+uv run examples/run_grpo.py --dry-run                              resolve and validate the configuration only
 """
 
 import sys

@@ -65,7 +65,7 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
         with timer("policy_and_reference_logprobs"):
             await add_logprobs(batch, policy, run.logprobs_needed)
         with timer("advantage_calculation"):
-            metrics = estimate_advantages(run, batch)
+            metrics = {**estimate_advantages(run, batch), **collected.metrics}
         with timer("policy_training"):
             metrics |= await policy.train_step(batch, run.loss_fn)
         step += 1
@@ -77,7 +77,7 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
             await _validate(run, training, timer)
         with timer("checkpointing"):
             await _save_if_due(run, training, metrics, is_last=step == run.config.grpo.max_num_steps)
-    report_step(run, step, collected, metrics, timer)
+    report_step(run, step, metrics, timer)
 
 
 async def _finish(run: GRPORun, training: Training) -> None:

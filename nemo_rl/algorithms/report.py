@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from nemo_rl.algorithms.run import GRPORun
 from nemo_rl.algorithms.validation import ValidationResult
-from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.types import Trajectory
 
@@ -18,10 +17,8 @@ def report_start(run: GRPORun, step: int) -> None:
     run.progress.start(step=step, total=run.config.grpo.max_num_steps)
 
 
-def report_step(
-    run: GRPORun, step: int, collected: CollectedGroups, metrics: dict[str, float], timer: StepTimer
-) -> None:
-    """Metrics of one training step under their prefixes, and its rollouts."""
+def report_step(run: GRPORun, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
+    """Metrics of one training step under their prefixes."""
     seconds = timer.seconds()
     validation_s = seconds.pop("total_validation_time", 0.0)
     performance = throughput(metrics, seconds, validation_s)
@@ -32,8 +29,6 @@ def report_step(
         step,
     )
     run.progress.step(step, metrics=metrics | performance, seconds=seconds)
-    if run.rollouts is not None:
-        run.rollouts.write(step, [t for group in collected.groups for t in group.trajectories])
 
 
 def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_s: float) -> dict[str, float]:
@@ -53,10 +48,12 @@ def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_
 
 
 def report_validation(run: GRPORun, step: int, validation: ValidationResult, timer: StepTimer) -> None:
-    """Metrics of one validation and a table of its first rollouts."""
+    """Metrics of one validation, its rollouts in a file, the first of them in a table."""
     metrics = {f"validation/{name}": value for name, value in validation.metrics.items()}
     metrics["timing/validation/total_validation_time"] = timer.seconds()["total_validation_time"]
     run.logger.log_metrics(metrics, step)
+    if run.validation_rollouts is not None:
+        run.validation_rollouts.write(step, validation.trajectories)
     rows = sample_rows(validation.trajectories[: run.config.logger.num_val_samples_to_print])
     run.logger.log_table("validation/samples", SAMPLE_COLUMNS, rows, step)
     run.progress.validation(step, metrics=validation.metrics, columns=SAMPLE_COLUMNS, rows=rows)

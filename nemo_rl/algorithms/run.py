@@ -35,5 +35,5 @@ class GRPORun:
     checkpoints: CheckpointStore | None
     logger: Logger
     progress: Progress
-    rollouts: RolloutWriter | None
+    validation_rollouts: RolloutWriter | None
     interrupt: Interrupt

@@ -26,7 +26,7 @@ def run_command(arguments: Sequence[str], *, description: str, default_config: P
     except NemoRLError as error:
         return _refused(error)
     if parsed.dry_run:
-        from nemo_rl.build.devices import placement_plan  # torch looks for devices
+        from nemo_rl.build.placement import placement_plan  # torch looks for devices
 
         sys.stdout.write(f"{resolved_yaml(config)}\n{placement_plan(config)}\n")
         return 0

@@ -7,36 +7,27 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 HANDLER_NAME = "nemo_rl"
-QUIET = (
-    "vllm",
-    "ray",
-    "httpx",
-    "httpcore",
-    "urllib3",
-    "filelock",
-    "fsspec",
-    "transformers",
-    "datasets",
-    "wandb",
-    "asyncio",
-)
+# Their warnings are about this machine (no CUDA runtime, no tcmalloc), not about the run: errors alone are shown.
+NOISY = ("vllm", "torch.utils.cpp_extension")
 
 
 def configure_logging(level: int | str = logging.INFO, console: Console | None = None) -> Console:
     """Send all log records of this process, and Python's warnings, to `console` (None: stderr), which is returned.
 
-    Libraries in QUIET show from warnings on; vLLM, which configures itself in each of its processes, by its
-    environment variable unless that is set. May be called again; the last call counts.
+    `level` is that of nemo_rl's own records; libraries show warnings, those of NOISY errors. vLLM configures itself in
+    each of its processes, by VLLM_LOGGING_LEVEL, which is set here unless it is set already. May be called again; the
+    last call counts.
     """
     console = console or Console(stderr=True)
     root = logging.getLogger()
     for handler in [h for h in root.handlers if h.name == HANDLER_NAME]:
         root.removeHandler(handler)
     root.addHandler(_handler(console))
-    root.setLevel(level)
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    root.setLevel(logging.WARNING)
+    logging.getLogger("nemo_rl").setLevel(level)
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.captureWarnings(True)
     return console
 

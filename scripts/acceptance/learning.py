@@ -1,7 +1,7 @@
 """Does it learn, and only what it should? Whole runs of the quickstart, minutes each; figures for docs/benchmarks.md.
 
-    uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
-    uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
+uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
+uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 """
 
 import argparse
