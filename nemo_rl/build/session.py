@@ -174,8 +174,9 @@ def _summary(run: GRPORun, command: str) -> str:
     latest = run.checkpoints.latest() if run.checkpoints else None
     go_on = None
     if latest is not None and run.checkpoints is not None:
-        more = max(run.config.grpo.max_num_steps, latest.step + 1)
-        go_on = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory} grpo.max_num_steps={2 * more}"
+        go_on = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}"
+        if latest.step >= run.config.grpo.max_num_steps:
+            go_on += f" grpo.max_num_steps={2 * latest.step}"
     return summary(
         rewards=rewards,
         accuracies=accuracies,

@@ -70,6 +70,7 @@ class VllmGeneration:
                 section, model_path=model_path, dtype=dtype, max_model_len=max_model_len, device=device
             )
             generation = cls(engine, section, device=device)
+            await engine.collective_rpc("stand_apart")
             await engine.update_weight_version("0")
         return generation
 
@@ -182,9 +183,10 @@ class VllmGeneration:
         self._closed = True
         self._admits.set()
         output_handler = self._engine.output_handler
-        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
-        if output_handler is not None:
+        if output_handler is not None:  # else it reports the engine's end as a death
+            output_handler.cancel()
             await asyncio.gather(output_handler, return_exceptions=True)
+        await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
 def completion_of(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:

@@ -1,5 +1,9 @@
-"""The engine's half of a refit: runs in vLLM's workers, which it reaches as their `worker_extension_cls`."""
+"""What runs in vLLM's workers, which it reaches as their `worker_extension_cls`: the engine's half of a refit."""
 
+import ctypes
+import os
+import signal
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +15,8 @@ from vllm.platforms import current_platform
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
 
 class WeightFileLoading:
     """Methods that vLLM mixes into its worker; called by `collective_rpc("load_weight_file", ...)`."""
@@ -18,6 +24,12 @@ class WeightFileLoading:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+
+    def stand_apart(self) -> None:
+        """Ctrl-C in a terminal goes to the trainer alone, which ends the engine; a killed trainer takes it along."""
+        os.setpgid(0, 0)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def load_weight_file(self, path: str, entries: list[tuple[str, str, list[int], int]]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model.

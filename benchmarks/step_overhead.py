@@ -1,0 +1,203 @@
+"""What a training step costs beyond its engine and its optimizer: step / (E + T), paired a step at a time.
+
+E: the bare AsyncLLM on the requests that the step sent, all at once. T: bare torch, forward + backward + AdamW, on the
+tensors that the step trained on, in the same micro-batches. Both run right after the step that they are compared with,
+in the same process, on the same engine and threads, so that a noisy machine touches all three alike.
+
+    uv run benchmarks/step_overhead.py                            all works of the table
+    uv run benchmarks/step_overhead.py --steps 40 --only "8 x 8"  those whose name begins so
+"""
+
+import argparse
+import asyncio
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.algorithms.grpo import Training, train_one_step
+from nemo_rl.algorithms.resuming import restore
+from nemo_rl.algorithms.run import GRPORun
+from nemo_rl.build.models import resolve_model
+from nemo_rl.build.session import open_grpo
+from nemo_rl.config.loading import load_config
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+
+RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    name: str
+    overrides: tuple[str, ...]
+    ratio_bar: float
+    ms_bar: float | None = None
+
+
+FIXED = ("policy.generation.max_new_tokens=64", "++env.length.type=rewards:length_reward")
+WORKS = (
+    Work("8 x 8 x 64", (*FIXED, "grpo.num_prompts_per_step=8"), 1.10, 0.7),
+    Work("32 x 8 x 64", (*FIXED, "grpo.num_prompts_per_step=32"), 1.06, 0.45),
+    Work("8 x 8, lengths as they fall", (*FIXED, "grpo.num_prompts_per_step=8"), 1.15),
+    Work(
+        "8 x 8 x 64, each reward a blocking 10 ms",
+        (*FIXED[:1], "++env.length.type=rewards:slow_reward", "grpo.num_prompts_per_step=8"),
+        1.15,
+    ),
+)
+COMMON = (
+    "data.train.env_name=length",
+    "data.validation=null",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "grpo.max_num_epochs=100",
+    "policy.max_total_sequence_length=128",
+    "checkpointing.enabled=false",
+    "logger.progress=false",
+)
+
+
+class Recorder:
+    """Stands before the engine and the policy of a run and keeps what one step sent to them."""
+
+    def __init__(self, run: GRPORun) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.batch: TensorDict | None = None
+        generate, train_step = run.generation.generate, run.policy.train_step
+
+        async def recording(requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+            self.requests += requests
+            async for result in generate(requests):
+                yield result
+
+        async def recorded_train_step(batch: TensorDict, loss_fn: Any) -> dict[str, float]:
+            self.batch = batch
+            return await train_step(batch, loss_fn)
+
+        run.generation.generate = recording  # type: ignore[method-assign]
+        run.policy.train_step = recorded_train_step  # type: ignore[method-assign]
+
+
+async def bare_engine(run: GRPORun, requests: Sequence[GenerationRequest], tag: str) -> float:
+    """Seconds of E."""
+    engine = run.generation._engine  # type: ignore[attr-defined]
+
+    async def one(request: GenerationRequest) -> None:
+        params = SamplingParams(
+            max_tokens=request.sampling.max_new_tokens,
+            temperature=request.sampling.temperature,
+            seed=request.seed,
+            stop_token_ids=list(request.sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(request.token_ids)}
+        async for _ in engine.generate(prompt, params, f"{tag}{request.request_id}"):
+            pass
+
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one(request) for request in requests))
+    return time.perf_counter() - started
+
+
+class BareTrainer:
+    """T: a plain Hugging Face model and AdamW."""
+
+    def __init__(self, model_path: str, kwargs: Mapping[str, Any], micro_batch_size: int) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.model.eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **kwargs)
+        self.micro_batch_size = micro_batch_size
+
+    def step(self, batch: TensorDict) -> float:
+        started = time.perf_counter()
+        num_tokens = batch["token_mask"][:, 1:].sum()
+        for part in batch.split(self.micro_batch_size):
+            logits = self.model(input_ids=part["token_ids"]).logits[:, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, part["token_ids"][:, 1:, None])[..., 0]
+            ratio = (logprobs - logprobs.detach()).exp()
+            advantages, mask = part["advantages"][:, 1:], part["token_mask"][:, 1:]
+            loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+            ((loss * mask).sum() / num_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Figures:
+    ratios: list[float]
+    ms_a_sample: list[float]
+    steps: list[float]
+    engine: list[float]
+    trainer: list[float]
+
+
+async def measure(work: Work, num_steps: int) -> Figures:
+    figures = Figures([], [], [], [], [])
+    fixed_length = "as they fall" not in work.name
+    with tempfile.TemporaryDirectory() as log_dir:
+        stops = ("policy.generation.ignore_eos=true",) if fixed_length else ()
+        config = load_config(RECIPE, [*COMMON, *work.overrides, *stops, f"logger.log_dir={log_dir}"])
+        model_path = resolve_model(config.policy.model_name)
+        async with open_grpo(config) as run:
+            recorder = Recorder(run)
+            kwargs = copy.deepcopy(config.policy.optimizer.kwargs)
+            bare = BareTrainer(model_path, kwargs, config.policy.train_micro_batch_size)
+            training = Training(await restore(run))
+            await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
+            for index in range(WARM_UP_STEPS + num_steps):
+                recorder.requests.clear()
+                started = time.perf_counter()
+                await train_one_step(run, training)
+                step_s = time.perf_counter() - started
+                assert recorder.batch is not None
+                engine_s = await bare_engine(run, recorder.requests, f"bare{index}-")
+                trainer_s = bare.step(recorder.batch)
+                if index >= WARM_UP_STEPS:
+                    figures.steps.append(step_s)
+                    figures.engine.append(engine_s)
+                    figures.trainer.append(trainer_s)
+                    figures.ratios.append(step_s / (engine_s + trainer_s))
+                    figures.ms_a_sample.append(1e3 * (step_s - engine_s - trainer_s) / len(recorder.requests))
+    return figures
+
+
+def line(work: Work, figures: Figures) -> str:
+    """One row: medians over the steps; the bars in brackets."""
+    median = statistics.median
+    ratio, ms = median(figures.ratios), median(figures.ms_a_sample)
+    spread = sorted(figures.ratios)
+    low, high = spread[len(spread) // 10], spread[-1 - len(spread) // 10]
+    ms_bar = f" [{work.ms_bar}]" if work.ms_bar else ""
+    return (
+        f"| {work.name} | {median(figures.steps):.3f} | {median(figures.engine):.3f} | {median(figures.trainer):.3f} "
+        f"| {ratio:.3f} ({low:.2f} to {high:.2f}) [{work.ratio_bar}] | {ms:.2f}{ms_bar} |"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", default="", help="works whose name begins so")
+    arguments = parser.parse_args()
+    print("| work | step s | E s | T s | step / (E + T), 10% to 90% [bar] | ms a sample [bar] |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for each in WORKS:
+        if each.name.startswith(arguments.only):
+            print(line(each, asyncio.run(measure(each, arguments.steps))), flush=True)
