@@ -1,0 +1,194 @@
+"""One chat completion from a checked request to an answer: encode, sample, read, commit. Knows no HTTP."""
+
+import asyncio
+import itertools
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import cast
+from uuid import uuid4
+
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.echoes import EchoedCalls, UnknownEcho
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.registry import LiveSession
+from nemo_rl.gateway.responses import Answer
+from nemo_rl.gateway.schema import ChatRequest
+from nemo_rl.gateway.sessions import Call
+from nemo_rl.interfaces import Generation
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
+
+MAX_CHARACTERS_PER_TOKEN = 32  # of a conversation that is encoded at all: a longer one cannot fit into the context
+MAX_NOTED = 100  # names of ignored fields; what is noted more often would be a client's noise
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRules:
+    """What all calls of a server have in common."""
+
+    model_name: str
+    max_model_len: int  # tokens of prompt and response together
+    sampling: SamplingParams  # the run's; a client may only shorten a response or add stop strings
+    seed: int  # of the run
+    max_concurrent_calls: int
+    timeout_s: float  # of one generation
+
+
+class Completions:
+    """Answers chat requests through one engine. Raises RequestError for whatever keeps one from its answer."""
+
+    def __init__(self, generation: Generation, codec: Codec, rules: CompletionRules) -> None:
+        self.num_running = 0
+        self._generation = generation
+        self._codec = codec
+        self._rules = rules
+        self._numbers = itertools.count()
+        self._noted: set[str] = set()
+
+    async def in_session(self, request: ChatRequest, live: LiveSession) -> Answer:
+        """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session."""
+        messages = self._messages(request)
+        call = self._begin(lambda: live.session.begin(messages, request.tool_schemas()))
+        place = live.take_place(call)
+        try:
+            seed = _seed(live.seed, array("q", call.prompt_token_ids).tobytes(), place)
+            answer = await self._answer_unless_closed(request, call, seed, live)
+            live.session.commit(call, answer.completion, answer.response.message, completion_id=answer.completion_id)
+        except BaseException:
+            live.give_place_back(call, place)
+            raise
+        return answer
+
+    async def without_session(self, request: ChatRequest, calls: EchoedCalls) -> Answer:
+        """Answer a call whose chain is told by the tokens on its last assistant message."""
+        messages = self._messages(request)
+        behind = max((i + 1 for i, m in enumerate(messages) if m.role == "assistant"), default=0)
+        echo = request.messages[behind - 1].echo() if behind else None
+        call = self._begin(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
+        seed = _seed(self._rules.seed, b"without session", next(self._numbers))
+        answer = await self._answer(request, call, seed, session_id="", with_token_ids=True)
+        calls.commit(call, answer.completion, answer.response.message)
+        return answer
+
+    def next_session_seed(self) -> int:
+        """A seed for a session that was opened without one."""
+        return _seed(self._rules.seed, b"session", next(self._numbers))
+
+    def _messages(self, request: ChatRequest) -> tuple[Message, ...]:
+        request.refuse_unsupported()
+        self._note(request.overridden)
+        messages = tuple(message.message() for message in request.messages)
+        limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
+        if sum(len(message.content) for message in messages) > limit:
+            raise self._too_long("more than")
+        return messages
+
+    def _begin(self, encode: Callable[[], Call]) -> Call:
+        """The call with its tokens; whatever a template or tokenizer raises about the messages is the client's."""
+        try:
+            return encode()
+        except UnknownEcho as error:
+            raise RequestError(409, str(error), param="messages", code="unknown_tokens") from error
+        except Exception as error:
+            text = " ".join(str(error).split())[:500]
+            raise RequestError(400, f"the conversation cannot be encoded: {text}", param="messages") from error
+
+    async def _answer_unless_closed(self, request: ChatRequest, call: Call, seed: int, live: LiveSession) -> Answer:
+        with_token_ids = bool(request.return_token_ids)
+        answer = self._answer(request, call, seed, session_id=live.session_id, with_token_ids=with_token_ids)
+        task = asyncio.create_task(answer)
+        live.running.add(task)
+        closed = RequestError(409, "the session was closed during this call", code="session_closed")
+        try:
+            answered = await task
+        except asyncio.CancelledError:
+            if live.is_closed:
+                raise closed from None
+            raise
+        finally:
+            live.running.discard(task)
+        if live.is_closed:
+            raise closed
+        return answered
+
+    async def _answer(
+        self, request: ChatRequest, call: Call, seed: int, *, session_id: str, with_token_ids: bool
+    ) -> Answer:
+        sampling = self._sampling(request, call)
+        request_id = uuid4().hex
+        asked = GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id or request_id)
+        completion = await self._generate(asked)
+        response = self._codec.read(
+            completion.token_ids,
+            call_id_seed=str(seed),
+            stop_strings=sampling.stop_strings,
+            with_tools=bool(request.tools) and request.tool_choice != "none",
+        )
+        return Answer(
+            completion_id=f"chatcmpl-{request_id}",
+            model=self._rules.model_name,
+            prompt_token_ids=call.prompt_token_ids,
+            completion=completion,
+            response=response,
+            with_token_ids=with_token_ids,
+            with_logprobs=bool(request.logprobs),
+        )
+
+    def _sampling(self, request: ChatRequest, call: Call) -> SamplingParams:
+        sampling = self._rules.sampling
+        room = self._rules.max_model_len - len(call.prompt_token_ids)
+        if room <= 0:
+            raise self._too_long(f"{len(call.prompt_token_ids)} tokens in")
+        limit = min(room, sampling.max_new_tokens, request.token_limit or room)
+        stop_strings = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
+        return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings)
+
+    async def _generate(self, asked: GenerationRequest) -> Completion:
+        """What the engine samples; its cancellation cancels the request in the engine."""
+        if self.num_running >= self._rules.max_concurrent_calls:
+            raise RequestError(429, f"{self.num_running} calls are running", code="over_capacity")
+        self.num_running += 1
+        try:
+            async with asyncio.timeout(self._rules.timeout_s):
+                result = await self._first_result(asked)
+        except TimeoutError as error:
+            raise RequestError(500, f"not answered within {self._rules.timeout_s:g} s", code="timeout") from error
+        except Exception as error:  # an engine that raises has failed all that it was asked
+            log.exception("the engine raised at request %s", asked.request_id)
+            raise RequestError(500, f"the engine failed: {type(error).__name__}", code="engine_failed") from error
+        finally:
+            self.num_running -= 1
+        if isinstance(result, FailedRequest):
+            raise RequestError(500, f"the engine failed: {result.cause}", code="engine_failed")
+        if len(result.token_ids) != len(result.logprobs) or len(result.token_ids) > asked.sampling.max_new_tokens:
+            counts = f"{len(result.token_ids)} tokens with {len(result.logprobs)} log-probs"
+            raise RequestError(500, f"the engine gave {counts}", code="engine_failed")
+        return result
+
+    async def _first_result(self, asked: GenerationRequest) -> Completion | FailedRequest:
+        results = cast("AsyncGenerator[Completion | FailedRequest, None]", self._generation.generate([asked]))
+        async with aclosing(results):
+            async for result in results:
+                return result
+        return FailedRequest(asked.request_id, "it gave no result")
+
+    def _too_long(self, what: str) -> RequestError:
+        message = f"{what} a context of {self._rules.max_model_len} tokens: no room is left for a response"
+        return RequestError(400, message, param="messages", code="context_length_exceeded")
+
+    def _note(self, names: Iterable[str]) -> None:
+        fresh = sorted({name[:40] for name in names} - self._noted)
+        if fresh and len(self._noted) < MAX_NOTED:
+            self._noted.update(fresh)
+            log.info("clients' %s are ignored: the run decides how tokens are sampled", fresh)
+
+
+def _seed(seed: int, identity: bytes, place: int) -> int:
+    """A stable 63-bit hash, equal in every process and on every machine."""
+    text = f"{seed}\x1f{place}\x1f".encode() + identity
+    return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1

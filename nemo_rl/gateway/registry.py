@@ -1,0 +1,99 @@
+"""Which sessions are alive: opened, looked up, closed, expired. No I/O; the clock is handed in."""
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.sessions import Call, Session
+
+ID_BYTES = 24  # of randomness in a session's id, which is all that protects it
+MAX_REMEMBERED_CLOSED = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """A session with what is going on in it."""
+
+    session_id: str
+    session: Session
+    seed: int
+    last_use: float
+    is_closed: bool = False
+    running: set[asyncio.Task[object]] = field(default_factory=set)  # generations under way
+    _places: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+
+    def take_place(self, call: Call) -> int:
+        """The call's place among those that ask the same from the same point, counted from 0, for its seed."""
+        taken = self._places.setdefault((id(call.parent), call.request), set())
+        place = next(i for i in range(len(taken) + 1) if i not in taken)
+        taken.add(place)
+        return place
+
+    def give_place_back(self, call: Call, place: int) -> None:
+        """The call failed: whoever retries it draws what it would have drawn."""
+        self._places[id(call.parent), call.request].discard(place)
+
+
+class Registry:
+    """The sessions of one server. An id is answered with 404 if it never was or is long forgotten, 409 if closed."""
+
+    def __init__(self, codec: Codec, *, max_sessions: int, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._codec = codec
+        self._max_sessions = max_sessions
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._live: OrderedDict[str, LiveSession] = OrderedDict()  # longest unused first
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(self, *, seed: int) -> LiveSession:
+        """A new session under an id that cannot be guessed; raises RequestError 429 when there are too many."""
+        self.expire()
+        if len(self._live) >= self._max_sessions:
+            raise RequestError(429, f"{self._max_sessions} sessions are open", code="too_many_sessions")
+        session_id = secrets.token_urlsafe(ID_BYTES)
+        live = LiveSession(session_id, Session(self._codec), seed, self._clock())
+        self._live[session_id] = live
+        return live
+
+    def get(self, session_id: str) -> LiveSession:
+        """The live session of that id, used now; raises RequestError 404 or 409."""
+        if session_id in self._closed:
+            raise RequestError(409, "this session is closed", code="session_closed")
+        if session_id not in self._live:
+            raise RequestError(404, "no such session", code="session_not_found")
+        live = self._live[session_id]
+        live.last_use = self._clock()
+        self._live.move_to_end(session_id)
+        return live
+
+    def close(self, session_id: str) -> Session:
+        """End a session and what runs in it; the caller reads its chains. Raises RequestError 404 or 409."""
+        live = self.get(session_id)
+        del self._live[session_id]
+        live.is_closed = True
+        for task in live.running:
+            task.cancel()
+        self._closed[session_id] = None
+        if len(self._closed) > MAX_REMEMBERED_CLOSED:
+            self._closed.popitem(last=False)
+        return live.session
+
+    def expire(self) -> list[str]:
+        """Close the sessions that nobody has used for long and in which nothing runs; returns their ids."""
+        horizon = self._clock() - self._ttl_s
+        idle = [live.session_id for live in self._live.values() if live.last_use < horizon and not live.running]
+        for session_id in idle:
+            self.close(session_id)
+        return idle
+
+    def close_all(self) -> None:
+        """End everything."""
+        for session_id in tuple(self._live):
+            self.close(session_id)

@@ -1,0 +1,137 @@
+"""Results as OpenAI clients read them: the completion object, the same as server-sent events, a session's chains."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.gateway.codec import Response
+from nemo_rl.gateway.sessions import Chain, Session
+from nemo_rl.types import Completion, Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call that went well."""
+
+    completion_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    response: Response
+    with_token_ids: bool  # put them on the message, for clients that echo or keep them
+    with_logprobs: bool
+
+    @property
+    def finish_reason(self) -> str:
+        if self.completion.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self.response.message.tool_calls else "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        prompt, sampled = len(self.prompt_token_ids), len(self.completion.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def completion_body(answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
+    """A `chat.completion` object."""
+    choice = {
+        "index": 0,
+        "message": _message(answer),
+        "logprobs": _logprobs(answer, encoder),
+        "finish_reason": answer.finish_reason,
+    }
+    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": answer.usage}
+
+
+def event_stream(answer: Answer, encoder: ChatEncoder, *, include_usage: bool) -> bytes:
+    """The completion as `chat.completion.chunk` events: the message whole, then why it ended, then [DONE]."""
+    delta = _message(answer)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    choices = [
+        {"index": 0, "delta": delta, "logprobs": _logprobs(answer, encoder), "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish_reason},
+    ]
+    head = _head(answer, "chat.completion.chunk")
+    chunks: list[dict[str, Any]] = [{**head, "choices": [choice]} for choice in choices]
+    if include_usage:
+        chunks = [{**chunk, "usage": None} for chunk in chunks]
+        chunks.append({**head, "choices": [], "usage": answer.usage})
+    events = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
+    return "".join(f"data: {event}\n\n" for event in events).encode()
+
+
+def session_body(session_id: str, session: Session) -> dict[str, Any]:
+    """A session with its chains, token for token."""
+    return {
+        "id": session_id,
+        "object": "session",
+        "num_calls": session.num_calls,
+        "rewards": session.rewards,
+        "chains": [_chain(chain) for chain in session.chains()],
+    }
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.completion_id, "object": kind, "created": int(time.time()), "model": answer.model}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    said = answer.response.message
+    body: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.tool_calls:
+        body["tool_calls"] = _calls(said.tool_calls)
+        body["content"] = said.content or None
+    if answer.response.reasoning is not None:
+        body["reasoning_content"] = answer.response.reasoning
+    if answer.with_token_ids:
+        body["prompt_token_ids"] = answer.prompt_token_ids
+        body["generation_token_ids"] = answer.completion.token_ids
+        body["generation_log_probs"] = answer.completion.logprobs
+    return body
+
+
+def _logprobs(answer: Answer, encoder: ChatEncoder) -> dict[str, Any] | None:
+    if not answer.with_logprobs:
+        return None
+    sampled = zip(answer.completion.token_ids, answer.completion.logprobs, strict=True)
+    content = [{"token": encoder.decode((i,)), "logprob": p, "bytes": None, "top_logprobs": []} for i, p in sampled]
+    return {"content": content, "refusal": None}
+
+
+def _chain(chain: Chain) -> dict[str, Any]:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for each in chain.message_log:
+        ids += each.token_ids
+        mask += [int(each.is_generated)] * len(each.token_ids)
+        logprobs += each.generation_logprobs or [0.0] * len(each.token_ids)
+    return {
+        "token_ids": ids,
+        "token_mask": mask,
+        "generation_logprobs": logprobs,
+        "messages": [_plain(each.message) for each in chain.message_log],
+        "weight_versions": chain.weight_versions,
+        "rewards": chain.rewards,
+    }
+
+
+def _plain(message: Message) -> Mapping[str, Any]:
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = _calls(message.tool_calls)
+    if message.tool_call_id is not None:
+        body["tool_call_id"] = message.tool_call_id
+    return body
+
+
+def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]

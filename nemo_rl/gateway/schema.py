@@ -1,0 +1,194 @@
+"""What clients may send: OpenAI's chat completions as far as they are supported, and the bodies of our own endpoints.
+
+Types are checked strictly and unknown fields kept, to be named in a note. What a policy that is being trained cannot
+honour is refused with 400; how tokens are drawn is the run's affair, so a client's sampling parameters are ignored.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from nemo_rl.gateway.echoes import Echo
+from nemo_rl.gateway.envelope import RequestError, unsupported
+from nemo_rl.types import Message, Role, ToolCall
+
+IGNORED = frozenset(  # without a word: they change nothing here
+    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "return_tokens_as_token_ids"}
+)
+REFUSED = frozenset(
+    {"audio", "chat_template", "chat_template_kwargs", "function_call", "functions", "guided_json", "logit_bias"}
+    | {"prediction", "prompt_logprobs", "structured_outputs", "web_search_options"}
+)
+MAX_STOP_STRINGS = 16
+ModelT = TypeVar("ModelT", bound="Body")
+
+
+class Body(BaseModel):
+    """A JSON object, strictly typed: no number for a text, no text for a number."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Part(Body):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class RequestedCall(Body):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[RequestedCall] | None = None
+    tool_call_id: str | None = None
+    prompt_token_ids: list[int] | None = None
+    generation_token_ids: list[int] | None = None
+
+    def message(self) -> Message:
+        """The message as templates see it; raises RequestError for images, audio and the old function calls."""
+        if (self.model_extra or {}).get("function_call"):
+            raise unsupported("messages", "function_call is not supported; tool_calls are")
+        role: Role = "system" if self.role == "developer" else self.role
+        calls = tuple(
+            ToolCall(call.id, call.function.name, _text_of_arguments(call.function.arguments))
+            for call in self.tool_calls or ()
+        )
+        return Message(role, self._text(), calls, self.tool_call_id)
+
+    def echo(self) -> Echo | None:
+        """The tokens of the call that this message came from, where the client sent them back."""
+        if self.role != "assistant" or self.prompt_token_ids is None or self.generation_token_ids is None:
+            return None
+        if not all(0 <= i < 2**31 for ids in (self.prompt_token_ids, self.generation_token_ids) for i in ids):
+            raise RequestError(400, "token ids lie in 0..2**31", param="messages")
+        return Echo(tuple(self.prompt_token_ids), tuple(self.generation_token_ids))
+
+    def _text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise unsupported("messages", f"content of type {part.type!r} is not supported: this policy reads text")
+        return "\n".join(part.text or "" for part in self.content)
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: str
+
+
+class ChatRequest(Body):
+    """The body of POST .../chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
+    model: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=1_000)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+    return_token_ids: bool | None = None  # vLLM's: the response's tokens and those of its prompt
+
+    def refuse_unsupported(self) -> None:
+        """Raise RequestError for what would need another policy, or another way to draw tokens."""
+        if self.n not in (None, 1):
+            raise unsupported("n", "n must be 1; send the request n times")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise unsupported("tool_choice", "tool_choice must be 'auto' or 'none': the policy decides what it samples")
+        if self.top_logprobs:
+            raise unsupported("top_logprobs", "top_logprobs is not supported; logprobs is")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise unsupported("response_format", "response_format must be 'text': the policy decides what it samples")
+        if self.modalities not in (None, ["text"]):
+            raise unsupported("modalities", "modalities must be ['text']")
+        if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} texts, none of them empty", param="stop")
+        for name in sorted(REFUSED & self.extra.keys()):
+            raise unsupported(name, f"{name} is not supported by this server")
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Fields beyond the schema that carry something."""
+        return {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {})}
+
+    @property
+    def overridden(self) -> frozenset[str]:
+        """Fields that are ignored and that the client may wonder about: sampling parameters, unknown names."""
+        names = self.extra.keys() - IGNORED - REFUSED
+        return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
+        """The tools as the client wrote them, for the template."""
+        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
+
+
+class RewardRequest(Body):
+    """The body of POST /sessions/{id}/reward: a number, or several by name."""
+
+    reward: FiniteFloat | None = None
+    rewards: dict[str, FiniteFloat] | None = None
+    completion_id: str | None = None  # the `id` of a completion: for the chains through that call alone
+
+    def named(self) -> dict[str, float]:
+        """The rewards by name; a single one is called "reward"."""
+        if (self.reward is None) == (self.rewards is None):
+            raise RequestError(400, "give either reward or rewards", param="reward")
+        return {"reward": float(self.reward)} if self.reward is not None else dict(self.rewards or {})
+
+
+class SessionRequest(Body):
+    """The body of POST /sessions; may be empty."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is sampled in it; None: from the run's seed
+
+
+def parse_body(model: type[ModelT], body: bytes) -> ModelT:
+    """The request; raises RequestError that names the first field that is wrong."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = ".".join(str(part) for part in first["loc"]) or None
+        raise RequestError(400, f"{param or 'body'}: {first['msg']}", param=param) from error
+
+
+def _text_of_arguments(arguments: str | dict[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

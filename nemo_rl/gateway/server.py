@@ -1,0 +1,253 @@
+"""The gateway as an HTTP server on aiohttp: routes, limits and errors; what a call does is in completions.py.
+
+    POST   /sessions                            {"seed"?} -> {"id", "base_url"}
+    POST   /sessions/{id}/v1/chat/completions   OpenAI's chat completions, as part of the session
+    POST   /sessions/{id}/reward                {"reward"} or {"rewards": {name: number}}, "completion_id"?
+    GET    /sessions/{id}                       its chains, token for token
+    DELETE /sessions/{id}                       the same, and the session is closed
+    POST   /v1/chat/completions                 without a session: the chain is told by echoed token ids
+    GET    /v1/models, /sessions/{id}/v1/models
+    GET    /health
+
+A client that goes away cancels its generation. Nobody but this machine is listened to by default; a session's id is its
+secret. Bound elsewhere, every request but /health needs the server's token as its API key.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules, Completions
+from nemo_rl.gateway.echoes import EchoedCalls
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.registry import LiveSession, Registry
+from nemo_rl.gateway.responses import Answer, completion_body, event_stream, session_body
+from nemo_rl.gateway.schema import ChatRequest, RewardRequest, SessionRequest, parse_body
+from nemo_rl.gateway.sessions import Session
+from nemo_rl.interfaces import Generation
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BACKLOG = 1024  # connections that wait to be accepted
+SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where a server listens, and what it bears."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    advertised_host: str | None = None  # under which agents reach it; None: `host`
+    token: str | None = None  # None: none on a loopback address, else a random one
+    max_sessions: int = 4096
+    max_echoed_calls: int = 65_536  # kept for clients without a session
+    ttl_s: float = 3600.0  # until what nobody uses is forgotten
+    max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 60.0  # for a request's body to arrive
+
+
+class GatewayServer:
+    """Serves one engine to agents. Made by `start`, ended by `close`, both in the event loop of the engine."""
+
+    def __init__(
+        self, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
+    ) -> None:
+        """Use `start`."""
+        self._settings = settings = settings or ServerSettings()
+        self._codec = codec
+        self._rules = rules
+        self._completions = Completions(generation, codec, rules)
+        clock = time.monotonic
+        self._sessions = Registry(codec, max_sessions=settings.max_sessions, ttl_s=settings.ttl_s, clock=clock)
+        self._echoed = EchoedCalls(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
+        self.token = settings.token
+        if self.token is None and not _is_loopback(settings.host):
+            self.token = secrets.token_urlsafe(32)
+        self.port = settings.port
+        self._runner: web.AppRunner | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
+    ) -> "GatewayServer":
+        """A server that listens when this returns; raises OSError for an address that cannot be bound."""
+        server = cls(generation, codec, rules, settings)
+        await server._listen()
+        return server
+
+    @property
+    def base_url(self) -> str:
+        """The server's root; an OpenAI client takes it with /v1 behind it."""
+        host = self._settings.advertised_host or self._settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def open_session(self, *, seed: int | None = None) -> str:
+        """The id of a new session; raises RequestError 429 when too many are open."""
+        seed = self._completions.next_session_seed() if seed is None else seed
+        return self._sessions.open(seed=seed).session_id
+
+    def session_url(self, session_id: str) -> str:
+        """What an agent takes as OPENAI_BASE_URL."""
+        return f"{self.base_url}/sessions/{session_id}/v1"
+
+    def close_session(self, session_id: str) -> Session:
+        """End a session, also what still runs in it, and hand out its chains; raises RequestError 404 or 409."""
+        return self._sessions.close(session_id)
+
+    async def close(self) -> None:
+        """Cancel what runs and stop listening. May be called twice."""
+        self._sessions.close_all()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+            self._sweeper = None
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._chat_without_session),
+                web.post("/sessions", self._open),
+                web.get("/sessions/{id}", self._read),
+                web.delete("/sessions/{id}", self._close),
+                web.post("/sessions/{id}/reward", self._reward),
+                web.get("/sessions/{id}/v1/models", self._models),
+                web.post("/sessions/{id}/v1/chat/completions", self._chat),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        family = socket.AF_INET6 if ":" in self._settings.host else socket.AF_INET
+        try:
+            listener = socket.create_server((self._settings.host, self._settings.port), family=family, backlog=BACKLOG)
+            self.port = listener.getsockname()[1]
+            await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        self._sweeper = asyncio.create_task(self._sweep())
+        log.info("the gateway listens on %s", self.base_url)
+
+    async def _sweep(self) -> None:
+        """Consumes: nothing. Produces: closed sessions, once they are unused for long. Ends by cancellation."""
+        while True:
+            await asyncio.sleep(max(self._settings.ttl_s / 10, 0.05))
+            self._echoed.expire()
+            if expired := self._sessions.expire():
+                log.warning("%d sessions were closed after %g s without use", len(expired), self._settings.ttl_s)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in who may come in, and give every error its envelope."""
+        try:
+            self._check_token(request)
+            return await handler(request)
+        except RequestError as error:
+            answered = error
+        except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, too large a body
+            answered = RequestError(error.status, error.reason)
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("a request to the gateway failed")
+            answered = RequestError(500, "the gateway failed at this request; its log tells why", code="internal")
+        headers = {"Retry-After": "1"} if answered.status == 429 else None
+        return web.json_response(answered.body(), status=answered.status, headers=headers)
+
+    def _check_token(self, request: web.Request) -> None:
+        if self.token is None or request.path == "/health":
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode()):
+            raise RequestError(401, "this gateway needs its token as the API key", code="invalid_api_key")
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                return await request.read()
+        except TimeoutError as error:
+            raise RequestError(408, "the body of the request did not arrive in time", code="slow_body") from error
+        except web.RequestPayloadError as error:
+            raise RequestError(400, "the body of the request is not what its headers say") from error
+
+    def _session(self, request: web.Request) -> LiveSession:
+        return self._sessions.get(request.match_info["id"])
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"status": "ok", "sessions": self.num_sessions, "calls": self._completions.num_running}
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._rules.model_name, "object": "model", "created": 0, "owned_by": "nemo-rl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _open(self, request: web.Request) -> web.Response:
+        asked = parse_body(SessionRequest, await self._body(request) or b"{}")
+        session_id = self.open_session(seed=asked.seed)
+        return web.json_response({"id": session_id, "object": "session", "base_url": self.session_url(session_id)})
+
+    async def _read(self, request: web.Request) -> web.Response:
+        live = self._session(request)
+        return web.json_response(session_body(live.session_id, live.session))
+
+    async def _close(self, request: web.Request) -> web.Response:
+        session_id = request.match_info["id"]
+        return web.json_response(session_body(session_id, self.close_session(session_id)))
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        self._session(request)
+        asked = parse_body(RewardRequest, await self._body(request))
+        session = self._session(request).session  # again: the body may have taken its time
+        try:
+            session.reward(asked.named(), completion_id=asked.completion_id)
+        except KeyError as error:
+            raise RequestError(404, "no such completion in this session", param="completion_id") from error
+        return web.json_response({"rewards": session.rewards})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        self._session(request)
+        asked = parse_body(ChatRequest, await self._body(request))
+        answer = await self._completions.in_session(asked, self._session(request))
+        return self._answered(asked, answer)
+
+    async def _chat_without_session(self, request: web.Request) -> web.Response:
+        asked = parse_body(ChatRequest, await self._body(request))
+        return self._answered(asked, await self._completions.without_session(asked, self._echoed))
+
+    def _answered(self, asked: ChatRequest, answer: Answer) -> web.Response:
+        if not asked.stream:
+            return web.json_response(completion_body(answer, self._codec.encoder))
+        include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        events = event_stream(answer, self._codec.encoder, include_usage=include_usage)
+        return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,168 @@
+"""One agent's run as chains of exact tokens: what was sampled, and what was encoded between. No I/O, no clock.
+
+Every successful call adds one node below the node whose history it continues:
+
+    begin(messages, tools) -> Call      the prompt's tokens; changes nothing
+    commit(call, completion, message)   adds the node; a call that is never committed leaves no trace
+
+A request continues the longest history that is a prefix of its messages and ends with a sampled one; only the messages
+behind it are encoded. So
+
+- an append extends a chain; an edited history begins a branch; a sub-agent, a compacted history or other tools begin
+  a new chain;
+- a rewritten last message is rolled back: the branch starts at the sampled message before it, and the rewritten one
+  is context in it; what was sampled in its place stays as a chain of its own;
+- the same request again (a client's retry, best of n) gives a sibling. The sibling that the agent goes on with is
+  kept; where it goes on with none, the last one is. Of siblings that read the same, the last is continued, unless the
+  ids of its tool calls say otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from nemo_rl.data.chat import flat_token_ids
+from nemo_rl.gateway.canonical import history_digest, tools_digest
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One committed call: what was encoded since its parent, and what was sampled."""
+
+    parent: "Node | None"
+    context: MessageLog
+    sampled: TokenizedMessage
+    request: bytes  # digest of tools and messages that it answered
+    weight_versions: tuple[int, int]
+    rewards: dict[str, float] = field(default_factory=dict)  # posted for this call
+    is_continued: bool = False
+
+    def message_log(self) -> MessageLog:
+        """The whole history up to and including what was sampled here."""
+        return tuple(message for node in self.path() for message in (*node.context, node.sampled))
+
+    def path(self) -> list["Node"]:
+        """The calls from the first one of its chain to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call under way."""
+
+    prompt_token_ids: tuple[int, ...]
+    parent: Node | None
+    context: MessageLog  # encoded for this call, behind the parent's history
+    request: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One history to train on."""
+
+    message_log: MessageLog
+    weight_versions: tuple[int, int]  # oldest and newest
+    rewards: Mapping[str, float]  # posted for its calls; those of the whole session are the session's
+
+
+def start_chain(codec: Codec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes) -> Call:
+    """The first call of a new chain. Raises ConfigError for messages that the template refuses."""
+    context = codec.first_turn(messages, tools)
+    return Call(flat_token_ids(context), None, context, request)
+
+
+def continue_chain(
+    codec: Codec, node: Node, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
+) -> Call | None:
+    """The call that appends to a node's history; None where the template cannot render that."""
+    history = node.message_log()
+    context = codec.next_turn(history, new_messages, tools)
+    if context is None:
+        return None
+    token_ids = tuple(chain.from_iterable(each.token_ids for each in (*history, *context)))
+    return Call(token_ids, node, context, request)
+
+
+def answer_call(call: Call, completion: Completion, message: Message) -> Node:
+    """The node that a completed call becomes."""
+    sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs)
+    if call.parent is not None:
+        call.parent.is_continued = True
+    return Node(call.parent, call.context, sampled, call.request, completion.weight_versions)
+
+
+def chain_of(node: Node) -> Chain:
+    """The chain that ends at a node."""
+    path = node.path()
+    versions = [version for each in path for version in each.weight_versions]
+    rewards = {name: reward for each in path for name, reward in each.rewards.items()}
+    return Chain(node.message_log(), (min(versions), max(versions)), rewards)
+
+
+class Session:
+    """The chains of one agent's run."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.rewards: dict[str, float] = {}  # of the whole run, by name; posted twice: the last one counts
+        self._codec = codec
+        self._calls: dict[str, Node] = {}  # by completion id, in the order of their commits
+        self._by_history: dict[bytes, list[Node]] = {}  # digest of everything up to and including the sampled message
+        self._by_request: dict[tuple[int, bytes], list[Node]] = {}  # siblings: (parent, request) -> answers
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Call:
+        """The tokens to sample from. Raises ConfigError for messages that the chat template refuses."""
+        digests = [tools_digest(tools)]
+        for message in messages:
+            digests.append(history_digest(digests[-1], message))
+        for length in range(len(messages) - 1, 0, -1):
+            if messages[length - 1].role != "assistant" or digests[length] not in self._by_history:
+                continue
+            node = _meant(self._by_history[digests[length]], messages[length - 1])
+            call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
+            if call is not None:
+                return call
+        return start_chain(self._codec, messages, tools, digests[-1])
+
+    def commit(self, call: Call, completion: Completion, message: Message, *, completion_id: str) -> None:
+        """Keep what was sampled for a call; `message` is what the agent is told and will send back."""
+        node = answer_call(call, completion, message)
+        self._calls[completion_id] = node
+        self._by_history.setdefault(history_digest(call.request, message), []).append(node)
+        self._by_request.setdefault((id(call.parent), call.request), []).append(node)
+
+    def reward(self, rewards: Mapping[str, float], *, completion_id: str | None = None) -> None:
+        """Rewards by name for the whole run, or for the chains through one call. Raises KeyError for an unknown one."""
+        target = self.rewards if completion_id is None else self._calls[completion_id].rewards
+        target.update(rewards)
+
+    def chains(self) -> tuple[Chain, ...]:
+        """What to train on, in the order of the last commits; abandoned siblings without a reward are left out."""
+        return tuple(chain_of(node) for node in self._calls.values() if self._ends_chain(node))
+
+    def _ends_chain(self, node: Node) -> bool:
+        if node.is_continued:
+            return False
+        siblings = self._by_request[id(node.parent), node.request]
+        is_last = node is siblings[-1] and not any(sibling.is_continued for sibling in siblings)
+        return is_last or bool(node.rewards)
+
+
+def _meant(nodes: Sequence[Node], message: Message) -> Node:
+    """Which of several nodes that read the same a client sent back: told by the ids of its tool calls, or the last."""
+    ids = {call.id for call in message.tool_calls}
+    for node in reversed(nodes):
+        if ids & {call.id for call in node.sampled.message.tool_calls}:
+            return node
+    return nodes[-1]

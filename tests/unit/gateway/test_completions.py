@@ -1,0 +1,240 @@
+"""Calls through the engine, without HTTP: limits, seeds, failures, and many sessions at once."""
+
+import asyncio
+import gc
+import logging
+import random
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from nemo_rl.gateway.completions import Completions
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.registry import LiveSession, Registry
+from nemo_rl.gateway.responses import Answer
+from nemo_rl.gateway.schema import ChatRequest
+from nemo_rl.gateway.sessions import Chain
+from nemo_rl.types import GenerationRequest
+from tests.fakes.generation import FakeGeneration, draws_of
+from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, rules, tokenizer_of
+from tests.unit.gateway.test_echoes import Clock
+
+HI = {"role": "user", "content": "hi"}
+
+
+def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": list(messages) or [HI], **fields})
+
+
+def live_session(seed: int = 1) -> LiveSession:
+    return Registry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock()).open(seed=seed)
+
+
+def ask(generation: FakeGeneration, *requests: ChatRequest, **changes: Any) -> list[Answer]:
+    async def main() -> list[Answer]:
+        completions, live = Completions(generation, codec_of("chatml"), rules(**changes)), live_session()
+        return [await completions.in_session(each, live) for each in requests]
+
+    return asyncio.run(main())
+
+
+def refusal(generation: FakeGeneration, asked: ChatRequest, **changes: Any) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        ask(generation, asked, **changes)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "room_of_run", "allowed"),
+    [
+        ({}, 256, 256),
+        ({"max_tokens": 5}, 256, 5),
+        ({"max_completion_tokens": 6, "max_tokens": 5}, 256, 6),
+        ({"max_tokens": 10_000}, 256, 256),
+        ({"max_tokens": 10_000}, 8192, 4096 - 21),
+    ],
+)
+def test_responses_are_as_long_as_client_run_and_context_allow(fields, room_of_run, allowed):
+    generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
+    (answer,) = ask(generation, request(**fields), max_new_tokens=room_of_run)
+    assert len(answer.prompt_token_ids) == 21  # "user", "hi", "assistant", 3 ends of lines, 3 special tokens
+    assert generation.requests[0].sampling.max_new_tokens == allowed
+
+
+def test_a_conversation_without_room_is_refused():
+    error = refusal(FakeGeneration(), request(), max_model_len=21)
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert "21 tokens in a context of 21 tokens" in str(error)
+
+
+def test_a_text_that_cannot_fit_is_refused_without_encoding_it(monkeypatch):
+    monkeypatch.setattr("nemo_rl.gateway.sessions.Session.begin", None)
+    error = refusal(FakeGeneration(), request({"role": "user", "content": "a" * 3201}), max_model_len=100)
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+
+
+def test_sampling_is_the_runs_and_ignored_fields_are_noted_once(caplog):
+    generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
+    fields = {"temperature": 0.0, "top_p": 0.5, "seed": 3, "user": "me", "presence_penalty": None}
+    with caplog.at_level(logging.INFO, logger="nemo_rl.gateway"):
+        ask(generation, request(**fields), request(**fields, stop="x"))
+    assert [each.sampling.temperature for each in generation.requests] == [0.7, 0.7]
+    assert [each.sampling.top_p for each in generation.requests] == [1.0, 1.0]
+    assert [each.sampling.stop_strings for each in generation.requests] == [(), ("x",)]
+    notes = [record.getMessage() for record in caplog.records]
+    assert notes == ["clients' ['seed', 'temperature', 'top_p'] are ignored: the run decides how tokens are sampled"]
+
+
+def test_equal_calls_draw_differently_and_a_retry_draws_what_the_failed_call_would_have_drawn():
+    failed: list[int] = []
+
+    def say(request: GenerationRequest, prompt: str) -> str | None:
+        if len(failed) == 1 or failed.append(request.seed):
+            return "ok"
+        return None
+
+    async def main() -> list[int]:
+        generation = SpeakingGeneration("chatml", say)
+        completions, live = Completions(generation, codec_of("chatml"), rules()), live_session()
+        with pytest.raises(RequestError):
+            await completions.in_session(request(), live)
+        assert live.session.num_calls == 0
+        for _ in range(2):
+            await completions.in_session(request(), live)
+        return [each.seed for each in generation.requests]
+
+    failed_seed, retried, again = asyncio.run(main())
+    assert failed_seed == retried != again
+
+
+class BrokenGeneration(FakeGeneration):
+    """Raises, answers nothing, or breaks its contract."""
+
+    def __init__(self, manner: str) -> None:
+        super().__init__()
+        self._manner = manner
+
+    async def generate(self, requests):
+        if self._manner == "raises":
+            raise OSError("the engine's memory")
+        if self._manner == "hangs":
+            await asyncio.Event().wait()
+        if self._manner == "too many":
+            async for each in FakeGeneration(vocab_size=6).generate([requests[0]]):
+                yield type(each)(each.request_id, each.token_ids * 999, each.logprobs * 999, "stop")  # type: ignore
+
+
+@pytest.mark.parametrize("manner", ["raises", "nothing", "too many"])
+def test_a_broken_engine_is_500(manner):
+    error = refusal(BrokenGeneration(manner), request())
+    assert (error.status, error.code) == (500, "engine_failed")
+    assert "memory" not in str(error)  # what it says is for the log
+
+
+def test_an_engine_that_hangs_is_500_after_the_deadline():
+    assert refusal(BrokenGeneration("hangs"), request(), timeout_s=0.01).code == "timeout"
+
+
+def test_more_calls_than_allowed_are_429_and_room_comes_back():
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        async def wait(request: GenerationRequest) -> None:
+            await gate.wait()
+
+        generation = SpeakingGeneration("chatml", lambda request, prompt: "ok", before=wait)
+        completions = Completions(generation, codec_of("chatml"), rules(max_concurrent_calls=2))
+        live = live_session()
+        tasks = [asyncio.create_task(completions.in_session(request(), live)) for _ in range(3)]
+        done, _ = await asyncio.wait(tasks, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        (refused,) = done
+        error = refused.exception()
+        assert isinstance(error, RequestError)
+        assert error.status == 429
+        gate.set()
+        await asyncio.gather(*(task for task in tasks if task is not refused))
+        assert completions.num_running == 0
+        assert live.session.num_calls == 2
+        assert len({each.seed for each in generation.requests}) == 2
+
+    asyncio.run(main())
+
+
+async def converse(
+    completions: Completions, live: LiveSession, index: int, failures: Counter[int]
+) -> tuple[Chain, ...]:
+    """Three turns of one agent, which asks again when a call fails."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"agent {index}"}]
+    for turn in range(3):
+        while True:
+            try:
+                answer = await completions.in_session(request(*messages), live)
+                break
+            except RequestError:
+                failures[index] += 1
+        messages.append({"role": "assistant", "content": answer.response.message.content})
+        messages.append({"role": "user", "content": f"turn {turn} of {index}"})
+    return live.session.chains()
+
+
+def run_sessions(*, failing_share: float, delays: random.Random | None) -> tuple[list[tuple[Chain, ...]], int]:
+    """Chains of 64 agents at once, and how many calls failed."""
+    failures: Counter[int] = Counter()
+    failed: set[tuple[int, int]] = set()
+
+    async def delay(request: GenerationRequest) -> None:
+        for _ in range(0 if delays is None else delays.randrange(20)):
+            await asyncio.sleep(0)
+        identity = (request.seed, len(request.token_ids))
+        if draws_of(request).random() < failing_share and identity not in failed:
+            failed.add(identity)
+            raise ConnectionError("a tenth of the calls fail at first")
+
+    async def main() -> list[tuple[Chain, ...]]:
+        generation = FakeGeneration(vocab_size=len(tokenizer_of("chatml")), latency=delay)
+        completions = Completions(generation, codec_of("chatml"), rules(max_new_tokens=12))
+        registry = Registry(codec_of("chatml"), max_sessions=64, ttl_s=60.0, clock=Clock())
+        agents = [converse(completions, registry.open(seed=i), i, failures) for i in range(64)]
+        chains = await asyncio.wait_for(asyncio.gather(*agents), DEADLINE_S)
+        assert completions.num_running == 0
+        registry.close_all()
+        assert len(registry) == 0
+        return chains
+
+    return asyncio.run(main()), failures.total()
+
+
+def test_64_sessions_with_delays_failures_and_retries_equal_a_clean_run(caplog):
+    clean, none = run_sessions(failing_share=0.0, delays=None)
+    caplog.set_level(logging.CRITICAL, logger="nemo_rl.gateway")
+    disturbed, some = run_sessions(failing_share=0.1, delays=random.Random(1))
+    assert none == 0 < some
+    assert disturbed == clean
+    for index, chains in enumerate(clean):
+        (chain,) = chains
+        assert [each.message.content for each in chain.message_log if each.message.role == "user"] == [
+            f"agent {index}",
+            f"turn 0 of {index}",
+            f"turn 1 of {index}",
+        ]
+        assert sum(each.is_generated for each in chain.message_log) == 3
+
+
+def test_a_closed_session_is_freed_at_once():
+    async def main() -> None:
+        completions = Completions(FakeGeneration(vocab_size=200), codec_of("chatml"), rules(max_new_tokens=4))
+        registry = Registry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock())
+        gc.disable()  # nothing may wait for the collector
+        try:
+            live = registry.open(seed=1)
+            await converse(completions, live, 0, Counter())
+            session = weakref.ref(registry.close(live.session_id))
+            del live
+            await asyncio.sleep(0)
+            assert session() is None
+        finally:
+            gc.enable()
+
+    asyncio.run(main())

@@ -1,0 +1,96 @@
+import pytest
+
+from nemo_rl.data.chat import flat_token_ids
+from nemo_rl.gateway.echoes import Echo, EchoedCalls, UnknownEcho
+from nemo_rl.types import Message
+from tests.unit.gateway.engines import codec_of, completion_of, text_of, tokens_of
+
+HI = Message("user", "hi")
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def calls_of(clock: Clock | None = None, *, max_calls: int = 10) -> EchoedCalls:
+    return EchoedCalls(codec_of("qwen3"), max_calls=max_calls, ttl_s=60.0, clock=clock or Clock())
+
+
+def asked(calls: EchoedCalls, messages: list[Message], text: str, *, echo: Echo | None = None, behind: int = 0) -> Echo:
+    call = calls.begin(messages, echo=echo, behind=behind)
+    ids = tokens_of("qwen3", text)
+    calls.commit(call, completion_of(ids, versions=(1, 2)), Message("assistant", text))
+    return Echo(call.prompt_token_ids, ids)
+
+
+def test_an_echo_is_continued_whatever_the_client_made_of_the_text():
+    calls = calls_of()
+    first = asked(calls, [HI], "<think>so</think>\n\n4")
+    messages = [Message("user", "edited"), Message("assistant", "else"), Message("user", "sure?")]
+    second = asked(calls, messages, "yes", echo=first, behind=2)
+    seen = (*first.prompt_token_ids, *first.generation_token_ids)
+    assert second.prompt_token_ids[: len(seen)] == seen
+    added = text_of("qwen3", second.prompt_token_ids[len(seen) :])
+    assert added == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_tokens_log_probs_and_versions_of_an_echoed_chain_are_kept():
+    calls = calls_of()
+    echo = asked(calls, [HI], "hello")
+    chain = calls.chain(echo)
+    assert flat_token_ids(chain.message_log) == (*echo.prompt_token_ids, *echo.generation_token_ids)
+    assert chain.message_log[-1].generation_logprobs == completion_of(echo.generation_token_ids).logprobs
+    assert chain.weight_versions == (1, 2)
+
+
+def test_one_call_may_be_continued_twice():
+    calls = calls_of()
+    first = asked(calls, [HI], "hello")
+    seen = (*first.prompt_token_ids, *first.generation_token_ids)
+    for question in ("one", "two"):
+        messages = [HI, Message("assistant", "hello"), Message("user", question)]
+        again = asked(calls, messages, "ok", echo=first, behind=2)
+        assert again.prompt_token_ids[: len(seen)] == seen
+
+
+def test_without_an_echo_a_chain_begins():
+    calls = calls_of()
+    asked(calls, [HI], "hello")
+    messages = [HI, Message("assistant", "hello"), Message("user", "on")]
+    assert calls.begin(messages, echo=None, behind=2).parent is None
+
+
+@pytest.mark.parametrize("change", ["prompt", "generation", "seam"])
+def test_changed_tokens_are_refused(change):
+    calls = calls_of()
+    echo = asked(calls, [HI], "hello")
+    prompt, generation = echo.prompt_token_ids, echo.generation_token_ids
+    changed = {
+        "prompt": Echo((*prompt[:-1], prompt[-1] + 1), generation),
+        "generation": Echo(prompt, generation[:-1]),
+        "seam": Echo(prompt[:-1], (prompt[-1], *generation)),
+    }[change]
+    with pytest.raises(UnknownEcho, match="the tokens were changed"):
+        calls.begin([HI, Message("assistant", "hello"), HI], echo=changed, behind=2)
+
+
+def test_calls_are_forgotten_by_number_and_by_age_and_kept_by_use():
+    clock = Clock()
+    calls = calls_of(clock, max_calls=2)
+    echoes = [asked(calls, [HI], text) for text in "abc"]
+    assert len(calls) == 2
+    with pytest.raises(UnknownEcho):
+        calls.chain(echoes[0])
+    clock.now = 50.0
+    calls.chain(echoes[1])
+    clock.now = 70.0
+    calls.expire()
+    assert len(calls) == 1
+    calls.chain(echoes[1])
+    with pytest.raises(UnknownEcho):
+        calls.chain(echoes[2])
