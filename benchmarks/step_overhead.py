@@ -14,24 +14,21 @@ import copy
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from paired import RECIPE, Recorder, bare_engine
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.grpo import Training, train_one_step
 from nemo_rl.algorithms.resuming import restore
-from nemo_rl.algorithms.run import GRPORun
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.session import open_grpo
 from nemo_rl.config.loading import load_config
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
-RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 WARM_UP_STEPS = 3
 
 
@@ -47,7 +44,12 @@ FIXED = ("policy.generation.max_new_tokens=64", "++env.length.type=rewards:lengt
 WORKS = (
     Work("8 x 8 x 64", (*FIXED, "grpo.num_prompts_per_step=8"), 1.10, 0.7),
     Work("32 x 8 x 64", (*FIXED, "grpo.num_prompts_per_step=32"), 1.06, 0.45),
-    Work("8 x 8, lengths as they fall", (*FIXED, "grpo.num_prompts_per_step=8"), 1.15),
+    # Hot sampling is nearly uniform, so that the end of a response falls anywhere.
+    Work(
+        "8 x 8, lengths as they fall",
+        (*FIXED, "grpo.num_prompts_per_step=8", "policy.generation.temperature=3"),
+        1.15,
+    ),
     Work(
         "8 x 8 x 64, each reward a blocking 10 ms",
         (*FIXED[:1], "++env.length.type=rewards:slow_reward", "grpo.num_prompts_per_step=8"),
@@ -55,6 +57,7 @@ WORKS = (
     ),
 )
 COMMON = (
+    "policy.optimizer.kwargs.lr=1e-7",  # what is measured must not change what is sampled
     "data.train.env_name=length",
     "data.validation=null",
     "grpo.val_at_start=false",
@@ -64,54 +67,6 @@ COMMON = (
     "checkpointing.enabled=false",
     "logger.progress=false",
 )
-
-
-class Recorder:
-    """Stands before the engine and the policy of a run and keeps what one step sent to them."""
-
-    def __init__(self, run: GRPORun) -> None:
-        self.requests: list[GenerationRequest] = []
-        self.batch: TensorDict | None = None
-        generate, train_step = run.generation.generate, run.policy.train_step
-
-        async def recording(requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-            self.requests += requests
-            async for result in generate(requests):
-                yield result
-
-        async def recorded_train_step(batch: TensorDict, loss_fn: Any) -> dict[str, float]:
-            self.batch = batch
-            return await train_step(batch, loss_fn)
-
-        run.generation.generate = recording  # type: ignore[method-assign]
-        run.policy.train_step = recorded_train_step  # type: ignore[method-assign]
-
-
-async def bare_engine(run: GRPORun, requests: Sequence[GenerationRequest], tag: str) -> float:
-    """Seconds of E."""
-    engine = run.generation._engine  # type: ignore[attr-defined]
-
-    async def one(request: GenerationRequest) -> None:
-        params = SamplingParams(
-            max_tokens=request.sampling.max_new_tokens,
-            temperature=request.sampling.temperature,
-            seed=request.seed,
-            stop_token_ids=list(request.sampling.stop_token_ids),
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        prompt = {"prompt_token_ids": list(request.token_ids)}
-        async for _ in engine.generate(prompt, params, f"{tag}{request.request_id}"):
-            pass
-
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    started = time.perf_counter()
-    await asyncio.gather(*(one(request) for request in requests))
-    return time.perf_counter() - started
 
 
 class BareTrainer:

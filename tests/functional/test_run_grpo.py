@@ -85,6 +85,24 @@ def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expecte
     assert "Traceback" not in run.stderr
 
 
+def test_a_broken_line_of_a_data_set_is_named_before_a_model_loads(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"input": "1 + 1", "output": "2"}\n{"input": "1 + 2", "output"\n')
+    run = run_grpo(tmp_path, "data.train.dataset_name=jsonl", f"data.train.data_path={data}")
+    assert run.returncode == 2, run.stderr
+    assert f"{data}:2" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_malformed_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("grpo:\n  seed: 1\n bad: [\n")
+    run = run_grpo(tmp_path, "--config", str(recipe))
+    assert run.returncode == 2, run.stderr
+    assert "recipe.yaml:" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_a_dry_run_prints_the_configuration_and_the_placement(tmp_path: Path) -> None:
     run = run_grpo(tmp_path, "--dry-run", "grpo.num_prompts_per_step=4")
     assert run.returncode == 0, run.stderr
