@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Training:
-    """What a run has reached; the summary at its end shows it."""
+    """What a run has reached."""
 
     position: Position  # always what the policy holds, so that it can be saved at any await
-    rewards: list[float] = field(default_factory=list)  # mean raw reward of each step of this process
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
     validations: dict[int, ValidationResult] = field(default_factory=dict)  # by step
     is_spent: bool = False  # the data set has no prompt left
     interrupted: bool = False
@@ -37,11 +37,11 @@ async def train(run: GRPORun) -> Training:
             await train_one_step(run, training)
     except Interrupted:
         logger.info("the step under way is abandoned; its prompts are drawn again on resuming")
+    if training.is_spent:
+        await _finish(run, training)
     training.interrupted = run.interrupt.requested
     if training.interrupted:
-        await save(run, training.position, {})
-    elif training.is_spent:
-        await _finish(run, training)
+        await save(run, training.position, _named_metrics(training))
     return training
 
 
@@ -69,14 +69,12 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
         with timer("policy_training"):
             metrics |= await policy.train_step(batch, run.loss_fn)
         step += 1
-        training.position = Position(step, run.source.state_dict())
+        training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         with timer("weight_sync"):
             await run.weight_sync.publish(policy, run.generation, weight_version=step)
-        training.rewards.append(metrics["reward"])
         if _validates_after(run, step):
             await _validate(run, training, timer)
-        with timer("checkpointing"):
-            await _save_if_due(run, training, metrics, is_last=step == run.config.grpo.max_num_steps)
+        await _save_if_due(run, training, timer, is_last=step == run.config.grpo.max_num_steps)
     report_step(run, step, metrics, timer)
 
 
@@ -85,7 +83,7 @@ async def _finish(run: GRPORun, training: Training) -> None:
     logger.info("the data set is spent after %d steps (grpo.max_num_epochs)", training.position.step)
     if run.config.grpo.val_at_end and training.position.step not in training.validations:
         await _validate(run, training, StepTimer())
-    await _save_if_due(run, training, {}, is_last=True)
+    await _save_if_due(run, training, StepTimer(), is_last=True)
 
 
 def _validates_after(run: GRPORun, step: int) -> bool:
@@ -95,19 +93,27 @@ def _validates_after(run: GRPORun, step: int) -> bool:
 
 
 async def _validate(run: GRPORun, training: Training, timer: StepTimer) -> None:
+    """Without effect where there is nothing to validate on, or where a stop is asked for before the end."""
     if run.validator is None:
         return
-    with timer("total_validation_time"):
-        validation = await run.interrupt.guard(run.validator.validate())
+    try:
+        with timer("total_validation_time"):
+            validation = await run.interrupt.guard(run.validator.validate())
+    except Interrupted:
+        logger.info("the validation after step %d is abandoned", training.position.step)
+        return
     training.validations[training.position.step] = validation
     report_validation(run, training.position.step, validation, timer)
 
 
-async def _save_if_due(run: GRPORun, training: Training, metrics: dict[str, float], *, is_last: bool) -> None:
-    step = training.position.step
-    if run.checkpoints is None or not run.checkpoints.should_save(step, is_last=is_last):
-        return
-    validation = training.validations.get(step)
+async def _save_if_due(run: GRPORun, training: Training, timer: StepTimer, *, is_last: bool) -> None:
+    if run.checkpoints is not None and run.checkpoints.should_save(training.position.step, is_last=is_last):
+        with timer("checkpointing"):
+            await save(run, training.position, _named_metrics(training))
+
+
+def _named_metrics(training: Training) -> dict[str, float]:
+    """What is known of the step that training stands at, under the names of `checkpointing.metric_name`."""
+    validation = training.validations.get(training.position.step)
     of_validation = validation.metrics if validation else {}
-    named = {f"train:{k}": v for k, v in metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}
-    await save(run, training.position, named)
+    return {f"train:{k}": v for k, v in training.metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}

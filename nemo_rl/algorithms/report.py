@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from nemo_rl.algorithms.run import GRPORun
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.observability.timer import StepTimer
-from nemo_rl.types import Trajectory
+from nemo_rl.types import FailureClass, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,21 @@ def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_
     """Rates of one step, the time of its validation left out."""
     total = max(seconds["total_step_time"] - validation_s, 1e-9)
     num_tokens = metrics["total_num_tokens"]
-    generated = metrics["global_valid_toks"]
     rates = {
         "samples_per_sec": metrics["global_valid_seqs"] / total,
         "tokens_per_sec": num_tokens / total,
-        "generation_tokens_per_sec": generated / max(seconds["generation"], 1e-9),
+        "generation_tokens_per_sec": _num_sampled_tokens(metrics) / max(seconds["generation"], 1e-9),
         "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
     }
     if "train_flops" in metrics:
         rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
     return rates
+
+
+def _num_sampled_tokens(metrics: dict[str, float]) -> float:
+    """Of all rollouts that did not fail, those that are not trained on included."""
+    num_failed = sum(metrics[f"failures/{failure_class}"] for failure_class in FailureClass)
+    return metrics["mean_gen_tokens_per_sample"] * (metrics["num_rollouts"] - num_failed)
 
 
 def report_validation(run: GRPORun, step: int, validation: ValidationResult, timer: StepTimer) -> None:

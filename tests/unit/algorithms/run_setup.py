@@ -1,0 +1,177 @@
+"""A GRPO run of fakes around the real sources, validator and checkpoints; each test names what matters to it."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.loss import PolicyGradientLoss
+from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
+from nemo_rl.build.inputs import Inputs
+from nemo_rl.build.rollouts import make_context, make_source, make_validator
+from nemo_rl.checkpoint import CheckpointStore
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.data.datasets import PromptSet
+from nemo_rl.interfaces import CollectedGroups, GroupSource
+from nemo_rl.observability.progress import Progress
+from nemo_rl.types import EnvStep, Message, Prompt
+from tests.fakes.chat_tokenizer import chat_tokenizer
+from tests.fakes.encoder import FakeEncoder
+from tests.fakes.environments import Conversation, FakeEnvironment, State
+from tests.fakes.generation import FakeGeneration
+from tests.fakes.policy import FakePolicy, FakeWeightSync
+
+VOCAB_SIZE = 6  # of the engine: it ends its turns soon
+TRAINED, HELD_OUT = "trained", "held_out"  # the two tasks, so that validation's calls can be told from training's
+NO_PASS = LogprobsNeeded(previous=False, reference=False)
+
+Before = Callable[[Sequence[Conversation]], Awaitable[None]]
+
+
+class RecordingLogger:
+    """Keeps metrics and tables by step."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.tables: list[tuple[str, Sequence[str], Sequence[Sequence[object]], int]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.metrics.setdefault(step, {}).update(metrics)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        self.tables.append((name, columns, rows, step))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class RecordingSource:
+    """Writes down when groups are asked for, and which prompts were drawn in each step."""
+
+    def __init__(self, inner: GroupSource, calls: list[str]) -> None:
+        self._inner = inner
+        self._calls = calls
+        self.drawn: list[list[str]] = []
+
+    async def next_groups(self, weight_version: int) -> CollectedGroups:
+        self._calls.append(f"next_groups {weight_version}")
+        collected = await self._inner.next_groups(weight_version)
+        self.drawn.append([group.prompt.prompt_id for group in collected.groups])
+        return collected
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A run, and its parts under their own types."""
+
+    run: GRPORun
+    calls: list[str]  # of policy, source, weight sync and validation's environment, in order
+    policy: FakePolicy
+    source: RecordingSource
+    generation: FakeGeneration
+    logger: RecordingLogger
+
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Training metrics by step."""
+        train = {
+            step: {k: v for k, v in m.items() if k.startswith("train/")} for step, m in self.logger.metrics.items()
+        }
+        return {step: metrics for step, metrics in train.items() if metrics}
+
+    def validations(self) -> list[int]:
+        """Steps of the validations."""
+        return [step for step, metrics in self.logger.metrics.items() if "validation/num_failed" in metrics]
+
+    def checkpoints(self) -> dict[int, Mapping[str, float]]:
+        """Metrics of the checkpoints by step."""
+        assert self.run.checkpoints is not None
+        return {checkpoint.step: checkpoint.info.metrics for checkpoint in self.run.checkpoints.checkpoints()}
+
+
+def prompts(count: int, task_name: str = TRAINED) -> tuple[Prompt, ...]:
+    return tuple(Prompt(f"{task_name}{i}", task_name, (Message("user", f"question{i}"),)) for i in range(count))
+
+
+def make_config(**sections: Mapping[str, Any]) -> GRPOConfig:
+    """Two prompts of three rollouts a step; no validation unless asked for."""
+    smallest: dict[str, Any] = {
+        "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 3, "val_period": 0, "val_at_end": False},
+        "policy": {
+            "model_name": "none",
+            "train_global_batch_size": 6,
+            "train_micro_batch_size": 6,
+            "max_total_sequence_length": 64,
+            "generation": {"max_new_tokens": 8},
+        },
+        "data": {"train": {"dataset_name": "jsonl"}},
+        "rollout": {"max_retries": 0, "retry_backoff_s": 0.0},
+        "checkpointing": {"enabled": True, "save_period": 1000, "keep_top_k": None},
+    }
+    for name, section in sections.items():
+        smallest[name] = {**smallest.get(name, {}), **section}
+    return GRPOConfig.model_validate(smallest)
+
+
+def make_rig(
+    directory: Path,
+    config: GRPOConfig | None = None,
+    *,
+    num_prompts: int = 8,
+    validation: Sequence[PromptSet] = (PromptSet("held_out", prompts(3, HELD_OUT)),),
+    answer: Callable[[Conversation, State], EnvStep] | None = None,
+    before_training: Before | None = None,
+    before_validation: Before | None = None,
+    generation: FakeGeneration | None = None,
+    on_train_step: Callable[[int], None] | None = None,
+    needed: LogprobsNeeded = NO_PASS,
+    interrupt: Interrupt | None = None,
+) -> Rig:
+    """A run whose checkpoints lie in `directory`; `before_...` is awaited by the environment of those rollouts."""
+    config = config or make_config()
+    calls: list[str] = []
+
+    async def validate(conversations: Sequence[Conversation]) -> None:
+        calls.append("validate")
+        if before_validation is not None:
+            await before_validation(conversations)
+
+    environments = {
+        TRAINED: FakeEnvironment(answer, before=before_training),
+        HELD_OUT: FakeEnvironment(before=validate),
+    }
+    generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
+    inputs = Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(num_prompts)), tuple(validation), ())
+    progress = Progress()
+    context = make_context(config, inputs, generation, environments, progress.rollout)
+    policy = FakePolicy(calls, on_train_step=on_train_step)
+    source = RecordingSource(make_source(config, inputs, context, None), calls)
+    logger = RecordingLogger()
+    run = GRPORun(
+        config=config,
+        run_dir=directory,
+        source=source,
+        generation=generation,
+        policy=policy,
+        weight_sync=FakeWeightSync(calls),
+        loss_fn=PolicyGradientLoss(config.loss_fn),
+        advantage_estimator=make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn),
+        logprobs_needed=needed,
+        validator=make_validator(config, inputs, context),
+        checkpoints=CheckpointStore(config.checkpointing, directory / "checkpoints"),
+        logger=logger,
+        progress=progress,
+        validation_rollouts=None,
+        interrupt=interrupt or Interrupt(),
+    )
+    return Rig(run, calls, policy, source, generation, logger)

@@ -1,0 +1,316 @@
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.algorithms.grpo import Training, train
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.run import LogprobsNeeded
+from nemo_rl.errors import RolloutError
+from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.types import EnvStep, FailureClass
+from tests.fakes.environments import Conversation, State
+from tests.fakes.generation import FakeGeneration
+from tests.unit.algorithms.run_setup import VOCAB_SIZE, Before, Rig, make_config, make_rig
+
+
+def trained(rig: Rig) -> Training:
+    return asyncio.run(train(rig.run))
+
+
+def interrupting(interrupt: Interrupt, on_call: int = 1) -> Before:
+    """An environment that asks for the stop in one of its calls, and does not answer it."""
+    num_calls = 0
+
+    async def before(conversations: Sequence[Conversation]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= on_call:
+            interrupt.request()
+            await asyncio.Event().wait()
+
+    return before
+
+
+def same_reward(conversation: Conversation, state: State) -> EnvStep:
+    return EnvStep(rewards={"score": 1.0})
+
+
+# ---- the order of a step
+
+
+def test_a_step_collects_trains_refits_validates_and_saves_in_this_order(tmp_path: Path) -> None:
+    config = make_config(grpo={"max_num_steps": 2, "val_period": 1}, checkpointing={"save_period": 1})
+    rig = make_rig(tmp_path, config)
+    trained(rig)
+    assert rig.calls == [
+        "publish 0",
+        *("next_groups 0", "train_step", "publish 1", "validate", "save"),
+        *("next_groups 1", "train_step", "publish 2", "validate", "save"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("needed", "passes"),
+    [
+        (LogprobsNeeded(previous=False, reference=False), []),
+        (LogprobsNeeded(previous=True, reference=False), ["logprobs"]),
+        (LogprobsNeeded(previous=True, reference=True), ["logprobs", "reference_logprobs"]),
+    ],
+)
+def test_only_the_logprobs_that_someone_reads_are_computed(
+    tmp_path: Path, needed: LogprobsNeeded, passes: list[str]
+) -> None:
+    config = make_config(grpo={"max_num_steps": 1}, checkpointing={"enabled": False})
+    rig = make_rig(tmp_path, config, needed=needed)
+    trained(rig)
+    assert rig.calls == ["publish 0", "next_groups 0", *passes, "train_step", "publish 1"]
+    (batch,) = rig.policy.batches
+    assert ("prev_logprobs" in batch, "reference_logprobs" in batch) == (needed.previous, needed.reference)
+    assert "advantages" in batch
+
+
+def test_rollouts_are_sampled_under_the_weights_of_the_steps_before_them(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 3}))
+    trained(rig)
+    assert rig.generation.weight_version == rig.policy.num_steps == 3
+
+
+def test_validation_comes_at_the_start_each_period_and_at_the_end(tmp_path: Path) -> None:
+    grpo = {"max_num_steps": 5, "num_prompts_per_step": 1, "val_at_start": True, "val_period": 2, "val_at_end": True}
+    rig = make_rig(tmp_path, make_config(grpo=grpo))
+    training = trained(rig)
+    assert rig.validations() == list(training.validations) == [0, 2, 4, 5]
+
+
+def test_a_last_step_in_the_validation_period_validates_once(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 2, "val_period": 2, "val_at_end": True}))
+    trained(rig)
+    assert rig.calls.count("validate") == 1
+
+
+def test_without_validation_sets_nothing_is_validated(tmp_path: Path) -> None:
+    config = make_config(grpo={"max_num_steps": 1, "val_at_start": True, "val_at_end": True})
+    rig = make_rig(tmp_path, config, validation=())
+    assert trained(rig).validations == {}
+
+
+# ---- where training ends
+
+
+def test_training_ends_at_max_num_steps_with_a_checkpoint(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 3}))
+    training = trained(rig)
+    assert training.position.step == 3
+    assert not training.is_spent
+    assert not training.interrupted
+    assert list(rig.checkpoints()) == [3]
+    assert rig.source.state_dict()["consumed_prompts"] == 6  # nothing is drawn ahead
+
+
+def test_training_ends_with_the_data_after_a_short_step_a_validation_and_a_checkpoint(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"val_at_end": True}), num_prompts=5)
+    training = trained(rig)
+    assert training.is_spent
+    assert training.position.step == 3
+    assert [len(batch) for batch in rig.policy.batches] == [6, 6, 3]
+    assert rig.validations() == [3]
+    assert list(rig.checkpoints()) == [3]
+    assert rig.calls[-3:] == ["next_groups 3", "validate", "save"]
+
+
+def test_the_end_of_the_data_repeats_neither_validation_nor_checkpoint_of_its_step(tmp_path: Path) -> None:
+    config = make_config(grpo={"val_period": 1, "val_at_end": True}, checkpointing={"save_period": 1})
+    rig = make_rig(tmp_path, config, num_prompts=2)
+    trained(rig)
+    assert (rig.calls.count("validate"), rig.calls.count("save")) == (1, 1)
+
+
+def test_a_run_that_had_ended_trains_no_further_when_started_again(tmp_path: Path) -> None:
+    trained(make_rig(tmp_path, make_config(grpo={"max_num_steps": 2})))
+    again = make_rig(tmp_path, make_config(grpo={"max_num_steps": 2, "val_at_start": True}))
+    assert trained(again).position.step == 2
+    assert again.calls == ["load", "publish 2"]
+
+
+def test_rollouts_that_all_fail_end_the_run_with_their_cause(tmp_path: Path) -> None:
+    generation = FakeGeneration(vocab_size=VOCAB_SIZE, failing_share=1.0)
+    config = make_config(grpo={"max_num_steps": 2}, rollout={"max_failed_share": 1.0, "max_retries": 0})
+    rig = make_rig(tmp_path, config, generation=generation)
+    with pytest.raises(RolloutError, match=r"6 of 6 rollouts failed.*class infra.*made to fail"):
+        trained(rig)
+    assert "train_step" not in rig.calls
+    assert rig.logger.metrics == {}
+
+
+# ---- a stop that is asked for
+
+
+def test_a_stop_during_generation_saves_the_last_step_and_the_prompts_are_drawn_again(tmp_path: Path) -> None:
+    config = make_config(grpo={"max_num_steps": 4})
+    interrupt = Interrupt()
+    before = interrupting(interrupt, on_call=6 + 1)  # six rollouts a step: in the second step
+    stopped = make_rig(tmp_path / "stopped", config, before_training=before, interrupt=interrupt)
+    training = trained(stopped)
+    assert training.interrupted
+    assert training.position.step == 1
+    assert stopped.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", "next_groups 1", "save"]
+
+    whole = make_rig(tmp_path / "whole", config)
+    trained(whole)
+    resumed = make_rig(tmp_path / "stopped", config)
+    trained(resumed)
+    assert stopped.source.drawn + resumed.source.drawn == whole.source.drawn
+    assert resumed.steps() == {step: metrics for step, metrics in whole.steps().items() if step > 1}
+
+
+def test_a_stop_during_the_first_generation_leaves_nothing_to_save(tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    rig = make_rig(tmp_path, before_training=interrupting(interrupt), interrupt=interrupt)
+    training = trained(rig)
+    assert training.interrupted
+    assert rig.checkpoints() == {}
+
+
+def test_a_stop_during_training_finishes_the_step_and_saves_it(tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    rig = make_rig(tmp_path, on_train_step=lambda step: interrupt.request(), interrupt=interrupt)
+    training = trained(rig)
+    assert training.interrupted
+    assert rig.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", "save"]
+    assert list(rig.checkpoints()) == list(rig.steps()) == [1]
+
+
+def test_a_stop_during_validation_keeps_the_step_its_metrics_and_its_checkpoint(tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    config = make_config(grpo={"val_period": 1})
+    rig = make_rig(tmp_path, config, before_validation=interrupting(interrupt), interrupt=interrupt)
+    training = trained(rig)
+    assert training.interrupted
+    assert training.validations == {}
+    assert list(rig.steps()) == [1]
+    assert rig.checkpoints()[1]["train:reward"] == rig.steps()[1]["train/reward"]
+
+
+def test_a_stop_during_the_validation_before_training_ends_the_run(tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    config = make_config(grpo={"val_at_start": True})
+    rig = make_rig(tmp_path, config, before_validation=interrupting(interrupt), interrupt=interrupt)
+    assert trained(rig).interrupted
+    assert rig.calls == ["publish 0", "validate"]
+
+
+def test_a_stop_during_the_validation_after_the_data_still_saves(tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    config = make_config(grpo={"val_at_end": True})
+    before = interrupting(interrupt)
+    rig = make_rig(tmp_path, config, num_prompts=2, before_validation=before, interrupt=interrupt)
+    training = trained(rig)
+    assert training.interrupted
+    assert training.is_spent
+    assert list(rig.checkpoints()) == [1]
+    assert rig.calls.count("save") == 1
+
+
+# ---- metrics
+
+
+def test_all_metrics_of_a_run_are_documented_and_those_expected_are_there(tmp_path: Path) -> None:
+    grpo = {"max_num_steps": 1, "val_period": 1, "val_num_generations_per_prompt": 2, "val_greedy": True}
+    grpo |= {"seq_logprob_error_threshold": 2.0}
+    needed = LogprobsNeeded(previous=True, reference=False)
+    rig = make_rig(tmp_path, make_config(grpo=grpo), needed=needed)
+    trained(rig)
+    (metrics,) = rig.logger.metrics.values()
+    assert undocumented(metrics) == []
+    assert metrics.keys() >= {
+        *("train/loss", "train/grad_norm", "train/lr", "train/reward", "train/shaped_reward", "train/advantages/mean"),
+        *("train/mean_gen_tokens_per_sample", "train/failures/infra", "train/env/trained/reward_mean"),
+        *("train/token_mult_prob_error", "train/gen_kl_error", "train/max_seq_mult_prob_error"),
+        *("timing/train/total_step_time", "timing/train/generation", "timing/train/weight_sync"),
+        *("timing/train/checkpointing", "timing/validation/total_validation_time"),
+        *("performance/tokens_per_sec", "performance/samples_per_sec", "performance/generation_tokens_per_sec"),
+        *("validation/accuracy", "validation/greedy_accuracy", "validation/pass_2", "validation/avg_length"),
+    }
+    assert metrics["train/token_mult_prob_error"] == 1.0  # the fake policy agrees with its engine
+    assert metrics["train/num_rollouts"] == 6
+
+
+def test_a_step_that_saves_nothing_has_no_time_for_it(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 2}))
+    trained(rig)
+    saving = ["timing/train/checkpointing" in metrics for metrics in rig.logger.metrics.values()]
+    assert saving == [False, True]
+
+
+def test_the_reward_before_dynamic_sampling_is_the_reward_of_the_step(tmp_path: Path) -> None:
+    def answer(conversation: Conversation, state: State) -> EnvStep:
+        """Only answers to the first question differ in their reward."""
+        differs = "question0" in conversation[0].content
+        return EnvStep(rewards={"score": float(len(conversation[-1].content)) if differs else -100.0})
+
+    config = make_config(
+        grpo={"max_num_steps": 1, "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9},
+        data={"shuffle": False},
+    )
+    rig = make_rig(tmp_path, config, num_prompts=2, answer=answer)
+    trained(rig)
+    (metrics,) = rig.steps().values()
+    assert metrics["train/filtered_reward"] >= 0
+    assert metrics["train/reward"] == pytest.approx((metrics["train/filtered_reward"] - 100.0) / 2)
+    assert metrics["train/num_rollouts"] == 6
+    assert len(rig.policy.batches[0]) == 3
+
+
+def test_a_checkpoint_holds_the_metrics_of_its_step_and_of_the_validation_after_it(tmp_path: Path) -> None:
+    config = make_config(grpo={"max_num_steps": 2, "val_period": 2}, checkpointing={"save_period": 1})
+    rig = make_rig(tmp_path, config)
+    trained(rig)
+    first, second = rig.checkpoints().values()
+    assert first["train:reward"] == rig.steps()[1]["train/reward"]
+    assert not any(name.startswith("val:") for name in first)
+    assert second["val:accuracy"] == rig.logger.metrics[2]["validation/accuracy"]
+
+
+def test_the_checkpoint_at_the_end_of_the_data_is_ranked_by_its_training_metrics(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(checkpointing={"metric_name": "train:reward"}), num_prompts=4)
+    trained(rig)
+    assert rig.checkpoints()[2]["train:reward"] == rig.steps()[2]["train/reward"]
+
+
+def test_overlong_filtering_takes_the_gradient_from_truncated_rollouts(tmp_path: Path) -> None:
+    config = make_config(
+        grpo={"max_num_steps": 1, "overlong_filtering": True},
+        policy={"generation": {"max_new_tokens": 2}},
+    )
+    rig = make_rig(tmp_path, config)
+    trained(rig)
+    (batch,) = rig.policy.batches
+    assert bool(batch["truncated"].any())
+    assert batch["sample_mask"].tolist() == [0.0 if truncated else 1.0 for truncated in batch["truncated"].tolist()]
+
+
+def test_overlong_shaping_without_a_response_limit_measures_by_the_sequence_limit(tmp_path: Path) -> None:
+    config = make_config(
+        grpo={"max_num_steps": 1, "reward_shaping": {"enabled": True, "overlong_buffer_length": 64}},
+        policy={"generation": {"max_new_tokens": None}},
+    )
+    rig = make_rig(tmp_path, config, answer=same_reward)
+    trained(rig)
+    (batch,) = rig.policy.batches
+    expected = 1.0 - batch["token_mask"].sum(-1) / 64  # the buffer begins at length 0
+    assert batch["reward"].tolist() == pytest.approx(expected.tolist())
+
+
+def test_failed_rollouts_of_a_step_are_counted_and_not_trained_on(tmp_path: Path) -> None:
+    generation = FakeGeneration(vocab_size=VOCAB_SIZE, failing_share=0.3)
+    config = make_config(
+        grpo={"max_num_steps": 1, "num_generations_per_prompt": 8}, rollout={"max_failed_share": 1.0, "max_retries": 0}
+    )
+    rig = make_rig(tmp_path, config, generation=generation)
+    trained(rig)
+    (metrics,) = rig.steps().values()
+    num_failed = metrics[f"train/failures/{FailureClass.INFRA}"]
+    assert 0 < num_failed < 16
+    assert len(rig.policy.batches[0]) == 16 - num_failed
