@@ -2,8 +2,8 @@
 
 import argparse
 import asyncio
-import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,25 +15,19 @@ from nemo_rl.errors import NemoRLError
 EXIT_BAD_CONFIG = 2  # as argparse
 EXIT_INTERRUPTED = 130  # as a shell after Ctrl-C
 
-logger = logging.getLogger(__name__)
-
 
 def run_command(arguments: Sequence[str], *, description: str, default_config: Path) -> int:
     """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
     parsed = _parser(description).parse_intermixed_args(arguments)
     try:
         config = load_config(parsed.config or default_config, parsed.overrides)
+        return _show(config) if parsed.dry_run else _train(config, command=_command(parsed))
     except NemoRLError as error:
-        return _refused(error)
-    if parsed.dry_run:
-        from nemo_rl.build.placement import placement_plan  # torch looks for devices
-
-        sys.stdout.write(f"{resolved_yaml(config)}\n{placement_plan(config)}\n")
-        return 0
-    try:
-        return _train(config, command=_command(parsed))
-    except NemoRLError as error:
-        return _refused(error)
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return EXIT_BAD_CONFIG
+    except (KeyboardInterrupt, asyncio.CancelledError):  # before training has begun, or asked for twice
+        sys.stderr.write("interrupted\n")
+        return EXIT_INTERRUPTED
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
@@ -47,7 +41,14 @@ def _parser(description: str) -> argparse.ArgumentParser:
 def _command(parsed: argparse.Namespace) -> str:
     """How this run was started, to be shown as the way to continue it."""
     config = ["--config", str(parsed.config)] if parsed.config else []
-    return " ".join(["uv run", os.path.relpath(sys.argv[0]), *config, *parsed.overrides])
+    return shlex.join(["uv", "run", os.path.relpath(sys.argv[0]), *config, *parsed.overrides])
+
+
+def _show(config: GRPOConfig) -> int:
+    from nemo_rl.build.placement import placement_plan  # torch looks for devices
+
+    sys.stdout.write(f"{resolved_yaml(config)}\n{placement_plan(config)}\n")
+    return 0
 
 
 def _train(config: GRPOConfig, command: str) -> int:
@@ -55,8 +56,3 @@ def _train(config: GRPOConfig, command: str) -> int:
 
     training = asyncio.run(train_grpo(config, command))
     return EXIT_INTERRUPTED if training.interrupted else 0
-
-
-def _refused(error: NemoRLError) -> int:
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    return EXIT_BAD_CONFIG

@@ -24,7 +24,7 @@ from nemo_rl.config.master import GRPOConfig
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.generation.make import make_generation
-from nemo_rl.interfaces import AdvantageEstimator, Generation
+from nemo_rl.interfaces import AdvantageEstimator, Environment, Generation
 from nemo_rl.observability.jsonl import METRICS_FILE
 from nemo_rl.observability.loggers import make_loggers
 from nemo_rl.observability.logging_setup import configure_logging
@@ -58,9 +58,10 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     model_path = resolve_model(config.policy.model_name)
     inputs = load_inputs(config, model_path)
     async with AsyncExitStack() as stack:
-        environments = {name: make_environment(name, section) for name, section in config.env.items()}
-        for environment in environments.values():
-            stack.push_async_callback(environment.close)
+        environments: dict[str, Environment] = {}
+        for name, section in config.env.items():
+            environments[name] = make_environment(name, section)
+            stack.push_async_callback(environments[name].close)
         run_dir = make_run_directory(config.logger.log_dir)
         (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
         logger.info("run directory: %s", run_dir)
@@ -97,7 +98,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             weight_sync=weight_sync,
             loss_fn=loss_fn,
             advantage_estimator=estimator,
-            logprobs_needed=_logprobs_needed(config, loss_fn, estimator),
+            logprobs_needed=logprobs_needed(config, loss_fn, estimator),
             validator=make_validator(config, inputs, context),
             checkpoints=_checkpoints(config, run_dir),
             logger=metrics_logger,
@@ -140,7 +141,7 @@ def _rollout_writer(config: GRPOConfig, path: Path, stack: AsyncExitStack) -> Ro
     return stack.enter_context(RolloutWriter(path, write_token_ids=config.rollout.write_token_ids))
 
 
-def _logprobs_needed(config: GRPOConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator) -> LogprobsNeeded:
+def logprobs_needed(config: GRPOConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator) -> LogprobsNeeded:
     """With one optimizer step a batch, the loss's own forward pass gives the previous log-probs."""
     num_steps = expected_optimizer_steps(_num_samples(config), config.policy.train_global_batch_size)
     read_before_training = estimator.required_keys | (

@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.build import models
+from nemo_rl.build.models import cache_directory, resolve_model
+from nemo_rl.errors import ConfigError
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, int]]:
+    """Folder and seed of the quickstart's models that would have been made."""
+    calls: list[tuple[Path, int]] = []
+
+    def prepare_model(folder: Path, *, seed: int) -> Path:
+        calls.append((folder, seed))
+        return folder
+
+    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "prepare_model", prepare_model)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "/some/folder", "nemo_rl"])
+def test_names_of_others_are_left_to_transformers(name: str, made: list[tuple[Path, int]]) -> None:
+    assert resolve_model(name) == name
+    assert made == []
+
+
+@pytest.mark.parametrize(("name", "seed"), [("nemo_rl/quickstart", 0), ("nemo_rl/quickstart-7", 7)])
+def test_the_quickstarts_model_is_made_in_the_cache_from_its_seed(
+    name: str, seed: int, made: list[tuple[Path, int]], tmp_path: Path
+) -> None:
+    assert resolve_model(name) == str(tmp_path / f"quickstart-{seed}")
+    assert made == [(tmp_path / f"quickstart-{seed}", seed)]
+
+
+@pytest.mark.parametrize("suffix", ["2", "-", "-x", "--1", "-1.5", "-²"])
+def test_other_names_of_ours_are_refused(suffix: str, made: list[tuple[Path, int]]) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.model_name.*nemo_rl/quickstart-N for a seed N"):
+        resolve_model(f"nemo_rl/quickstart{suffix}")
+    assert made == []
+
+
+def test_without_the_variable_the_cache_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEMO_RL_CACHE", raising=False)
+    assert cache_directory() == Path.home() / ".cache" / "nemo_rl"
