@@ -72,9 +72,17 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
         """The rendered conversation with the opening of the assistant's turn; raises ConfigError when refused."""
-        if messages[0].role == "system":
-            self._check_system_role()
-        return _segment(messages, self._encode(self._rendered_prompt(messages, tools)))
+        return _segment(messages, self._encode(self._prompt_text(messages, tools)))
+
+    def prompt_fits(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> bool:
+        """Whether `encode_prompt` gives at most `max_tokens` tokens; raises as it does.
+
+        Tokenizing takes ten times as long as rendering, and most prompts need none: no token stands for less than a
+        byte, but for the space that some tokenizers put before the text. Tokenizers that first write a character in
+        several (NFKC) may go beyond that.
+        """
+        text = self._prompt_text(messages, tools)
+        return len(text.encode(errors="surrogatepass")) < max_tokens or len(self._encode(text)) <= max_tokens
 
     def encode_turn(
         self, message_log: MessageLog, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -105,6 +113,11 @@ class ChatEncoder:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        if messages[0].role == "system":
+            self._check_system_role()
+        return self._rendered_prompt(messages, tools)
 
     def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         try:

@@ -45,11 +45,11 @@ def load_datasets(config: Data, run_seed: int) -> tuple[PromptSet, tuple[PromptS
 
 
 def check_prompt_lengths(prompt_sets: Iterable[PromptSet], encoder: ChatEncoder, max_input_tokens: int) -> None:
-    """Encode every prompt; raises ConfigError for the first one of more than `max_input_tokens` tokens."""
+    """Render every prompt; raises ConfigError for the first one of more than `max_input_tokens` tokens."""
     for prompt_set in prompt_sets:
         for prompt in prompt_set.prompts:
-            length = len(flat_token_ids(encoder.encode_prompt(prompt.messages, prompt.tools)))
-            if length > max_input_tokens:
+            if not encoder.prompt_fits(prompt.messages, prompt.tools, max_input_tokens):
+                length = len(flat_token_ids(encoder.encode_prompt(prompt.messages, prompt.tools)))
                 raise ConfigError(
                     "data.max_input_seq_length",
                     max_input_tokens,

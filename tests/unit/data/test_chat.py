@@ -231,3 +231,24 @@ def test_pretrained_tokenizer_would_make_the_same_tokens_of_the_whole_text(stopp
     conversation = [{"role": each.message.role, "content": each.message.content} for each in log]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     assert tuple(tokenizer.encode(text, add_special_tokens=False)) == flat_token_ids(log)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain_text"])
+def test_prompt_fits_as_long_as_its_encoding_does(name):
+    prompt = (Message("user", "Zürich 東京"),)
+    length = len(flat_token_ids(encoder_of(name).encode_prompt(prompt)))
+    fitting = [limit for limit in range(3 * length) if encoder_of(name).prompt_fits(prompt, (), limit)]
+    assert fitting == list(range(length, 3 * length))
+
+
+def test_prompt_with_fewer_bytes_than_the_limit_is_not_tokenized(monkeypatch):
+    encoder = ChatEncoder(byte_tokenizer("plain_text"))
+    prompt = (Message("user", "123"),)  # "USER: 123\nASSISTANT: " has 21 bytes
+    monkeypatch.setattr(encoder, "_encode", lambda text: pytest.fail("tokenized"))
+    assert encoder.prompt_fits(prompt, (), 22)
+
+
+def test_prompt_of_a_role_that_the_template_drops_is_refused_though_it_fits():
+    encoder = ChatEncoder(byte_tokenizer("chatml"), chat_template="{{ messages[-1]['content'] }}")
+    with pytest.raises(ConfigError, match="system"):
+        encoder.prompt_fits((Message("system", "be kind"), Message("user", "123")), (), 1000)
