@@ -34,7 +34,13 @@ class ConfigError(NemoRLError):
     def __init__(self, key: str, value: object, problem: str, *, known: Iterable[str] = ()) -> None:
         self.key = key
         self.value = value
-        super().__init__(f"{key} = {value!r}: {problem}{suggestion(key, known)}")
+        self.problem = problem
+        self.known = tuple(known)
+        super().__init__(f"{key} = {value!r}: {problem}{suggestion(key, self.known, value)}")
+
+    def under(self, prefix: str) -> "ConfigError":
+        """The same error seen from further out, where its key lies below `prefix`."""
+        return ConfigError(f"{prefix}.{self.key}", self.value, self.problem, known=self.known)
 
 
 class DataError(NemoRLError):
@@ -69,13 +75,14 @@ class WorkerError(NemoRLError):
     """A process of ours died, or did not answer before its deadline."""
 
 
-def suggestion(key: str, known: Iterable[str]) -> str:
-    """The end of an error's sentence: the nearest known name, or all of them when none is near."""
-    prefix, _, name = key.rpartition(".")
+def suggestion(key: str, known: Iterable[str], value: object = None) -> str:
+    """The end of an error's sentence: the known name nearest to the key's last part or to a text value, else all."""
     names = sorted(known)
     if not names:
         return ""
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if nearest:
+    prefix, _, name = key.rpartition(".")
+    if nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return f"; did you mean {prefix + '.' if prefix else ''}{nearest[0]}?"
+    if isinstance(value, str) and (nearest := difflib.get_close_matches(value, names, n=1, cutoff=0.6)):
+        return f"; did you mean {nearest[0]!r}?"
     return f"; known: {', '.join(names)}"

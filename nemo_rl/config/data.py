@@ -20,7 +20,7 @@ class Dataset(Section):
     task: str | None = None  # reasoning_gym: the name of the task
     task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: its options
     size: int | None = Field(default=None, gt=0)  # rows at most (reasoning_gym: rows generated)
-    seed: int | None = None  # of generated rows; None: grpo.seed
+    seed: int | None = None  # of generated rows; None: from grpo.seed and the set's place
     env_name: str | None = None  # a key of `env`; None: the task or data set of that name
     processor: str | None = None  # a registered name or a dotted path; None: by the row's shape
     prompt_file: str | None = None  # text with {} where the question goes

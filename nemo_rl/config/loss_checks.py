@@ -67,10 +67,6 @@ def _check_truncation(loss: LossFn) -> None:
 def check_advantages(config: GRPOConfig) -> None:
     """Raise ConfigError where an estimator lacks what it reads, or is given what it never reads."""
     estimator, loss = config.grpo.adv_estimator, config.loss_fn
-    if loss.use_kl_in_reward and estimator.name != "reinforce_plus_plus":
-        raise ConfigError(
-            "loss_fn.use_kl_in_reward", True, "only grpo.adv_estimator.name: reinforce_plus_plus subtracts the KL"
-        )
     if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
         raise ConfigError("loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward needs a weight above 0")
     if estimator.reward_weights and estimator.name != "gdpo":

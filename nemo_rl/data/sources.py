@@ -69,7 +69,10 @@ def load_rows(section: Dataset, *, seed: int, key: str) -> list[Row]:
     if name is None:
         raise ConfigError(f"{key}.dataset_name", None, "is missing", known=known)
     source = find(name, known, key=f"{key}.dataset_name")
-    rows = list(islice(source(section, seed), section.size))
+    try:
+        rows = list(islice(source(section, seed), section.size))
+    except ConfigError as error:  # a source knows its own keys, not where they stand
+        raise error.under(key) from error
     if not rows:
         raise DataError(f"{key}: the data set {name!r} has no rows")
     return rows
@@ -108,11 +111,13 @@ def reasoning_gym(section: Dataset, seed: int) -> Iterable[Row]:
 
     if section.task is None:
         raise ConfigError("task", None, "a data set of kind reasoning_gym needs the name of a task")
+    if section.task not in library.factory.DATASETS:
+        raise ConfigError("task", section.task, "unknown task", known=library.factory.DATASETS)
     size = section.size or 500
     try:
         generated = library.create_dataset(section.task, size=size, seed=seed, **section.task_kwargs)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError("task", section.task, f"with {section.task_kwargs}: {error}") from error
+        raise ConfigError("task_kwargs", section.task_kwargs, str(error)) from error
     unique = {}
     for index in range(size):
         entry = generated[index]

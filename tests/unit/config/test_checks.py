@@ -101,7 +101,6 @@ def test_sizes_and_engine_that_do_not_fit_are_refused(load: Load, overrides: lis
         ([CORRECTED, TIS + "type=icepop", TIS + "ratio=2"], TIS + "ratio_min"),
         ([CORRECTED, TIS + "type=seq-mask-tis", TIS + "ratio=2"], TIS + "ratio_min"),
         ([CORRECTED, TIS + "type=icepop", TIS + "ratio=2", TIS + "ratio_min=3"], TIS + "ratio_min"),
-        ([LOSS + "use_kl_in_reward=true", LOSS + "reference_policy_kl_penalty=0.1"], LOSS + "use_kl_in_reward"),
         (
             [LOSS + "use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
             LOSS + "reference_policy_kl_penalty",

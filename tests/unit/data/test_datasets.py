@@ -200,10 +200,14 @@ def test_entries_still_score_their_own_answer(task):
 
 
 @pytest.mark.parametrize(
-    "section", [SPELL.model_copy(update={"task": "no_such"}), SPELL.model_copy(update={"task_kwargs": {"x": 1}})]
+    ("section", "expected"),
+    [
+        (SPELL.model_copy(update={"task": "spell_backwards"}), r"data\.train\.task = .* did you mean 'spell_backward'\?"),
+        (SPELL.model_copy(update={"task_kwargs": {"x": 1}}), r"data\.train\.task_kwargs = \{'x': 1\}"),
+    ],
 )
-def test_unknown_task_or_option_is_a_config_error(section):
-    with pytest.raises(ConfigError, match="task = "):
+def test_unknown_task_or_option_is_a_config_error(section, expected):
+    with pytest.raises(ConfigError, match=expected):
         prompts_of(section)
 
 

@@ -1,0 +1,20 @@
+from nemo_rl.errors import ConfigError
+
+
+def test_an_unknown_key_names_the_nearest_known_one() -> None:
+    error = ConfigError("grpo.num_prompt_per_step", 4, "unknown key", known=["num_prompts_per_step", "seed"])
+    assert str(error) == "grpo.num_prompt_per_step = 4: unknown key; did you mean grpo.num_prompts_per_step?"
+
+
+def test_an_unknown_value_names_the_nearest_known_one() -> None:
+    error = ConfigError("data.train.task", "gdc", "unknown task", known=["gcd", "lcm"])
+    assert str(error) == "data.train.task = 'gdc': unknown task; did you mean 'gcd'?"
+
+
+def test_without_a_near_name_all_are_listed() -> None:
+    assert str(ConfigError("a.b", 1, "no", known=["zz", "yy"])) == "a.b = 1: no; known: yy, zz"
+
+
+def test_an_error_seen_from_further_out_has_the_whole_key() -> None:
+    error = ConfigError("task", "gdc", "unknown task", known=["gcd"]).under("data.train")
+    assert str(error) == "data.train.task = 'gdc': unknown task; did you mean 'gcd'?"
