@@ -127,12 +127,12 @@ class Session:
         for message in messages:
             digests.append(history_digest(digests[-1], message))
         for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1].role != "assistant" or digests[length] not in self._by_history:
-                continue
-            node = _meant(self._by_history[digests[length]], messages[length - 1])
-            call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
-            if call is not None:
-                return call
+            if nodes := self._by_history.get(digests[length]):
+                node = _meant(nodes, messages[length - 1])
+                call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
+                if call is not None:
+                    return call
+                break  # a shorter history would have to append the same messages, and more
         return start_chain(self._codec, messages, tools, digests[-1])
 
     def commit(self, call: Call, completion: Completion, message: Message, *, completion_id: str) -> None:
@@ -162,7 +162,7 @@ class Session:
 def _meant(nodes: Sequence[Node], message: Message) -> Node:
     """Which of several nodes that read the same a client sent back: told by the ids of its tool calls, or the last."""
     ids = {call.id for call in message.tool_calls}
-    for node in reversed(nodes):
+    for node in nodes:
         if ids & {call.id for call in node.sampled.message.tool_calls}:
             return node
     return nodes[-1]

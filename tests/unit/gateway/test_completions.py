@@ -18,7 +18,7 @@ from nemo_rl.gateway.schema import ChatRequest
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of
-from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, rules, tokenizer_of
+from tests.unit.gateway.engines import CALL_TEXT, DEADLINE_S, TOOL, SpeakingGeneration, codec_of, rules, tokenizer_of
 from tests.unit.gateway.test_echoes import Clock
 
 HI = {"role": "user", "content": "hi"}
@@ -107,6 +107,43 @@ def test_equal_calls_draw_differently_and_a_retry_draws_what_the_failed_call_wou
 
     failed_seed, retried, again = asyncio.run(main())
     assert failed_seed == retried != again
+
+
+def test_what_a_session_draws_follows_its_seed_and_nothing_else():
+    async def main() -> list[list[Answer]]:
+        generation = SpeakingGeneration("chatml", lambda request, prompt: CALL_TEXT + str(request.seed))
+        completions = Completions(generation, codec_of("chatml"), rules())
+        asked = request(tools=[TOOL])
+        return [[await completions.in_session(asked, live) for _ in range(2)] for live in map(live_session, (1, 2, 1))]
+
+    first, other, again = asyncio.run(main())
+    assert [each.response for each in first] == [each.response for each in again]  # ids of tool calls too
+    assert not {each.response.message for each in first} & {each.response.message for each in other}
+
+
+def test_with_tool_choice_none_or_without_tools_a_call_stays_text():
+    generation = SpeakingGeneration("chatml", lambda request, prompt: CALL_TEXT)
+    answers = ask(generation, request(tools=[TOOL]), request(tools=[TOOL], tool_choice="none"), request())
+    assert [len(each.response.message.tool_calls) for each in answers] == [1, 0, 0]
+    assert [each.finish_reason for each in answers] == ["tool_calls", "stop", "stop"]
+    assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
+
+
+def test_a_session_closed_as_its_call_finishes_takes_nothing_more():
+    async def main() -> None:
+        registry = Registry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock())
+        live = registry.open(seed=1)
+
+        async def close_behind(request: GenerationRequest) -> None:
+            asyncio.get_running_loop().call_soon(registry.close, live.session_id)
+
+        generation = SpeakingGeneration("chatml", lambda request, prompt: "ok", before=close_behind)
+        with pytest.raises(RequestError) as error:
+            await Completions(generation, codec_of("chatml"), rules()).in_session(request(), live)
+        assert error.value.status == 409
+        assert live.session.num_calls == 0
+
+    asyncio.run(main())
 
 
 class BrokenGeneration(FakeGeneration):

@@ -94,3 +94,11 @@ def test_calls_are_forgotten_by_number_and_by_age_and_kept_by_use():
     calls.chain(echoes[1])
     with pytest.raises(UnknownEcho):
         calls.chain(echoes[2])
+
+
+def test_tokens_sampled_again_are_kept_as_the_newest():
+    calls = calls_of(max_calls=2)
+    a, b, _, _ = (asked(calls, [HI], text) for text in "abac")
+    calls.chain(a)
+    with pytest.raises(UnknownEcho):
+        calls.chain(b)
