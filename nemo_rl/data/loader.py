@@ -33,6 +33,7 @@ class PromptLoader:
         self._max_epochs = max_epochs
         self._consumed = 0
         self._order: tuple[int, Sequence[int]] = (0, self._order_of(0))
+        self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed)  # once: the state is asked each step
 
     @property
     def consumed(self) -> int:
@@ -52,11 +53,11 @@ class PromptLoader:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self._consumed, "data": self._fingerprint()}
+        return {"consumed": self._consumed, "data": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; raises DataError when the prompts, their order or the seed differ."""
-        if state["data"] != self._fingerprint():
+        if state["data"] != self._fingerprint:
             raise DataError("the checkpoint was made with other training prompts, another seed or another data.shuffle")
         self._consumed = state["consumed"]
 
@@ -72,6 +73,8 @@ class PromptLoader:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
-    def _fingerprint(self) -> str:
-        parts = [str(self._seed), str(self._shuffle), *(prompt.prompt_id for prompt in self._prompts)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> str:
+    """Of what decides the order of training: which prompts, in which order, shuffled how."""
+    parts = [str(seed), str(shuffle), *(prompt.prompt_id for prompt in prompts)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
