@@ -65,7 +65,8 @@ def is_nemo_rl_environment(target: object) -> bool:
     if not inspect.isclass(target) or step is None:
         return False
     parameters = list(inspect.signature(step).parameters)
-    return "message_log_batch" in parameters or not inspect.iscoroutinefunction(step)
+    is_ours = "conversations" in parameters or inspect.iscoroutinefunction(step)
+    return "message_log_batch" in parameters or not is_ours
 
 
 def is_ray_actor_class(target: object) -> bool:

@@ -83,14 +83,23 @@ def _from_path(name: str, path: str, section: EnvironmentSection) -> Environment
     if is_nemo_rl_environment(target):
         return NemoRLEnvironment(name, target, kwargs)
     if inspect.isclass(target):
-        if not inspect.iscoroutinefunction(getattr(target, "step", None)):
-            raise ConfigError(key, path, "the class has no method `step`")
+        _check_methods(key, path, target)
         return _made(key, path, target, kwargs)
     if not callable(target):
         raise ConfigError(key, path, "neither a class nor a function")
     if kwargs:
         raise ConfigError(f"env.{name}.kwargs", kwargs, "a function takes none; they are for classes")
     return FunctionEnvironment(name, target, timeout_s=section.timeout_s)
+
+
+def _check_methods(key: str, path: str, target: type) -> None:
+    """What interfaces.Environment asks of a class, as far as it shows before a call."""
+    for method in ("step", "close"):
+        found = getattr(target, method, None)
+        if found is None:
+            raise ConfigError(key, path, f"the class has no method `{method}`")
+        if not inspect.iscoroutinefunction(found):
+            raise ConfigError(key, path, f"the class's method `{method}` must be `async def`")
 
 
 def _made(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
@@ -102,11 +111,13 @@ def _made(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environm
 
 def _import(key: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or module_name.startswith("."):
+        raise ConfigError(key, path, "no dotted path such as package.module:name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a module of the user's, beside where the run is started
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise ConfigError(key, path, f"module {module_name!r} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
         public = [n for n in vars(module) if not n.startswith("_")]

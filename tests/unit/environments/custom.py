@@ -61,6 +61,20 @@ class EchoEnvironment:
         pass
 
 
+class BlockingStep(EchoEnvironment):
+    """A mistake: `step` of our protocol without async."""
+
+    def step(self, conversations: Any, states: Any) -> list[EnvStep]:  # type: ignore[override]
+        return [EnvStep()]
+
+
+class WithoutClose:
+    """A mistake: nothing to end it with."""
+
+    async def step(self, conversations: Any, states: Any) -> list[EnvStep]:
+        return [EnvStep()]
+
+
 class EnvironmentReturn(NamedTuple):
     """NeMo-RL's."""
 

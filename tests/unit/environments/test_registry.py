@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,10 @@ def test_registered_name_is_found() -> None:
         ("x", {"type": "no_such_package.module:f"}, "cannot be imported"),
         ("x", {"type": f"{CUSTOM}:NOT_CALLABLE"}, "neither a class nor a function"),
         ("x", {"type": f"{CUSTOM}:EnvironmentReturn"}, "no method `step`"),
+        ("x", {"type": f"{CUSTOM}:BlockingStep"}, "`step` must be `async def`"),
+        ("x", {"type": f"{CUSTOM}:WithoutClose"}, "no method `close`"),
+        ("x", {"type": ":length_reward"}, "no dotted path"),
+        ("x", {"type": ".custom"}, "no dotted path"),
         ("x", {"type": f"{CUSTOM}:EchoEnvironment", "kwargs": {"turns": 2}}, "turns"),
         ("x", {"type": f"{CUSTOM}:GuessEnvironment"}, "cfg"),
         ("x", {"type": f"{CUSTOM}:async_reward", "kwargs": {"a": 1}}, "a function takes none"),
@@ -116,3 +121,10 @@ def test_registered_name_is_found() -> None:
 def test_what_cannot_be_made_is_a_config_error(name: str, entry: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make_environment(name, environment_section(name, entry))
+
+
+def test_module_with_a_syntax_error_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unfinished_environment.py").write_text("def reward(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"'unfinished_environment' cannot be imported: .*line 1"):
+        make_environment("x", environment_section("x", {"type": "unfinished_environment:reward"}))
