@@ -152,10 +152,14 @@ class Normalizer:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a micro-batch. `sum`: already divided by the normalizer's counts, so micro-batches add up."""
+    """One number of a micro-batch.
+
+    `sum`: already divided by the normalizer's counts, so micro-batches add up, and optimizer steps are averaged.
+    `count`: both add up.
+    """
 
     value: "torch.Tensor"
-    reduction: Literal["sum", "min", "max"] = "sum"
+    reduction: Literal["sum", "count", "min", "max"] = "sum"
 
 
 class LossFn(Protocol):

@@ -57,8 +57,8 @@ def loss_metrics(terms: TokenTerms, num_valid_tokens: float, sample_mask: torch.
     values = stacked.flatten(1) @ terms.mask.flatten() / num_valid_tokens
     metrics = {name: Metric(value) for name, value in zip(means, values.unbind(), strict=True)}
     metrics["kl_penalty"] = Metric(values.new_zeros(()) if terms.kl is None else terms.kl)
-    metrics["num_valid_samples"] = Metric(sample_mask.sum())
-    metrics["num_nonfinite_generation_logprobs"] = Metric(nonfinite.sum())
+    metrics["num_valid_samples"] = Metric(sample_mask.sum(), "count")
+    metrics["num_nonfinite_generation_logprobs"] = Metric(nonfinite.sum(), "count")
 
     masked = terms.mask == 0
     for name in ("probs_ratio", "probs_ratio_clamped"):

@@ -25,7 +25,7 @@ class OptimizerStep:
     """What one optimizer step reports."""
 
     metrics: dict[str, float]  # the loss function's, and `loss`
-    reductions: dict[str, str]  # of each metric: sum, min or max
+    reductions: dict[str, str]  # of each metric: sum, count, min or max
     normalizer: Normalizer
     grad_norm: float | None  # before clipping; None: there was nothing to learn from
     is_skipped: bool
@@ -77,7 +77,7 @@ def reduced(metric: Metric, so_far: torch.Tensor | None) -> torch.Tensor:
     value = metric.value.detach()
     if so_far is None:
         return value
-    if metric.reduction == "sum":
+    if metric.reduction in ("sum", "count"):
         return so_far + value
     return torch.minimum(so_far, value) if metric.reduction == "min" else torch.maximum(so_far, value)
 
@@ -92,7 +92,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
-    """One training step's metrics: sums are averaged over optimizer steps, extremes are taken over all."""
+    """One training step's metrics: sums are averaged over optimizer steps, counts and extremes are of all."""
     collected: dict[str, list[float]] = defaultdict(list)
     reductions: dict[str, str] = {}
     for step in steps:
@@ -113,6 +113,6 @@ def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
 
 
 def _over_steps(values: list[float], reduction: str) -> float:
-    if reduction == "min":
-        return min(values)
-    return max(values) if reduction == "max" else sum(values) / len(values)
+    if reduction in ("min", "max"):
+        return min(values) if reduction == "min" else max(values)
+    return sum(values) if reduction == "count" else sum(values) / len(values)

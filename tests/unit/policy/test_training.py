@@ -9,20 +9,26 @@ def test_metrics_of_micro_batches_are_reduced_as_they_say() -> None:
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     assert reduced(Metric(one), None) == 1
     assert reduced(Metric(one), two) == 3
+    assert reduced(Metric(one, "count"), two) == 3
     assert reduced(Metric(one, "min"), two) == 1
     assert reduced(Metric(one, "max"), two) == 2
 
 
-def test_sums_are_averaged_over_optimizer_steps_and_extremes_are_not() -> None:
-    reductions = {"loss": "sum", "low": "min", "high": "max"}
+def test_sums_are_averaged_over_optimizer_steps_counts_and_extremes_are_not() -> None:
+    reductions = {"loss": "sum", "low": "min", "high": "max", "samples": "count"}
     steps = [
-        OptimizerStep({"loss": 1.0, "low": -1.0, "high": 5.0}, reductions, Normalizer(10, 2), 3.0, False),
-        OptimizerStep({"loss": 2.0, "low": -4.0, "high": 2.0}, reductions, Normalizer(20, 3), float("nan"), True),
+        OptimizerStep(
+            {"loss": 1.0, "low": -1.0, "high": 5.0, "samples": 4.0}, reductions, Normalizer(10, 2), 3.0, False
+        ),
+        OptimizerStep(
+            {"loss": 2.0, "low": -4.0, "high": 2.0, "samples": 3.0}, reductions, Normalizer(20, 3), float("nan"), True
+        ),
     ]
     assert over_optimizer_steps(steps) == {
         "loss": 1.5,
         "low": -4.0,
         "high": 5.0,
+        "samples": 7.0,
         "grad_norm": 3.0,
         "global_valid_seqs": 5,
         "global_valid_toks": 30,
