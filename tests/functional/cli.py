@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "run_grpo.py"
-DEADLINE_S = 280
+DEADLINE_S = 560  # of one run, on a machine that may be busy
 
 
 @dataclass(frozen=True)
