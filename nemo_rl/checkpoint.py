@@ -156,13 +156,16 @@ class CheckpointStore:
                 shutil.rmtree(doomed)
 
     def _check_metric(self, checkpoints: list[Checkpoint], committed: TrainingInfo) -> None:
-        """A metric no checkpoint has is unknown, once the committed one has others of its kind (val: or train:)."""
+        """A metric no checkpoint has is unknown, once the committed one has others of its kind (val: or train:).
+
+        A validation without a survivor measures nothing but its failures.
+        """
         name = self._config.metric_name
         if name is None or any(name in c.info.metrics for c in checkpoints):
             return
         kind = name.split(":")[0] + ":"
         known = [metric for metric in committed.metrics if metric.startswith(kind)]
-        if known:
+        if known and known != ["val:num_failed"]:
             raise ConfigError("checkpointing.metric_name", name, f"unknown metric; known: {', '.join(sorted(known))}")
         logger.warning("%s was not measured at step %d: its checkpoint ranks last", name, committed.step)
 

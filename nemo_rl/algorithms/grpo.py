@@ -1,4 +1,4 @@
-"""The GRPO loop. Sync, filtered and later asynchronous training differ in `run.source`, not here."""
+"""The GRPO loop. Synchronous and filtered training differ in `run.source`, not here."""
 
 import logging
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from nemo_rl.algorithms.resuming import Position, restore, save
 from nemo_rl.algorithms.run import GRPORun
 from nemo_rl.algorithms.stages import add_logprobs, estimate_advantages, make_batch
 from nemo_rl.algorithms.validation import ValidationResult
+from nemo_rl.errors import RolloutError
 from nemo_rl.observability.timer import StepTimer
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,16 @@ async def train(run: GRPORun) -> Training:
     training = Training(await restore(run))
     report_start(run, training.position.step)
     try:
-        await run.weight_sync.publish(run.policy, run.generation, weight_version=training.position.step)
+        await _publish(run, training.position.step)
         if run.config.grpo.val_at_start and training.position.step == 0:
             await _validate(run, training, StepTimer())
         while _goes_on(run, training):
             await train_one_step(run, training)
     except Interrupted:
         logger.info("the step under way is abandoned; its prompts are drawn again on resuming")
+    except RolloutError:  # the policy is whole: what it has learnt is not lost
+        await save(run, training.position, _named_metrics(training))
+        raise
     if training.is_spent:
         await _finish(run, training)
     training.interrupted = run.interrupt.requested
@@ -63,6 +67,7 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
         with timer("data_processing"):
             batch = make_batch(run, collected)
         with timer("policy_and_reference_logprobs"):
+            await run.placement.for_training()
             await add_logprobs(batch, policy, run.logprobs_needed)
         with timer("advantage_calculation"):
             metrics = {**estimate_advantages(run, batch), **collected.metrics}
@@ -71,11 +76,18 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
         step += 1
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         with timer("weight_sync"):
-            await run.weight_sync.publish(policy, run.generation, weight_version=step)
+            await _publish(run, step)
         if _validates_after(run, step):
             await _validate(run, training, timer)
         await _save_if_due(run, training, timer, is_last=step == run.config.grpo.max_num_steps)
     report_step(run, step, metrics, timer)
+
+
+async def _publish(run: GRPORun, step: int) -> None:
+    """Bring the policy's weights to the engine and leave the device to it."""
+    await run.placement.for_publishing()
+    await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
+    await run.placement.for_generation()
 
 
 async def _finish(run: GRPORun, training: Training) -> None:

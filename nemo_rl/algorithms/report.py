@@ -14,7 +14,7 @@ SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
 
 
 def report_start(run: GRPORun, step: int) -> None:
-    run.progress.start(step=step, total=run.config.grpo.max_num_steps)
+    run.progress.start(step=step, total=run.num_steps)
 
 
 def report_step(run: GRPORun, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
@@ -23,7 +23,7 @@ def report_step(run: GRPORun, step: int, metrics: dict[str, float], timer: StepT
     validation_s = seconds.pop("total_validation_time", 0.0)
     performance = throughput(metrics, seconds, validation_s)
     run.logger.log_metrics(
-        {f"train/{name}": value for name, value in metrics.items()}
+        {f"train/{name}": value for name, value in metrics.items() if name != "train_flops"}
         | {f"timing/train/{name}": value for name, value in seconds.items()}
         | {f"performance/{name}": value for name, value in performance.items()},
         step,
@@ -41,7 +41,7 @@ def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_
         "generation_tokens_per_sec": _num_sampled_tokens(metrics) / max(seconds["generation"], 1e-9),
         "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
     }
-    if "train_flops" in metrics:
+    if "train_flops" in metrics:  # of the whole step, from the policy
         rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
     return rates
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.master import GRPOConfig
@@ -24,9 +25,11 @@ class LogprobsNeeded:
 class GRPORun:
     config: GRPOConfig
     run_dir: Path
+    num_steps: int  # at most: grpo.max_num_steps, or what the data allows
     source: GroupSource
     generation: Generation
     policy: Policy
+    placement: Placement
     weight_sync: WeightSync
     loss_fn: LossFn
     advantage_estimator: AdvantageEstimator

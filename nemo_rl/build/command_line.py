@@ -10,8 +10,9 @@ from pathlib import Path
 
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.config.master import GRPOConfig
-from nemo_rl.errors import NemoRLError
+from nemo_rl.errors import ConfigError, DataError, NemoRLError
 
+EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2  # as argparse
 EXIT_INTERRUPTED = 130  # as a shell after Ctrl-C
 
@@ -24,7 +25,7 @@ def run_command(arguments: Sequence[str], *, description: str, default_config: P
         return _show(config) if parsed.dry_run else _train(config, command=_command(parsed))
     except NemoRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return EXIT_BAD_CONFIG
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError | DataError) else EXIT_FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):  # before training has begun, or asked for twice
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED

@@ -13,11 +13,11 @@ def placement_plan(config: GRPOConfig) -> str:
     engine_precision = config.policy.precision if engine_precision == "auto" else engine_precision
     reference = config.loss_fn.reference_policy_kl_penalty > 0
     lines = [
-        "placement:",
-        f"  policy: {config.policy.model_name}, FSDP2, 1 rank on {device}, {config.policy.precision}",
-        f"  reference policy: {'a frozen copy beside the policy' if reference else 'none (no KL penalty)'}",
-        f"  generation: {generation.backend} on {device}, {engine_process}, {engine_precision}",
-        f"  environments: {', '.join(sorted(config.env)) or 'none'}",
-        "  weight sync: shared memory",
+        "# placement",
+        f"#   policy: {config.policy.model_name}, FSDP2, 1 rank on {device}, {config.policy.precision}",
+        f"#   reference policy: {'a frozen copy beside the policy' if reference else 'none (no KL penalty)'}",
+        f"#   generation: {generation.backend} on {device}, {engine_process}, {engine_precision}",
+        f"#   environments: {', '.join(sorted(config.env)) or 'none'}",
+        "#   weight sync: shared memory",
     ]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +15,7 @@ from nemo_rl.algorithms.advantage import make_advantage_estimator
 from nemo_rl.algorithms.grpo import Training, train
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loss import PolicyGradientLoss
+from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
 from nemo_rl.build.inputs import Inputs, load_inputs
 from nemo_rl.build.models import resolve_model
@@ -92,9 +94,11 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         yield GRPORun(
             config=config,
             run_dir=run_dir,
+            num_steps=_num_steps(config, len(inputs.train.prompts)),
             source=source,
             generation=generation,
             policy=policy,
+            placement=Placement(policy, generation, shares_device=_shares_device(config)),
             weight_sync=weight_sync,
             loss_fn=loss_fn,
             advantage_estimator=estimator,
@@ -163,6 +167,19 @@ def _checkpoints(config: GRPOConfig, run_dir: Path) -> CheckpointStore | None:
 def _engine_dtype(config: GRPOConfig) -> str:
     precision = config.policy.generation.vllm_cfg.precision
     return config.policy.precision if precision == "auto" else precision
+
+
+def _shares_device(config: GRPOConfig) -> bool:
+    """Policy and engine take turns on one CUDA device, unless the engine was told not to sleep."""
+    section = config.policy.generation
+    may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False
+    return may_sleep and section.colocated.enabled and resolve_device(config.policy.device).type == "cuda"
+
+
+def _num_steps(config: GRPOConfig, num_prompts: int) -> int:
+    """What the data allows where each step takes its prompts once; dynamic sampling takes more, so has fewer steps."""
+    of_the_data = math.ceil(config.grpo.max_num_epochs * num_prompts / config.grpo.num_prompts_per_step)
+    return min(config.grpo.max_num_steps, of_the_data)
 
 
 def _num_samples(config: GRPOConfig) -> int:

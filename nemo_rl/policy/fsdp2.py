@@ -92,7 +92,7 @@ class FSDP2Policy:
         """All optimizer steps of one batch, each over whole groups; then one step of the schedule.
 
         Returns the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used), `global_valid_seqs`,
-        `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`. A step whose gradient is not finite is skipped
+        `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops`. A step whose gradient is not finite is skipped
         with a warning.
 
         Raises:
@@ -184,7 +184,7 @@ class FSDP2Policy:
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
-        return {**over_optimizer_steps(steps), "lr": lr}
+        return {**over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
 
     def _save(self, path: Path, save_optimizer: bool) -> None:
         save_weights(self._model, path / "weights", config_dtype=self.config.precision)

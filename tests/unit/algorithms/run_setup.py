@@ -8,6 +8,7 @@ from typing import Any
 from nemo_rl.algorithms.advantage import make_advantage_estimator
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loss import PolicyGradientLoss
+from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
@@ -136,6 +137,7 @@ def make_rig(
     on_train_step: Callable[[int], None] | None = None,
     needed: LogprobsNeeded = NO_PASS,
     interrupt: Interrupt | None = None,
+    shares_device: bool = False,
 ) -> Rig:
     """A run whose checkpoints lie in `directory`; `before_...` is awaited by the environment of those rollouts."""
     config = config or make_config()
@@ -160,9 +162,11 @@ def make_rig(
     run = GRPORun(
         config=config,
         run_dir=directory,
+        num_steps=config.grpo.max_num_steps,
         source=source,
         generation=generation,
         policy=policy,
+        placement=Placement(policy, generation, shares_device=shares_device),
         weight_sync=FakeWeightSync(calls),
         loss_fn=PolicyGradientLoss(config.loss_fn),
         advantage_estimator=make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn),

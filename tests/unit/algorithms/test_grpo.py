@@ -51,6 +51,31 @@ def test_a_step_collects_trains_refits_validates_and_saves_in_this_order(tmp_pat
     ]
 
 
+def test_policy_and_engine_take_turns_on_a_shared_device(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 1}), shares_device=True)
+    rig.generation.calls = rig.calls  # one record of both
+    trained(rig)
+    assert [call for call in rig.calls if not call.startswith("generate")] == [
+        *("wake", "publish 0", "offload"),
+        "next_groups 0",
+        *("sleep", "onload", "train_step"),
+        *("wake", "publish 1", "offload"),
+        "save",
+    ]
+
+
+def test_what_was_learnt_is_saved_when_rollouts_fail_for_good(tmp_path: Path) -> None:
+    def breaks_in_the_second_step(conversation: Conversation, state: State) -> EnvStep:
+        if rig.policy.num_steps:
+            raise RuntimeError("the judge is gone")
+        return EnvStep(rewards={"score": 1.0})
+
+    rig = make_rig(tmp_path, answer=breaks_in_the_second_step)
+    with pytest.raises(RolloutError, match="the judge is gone"):
+        trained(rig)
+    assert list(rig.checkpoints()) == [1]
+
+
 @pytest.mark.parametrize(
     ("needed", "passes"),
     [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.build import session
-from nemo_rl.build.command_line import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, run_command
+from nemo_rl.build.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, run_command
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.errors import ConfigError, RolloutError
 
@@ -91,12 +91,15 @@ def test_a_missing_recipe_is_one_message(recipe: Path, capsys: pytest.CaptureFix
     assert "no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [ConfigError("a.b", 1, "cannot be"), RolloutError("nothing has progressed")])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a.b", 1, "cannot be"), EXIT_BAD_CONFIG), (RolloutError("nothing has progressed"), EXIT_FAILED)],
+)
 def test_errors_of_ours_while_training_are_one_message(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
 ) -> None:
     failing_with(error, monkeypatch)
-    assert run(recipe) == EXIT_BAD_CONFIG
+    assert run(recipe) == code
     assert capsys.readouterr().err == f"{type(error).__name__}: {error}\n"
 
 
@@ -129,7 +132,7 @@ def test_dry_run_prints_configuration_and_placement_and_trains_nothing(
     assert run(recipe, "--dry-run", "grpo.seed=3") == 0
     out = capsys.readouterr().out
     assert "seed: 3" in out
-    assert "placement:\n  policy: m, FSDP2" in out
+    assert "# placement\n#   policy: m, FSDP2" in out
     assert started == []
 
 

@@ -1,0 +1,34 @@
+"""Whose turn it is on a device that policy and engine share."""
+
+from dataclasses import dataclass
+
+from nemo_rl.interfaces import Generation, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Calls sleep, wake, offload and onload around generation and training; nothing where nothing is shared.
+
+    A run begins with both on the device. In every step: `for_training`, train, `for_publishing`, publish,
+    `for_generation`, generate.
+    """
+
+    policy: Policy
+    generation: Generation
+    shares_device: bool
+
+    async def for_training(self) -> None:
+        """The engine gives up its memory, then the policy takes its place."""
+        if self.shares_device:
+            await self.generation.sleep()
+            await self.policy.onload()
+
+    async def for_publishing(self) -> None:
+        """The engine is there to take weights, which the policy still holds."""
+        if self.shares_device:
+            await self.generation.wake()
+
+    async def for_generation(self) -> None:
+        """The policy leaves the device to the engine."""
+        if self.shares_device:
+            await self.policy.offload()
