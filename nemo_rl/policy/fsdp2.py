@@ -92,8 +92,8 @@ class FSDP2Policy:
         """All optimizer steps of one batch, each over whole groups; then one step of the schedule.
 
         Returns the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used), `global_valid_seqs`,
-        `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops`. A step whose gradient is not finite is skipped
-        with a warning.
+        `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops`. A step whose gradient is not
+        finite is skipped with a warning.
 
         Raises:
             PolicyError: the batch lacks a key that the loss reads.
