@@ -70,8 +70,12 @@ class VllmGeneration:
                 section, model_path=model_path, dtype=dtype, max_model_len=max_model_len, device=device
             )
             generation = cls(engine, section, device=device)
-            await engine.collective_rpc("stand_apart")
-            await engine.update_weight_version("0")
+            try:
+                await engine.collective_rpc("stand_apart")
+                await engine.update_weight_version("0")
+            except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
+                await generation.close()
+                raise
         return generation
 
     @property
@@ -96,7 +100,7 @@ class VllmGeneration:
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
         """One request from admission to its end; its cancellation aborts it in the engine."""
-        if not self._admits.is_set():
+        while not self._admits.is_set():  # a second pause may come before this task goes on
             await self._admits.wait()
         if self._closed:
             raise GenerationError("the engine is closed")

@@ -60,3 +60,21 @@ def test_death_of_the_engine_ends_all_requests():
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
+
+
+def test_request_that_waits_out_one_pause_is_held_by_the_next():
+    async def main():
+        engine = VllmGeneration(dying_engine(), GenerationSection(), device="cpu")
+        await engine.pause()
+        waiting = asyncio.create_task(answers(engine, [request("0")]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engine.resume()
+        await engine.pause()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert engine._num_running == 0
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    asyncio.run(main())
