@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl.config.run import Rollout
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.rollouts import (
     RolloutContext,
     RolloutJob,
@@ -57,7 +57,8 @@ class SyncSource:
         trajectories = await self._run(self._jobs(loaded, num_drawn))
         if self._writer is not None:
             self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
-        return CollectedGroups(_grouped(trajectories, self._num_generations), rollout_metrics(trajectories))
+        metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)
+        return CollectedGroups(_grouped(trajectories, self._num_generations), metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict() | {"consumed_prompts": self._loader.consumed, "epoch": self._loader.epoch}
@@ -136,7 +137,8 @@ class FilteredSource:
             filling.num_batches += 1
             filling.seen += collected.groups
             filling.kept += (group for group in collected.groups if self._is_kept(group))
-        return CollectedGroups(tuple(filling.kept[: self._num_prompts]), self._metrics(filling))
+        kept = filling.kept[: self._num_prompts]
+        return CollectedGroups(tuple(kept), self._metrics(filling) | age_metrics(_trajectories(kept), weight_version))
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()

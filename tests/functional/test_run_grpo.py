@@ -49,7 +49,8 @@ def test_metrics_have_the_names_of_the_field(run: Run) -> None:
         "train/approx_entropy", "train/global_valid_seqs", "train/global_valid_toks", "train/avg_turns_per_sample",
         "train/truncation_rate", "timing/train/total_step_time", "timing/train/generation",
         "timing/train/policy_training", "timing/train/weight_sync", "performance/samples_per_sec",
-        "performance/tokens_per_sec", "timing/validation/total_validation_time",
+        "performance/tokens_per_sec", "performance/train_flops", "train/avg_trajectory_age",
+        "timing/validation/total_validation_time",
     }  # fmt: skip
     assert expected <= names
 

@@ -1,6 +1,8 @@
 """Rollout metrics, against numbers worked out by hand."""
 
-from nemo_rl.experience.metrics import rollout_metrics
+from dataclasses import replace
+
+from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, Trajectory
 
 
@@ -77,3 +79,11 @@ def test_several_environments_have_all_metrics_each():
 
 def test_no_rollouts_have_no_metrics():
     assert rollout_metrics([]) == {}
+
+
+def test_age_counts_from_the_oldest_weights_of_rollouts_that_did_not_fail():
+    done = rollout([sampled(1)], StopReason.DONE)
+    failed = rollout([], StopReason.FAILED, failure=Failure(FailureClass.INFRA, "x"))
+    rollouts = [replace(done, weight_versions=(3, 7)), replace(done, weight_versions=(6, 7)), failed]
+    assert age_metrics(rollouts, weight_version=7) == {"avg_trajectory_age": 2.5}
+    assert age_metrics([failed], weight_version=7) == {}

@@ -51,6 +51,7 @@ def test_groups_come_in_the_order_of_the_prompts_with_their_rollouts_in_order():
     assert [g.prompt.prompt_id for g in collected.groups] == ["p0", "p1", "p2", "p3"]
     assert all([t.generation_index for t in g.trajectories] == [0, 1] for g in collected.groups)
     assert collected.metrics["num_rollouts"] == 8
+    assert collected.metrics["avg_trajectory_age"] == 0
 
 
 def test_last_step_may_be_short_and_then_the_data_is_spent():
@@ -151,6 +152,7 @@ def test_dynamic_sampling_fills_a_step_with_informative_groups():
     assert metrics["dynamic_sampling_num_gen_batches"] == 2
     assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 2  # p5
     assert metrics["num_rollouts"] == 12
+    assert metrics["avg_trajectory_age"] == 0
     kept = [t.reward for g in collected.groups for t in g.trajectories]
     assert metrics["filtered_reward"] == pytest.approx(sum(kept) / 4)
     assert metrics["reward"] != metrics["filtered_reward"]
