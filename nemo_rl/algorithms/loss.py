@@ -9,7 +9,7 @@ from nemo_rl.algorithms.importance import LARGEST_LOG, sampling_weights
 from nemo_rl.algorithms.kl import weighted_kl
 from nemo_rl.algorithms.loss_metrics import TokenTerms, loss_metrics
 from nemo_rl.config.loss import LossFn
-from nemo_rl.errors import ConfigError
+from nemo_rl.config.loss_checks import check_loss_fn
 from nemo_rl.interfaces import Metric, Normalizer
 from nemo_rl.types import TrainingBatch
 
@@ -26,7 +26,7 @@ class PolicyGradientLoss:
     """
 
     def __init__(self, config: LossFn) -> None:
-        check_loss_config(config)
+        check_loss_fn(config)
         self.config = config
 
     @property
@@ -138,32 +138,3 @@ def _ratio(tokens: _Tokens, config: LossFn) -> torch.Tensor:
         log_ratio = log_ratio.sum(-1, keepdim=True) / (tokens.mask > 0).sum(-1, keepdim=True).clamp(min=1)
     # An overflow would make the gradient 0 * inf even where the ratio is clipped.
     return torch.exp(log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG))
-
-
-def check_loss_config(config: LossFn) -> None:
-    """Raise ConfigError for options of `loss_fn` that exclude, or need, each other."""
-    exclusive = {
-        "use_cispo": ("disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c", "sequence_level_importance_ratios"),
-        "disable_ppo_ratio": ("force_on_policy_ratio", "ratio_clip_c", "sequence_level_importance_ratios"),
-    }
-    for key, others in exclusive.items():
-        for other in others:
-            if getattr(config, key) and getattr(config, other):
-                raise ConfigError(f"loss_fn.{key}", True, f"excludes loss_fn.{other} = {getattr(config, other)}")
-    if config.sequence_level_importance_ratios and config.token_level_loss:
-        raise ConfigError("loss_fn.sequence_level_importance_ratios", True, "needs loss_fn.token_level_loss = false")
-    _check_truncation(config)
-
-
-def _check_truncation(config: LossFn) -> None:
-    kind = config.truncated_importance_sampling_type
-    high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
-    prefix = "loss_fn.truncated_importance_sampling"
-    if high is not None and not config.use_importance_sampling_correction:
-        raise ConfigError(f"{prefix}_ratio", high, "needs loss_fn.use_importance_sampling_correction = true")
-    if high is None and kind in ("icepop", "seq-mask-tis"):
-        raise ConfigError(f"{prefix}_type", kind, f"needs {prefix}_ratio, the upper bound of the weights")
-    if low is not None and (high is None or low > high):
-        raise ConfigError(f"{prefix}_ratio_min", low, f"needs a {prefix}_ratio that is not below it")
-    if kind == "seq-mask-tis" and config.sequence_level_importance_ratios:
-        raise ConfigError(f"{prefix}_type", kind, "excludes loss_fn.sequence_level_importance_ratios = true")

@@ -7,10 +7,8 @@ from nemo_rl.errors import ConfigError
 
 def check_loss(config: GRPOConfig) -> None:
     """Raise ConfigError for a combination that has no formula in docs/losses.md."""
-    loss = config.loss_fn
-    _check_ratio(loss)
-    _check_truncation(loss)
-    grpo = config.grpo
+    loss, grpo = config.loss_fn, config.grpo
+    check_loss_fn(loss)
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     if loss.force_on_policy_ratio and config.policy.train_global_batch_size != samples:
         raise ConfigError(
@@ -18,6 +16,12 @@ def check_loss(config: GRPOConfig) -> None:
             True,
             f"holds for one optimizer step a batch: policy.train_global_batch_size must be {samples}",
         )
+
+
+def check_loss_fn(loss: LossFn) -> None:
+    """Raise ConfigError for options of `loss_fn` that exclude, or need, each other."""
+    _check_ratio(loss)
+    _check_truncation(loss)
 
 
 def _check_ratio(loss: LossFn) -> None:
@@ -45,7 +49,7 @@ def _refuse_beside(key: str, loss: LossFn, *others: str) -> None:
 
 
 def _check_truncation(loss: LossFn) -> None:
-    """Off-policy correction: `tis` has an upper bound, `icepop` and `seq-mask-tis` have both."""
+    """Off-policy correction: every kind has an upper bound; the lower one is 0 where it is not set."""
     key = "loss_fn.truncated_importance_sampling"
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
     kind = loss.truncated_importance_sampling_type or "tis"
@@ -58,10 +62,10 @@ def _check_truncation(loss: LossFn) -> None:
         raise ConfigError("loss_fn.use_importance_sampling_correction", False, f"{kind} truncates it: must be true")
     if high is None:
         raise ConfigError(f"{key}_ratio", None, f"required by {key}_type: {kind}")
-    if low is None and kind != "tis":
-        raise ConfigError(f"{key}_ratio_min", None, f"required by {key}_type: {kind}")
     if low is not None and low > high:
         raise ConfigError(f"{key}_ratio_min", low, f"must be at most the upper bound {high}")
+    if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+        raise ConfigError(f"{key}_type", kind, "has no meaning with loss_fn.sequence_level_importance_ratios")
 
 
 def check_advantages(config: GRPOConfig) -> None:
@@ -73,6 +77,12 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError(
             "grpo.adv_estimator.reward_weights", estimator.reward_weights, "read by name: gdpo only; allowed: {}"
         )
+    if estimator.name == "gdpo":
+        for name in ("reward_scaling", "reward_shaping"):
+            if getattr(config.grpo, name).enabled:
+                raise ConfigError(
+                    f"grpo.{name}.enabled", True, "gdpo reads the named rewards as they are; allowed: false"
+                )
     if not estimator.minus_baseline and estimator.name != "reinforce_plus_plus":
         raise ConfigError(
             "grpo.adv_estimator.minus_baseline", False, "read by name: reinforce_plus_plus only; allowed: true"

@@ -145,7 +145,7 @@ def test_previous_logprobs_are_used_only_where_something_reads_them(options: dic
         ),
         (
             {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio_min": 0.5},
-            "truncated_importance_sampling_ratio_min",
+            "truncated_importance_sampling_ratio",
         ),
     ],
 )

@@ -98,8 +98,16 @@ def test_sizes_and_engine_that_do_not_fit_are_refused(load: Load, overrides: lis
         ([TIS + "type=icepop"], LOSS + "use_importance_sampling_correction"),
         ([CORRECTED, TIS + "type=tis"], TIS + "ratio"),
         ([CORRECTED, TIS + "ratio_min=0.5"], TIS + "ratio"),
-        ([CORRECTED, TIS + "type=icepop", TIS + "ratio=2"], TIS + "ratio_min"),
-        ([CORRECTED, TIS + "type=seq-mask-tis", TIS + "ratio=2"], TIS + "ratio_min"),
+        ([CORRECTED, TIS + "type=icepop"], TIS + "ratio"),
+        (
+            [
+                *(CORRECTED, TIS + "type=seq-mask-tis", TIS + "ratio=2"),
+                *(LOSS + "sequence_level_importance_ratios=true", LOSS + "token_level_loss=false"),
+            ],
+            TIS + "type",
+        ),
+        (["grpo.adv_estimator.name=gdpo", "grpo.reward_scaling.enabled=true"], "grpo.reward_scaling.enabled"),
+        (["grpo.adv_estimator.name=gdpo", "grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.enabled"),
         ([CORRECTED, TIS + "type=icepop", TIS + "ratio=2", TIS + "ratio_min=3"], TIS + "ratio_min"),
         (
             [LOSS + "use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
@@ -127,6 +135,7 @@ def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrid
         [CORRECTED, TIS + "ratio=2"],
         [CORRECTED, TIS + "type=tis", TIS + "ratio=2", TIS + "ratio_min=0.5"],
         [CORRECTED, TIS + "type=icepop", TIS + "ratio=2", TIS + "ratio_min=0.5"],
+        [CORRECTED, TIS + "type=seq-mask-tis", TIS + "ratio=2"],
         ["grpo.adv_estimator.name=gdpo", "++grpo.adv_estimator.reward_weights.a=1"],
         ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"],
         ["policy.scheduler={name:a.B}"],
