@@ -2,19 +2,23 @@
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nemo_rl.config.data import Dataset
 from nemo_rl.config.env import SlidingPuzzleSection
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.environments.registry import register
-from nemo_rl.types import EnvStep, FailureClass, Message, Prompt
+from nemo_rl.errors import ConfigError
+from nemo_rl.types import EnvStep, FailureClass, Message
 
 ACTION = re.compile(r"<action>\s*(\w+)\s*</action>", re.IGNORECASE)
 WORD = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
 # Where the tile that moves comes from, seen from the gap: "up" slides the tile below the gap up.
 SOURCES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 OPPOSITES = {"up": "down", "down": "up", "left": "right", "right": "left"}
+NUM_PUZZLES = 1000  # of a data set that names no size
+PUZZLES_PER_SEED = 1_000_003  # no two data sets share a puzzle's seed
 RULES = (
     "Slide the tiles of this board until they are in order, row by row, with the gap (0) last.\n"
     "Each message makes one move: <action>up</action> slides the tile below the gap up; down, left and right alike.\n"
@@ -112,16 +116,15 @@ def generate_puzzle(size: int, shuffle_moves: int, seed: int) -> dict[str, Any]:
     return {"size": size, "board": list(board)}
 
 
-def generate_prompts(count: int, *, size: int, shuffle_moves: int, seed: int) -> tuple[Prompt, ...]:
-    """Prompts of the task "sliding_puzzle", the i-th from its own seed."""
-    states = [generate_puzzle(size, shuffle_moves, seed * count + i) for i in range(count)]
-    return tuple(
-        Prompt(
-            prompt_id=f"sliding_puzzle-{seed}-{i}",
-            task_name="sliding_puzzle",
-            messages=(Message("user", RULES + render(state["board"], size)),),
-            env_state=state,
-            dataset="sliding_puzzle",
-        )
-        for i, state in enumerate(states)
-    )
+def puzzle_rows(section: Dataset, seed: int) -> Iterator[dict[str, Any]]:
+    """A data set, `dataset_name: nemo_rl.environments.sliding_puzzle.puzzle_rows`, of `section.size` puzzles (1000).
+
+    `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10). Raises ConfigError for others.
+    """
+    kwargs = {"size": 3, "shuffle_moves": 10} | section.task_kwargs
+    for place in range(section.size or NUM_PUZZLES):
+        try:
+            state = generate_puzzle(**kwargs, seed=seed * PUZZLES_PER_SEED + place)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("task_kwargs", section.task_kwargs, str(error)) from error
+        yield {"messages": [{"role": "user", "content": RULES + render(state["board"], state["size"])}], **state}

@@ -7,17 +7,20 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
+from nemo_rl.config.data import Data, Dataset
 from nemo_rl.config.env import SlidingPuzzleSection
+from nemo_rl.data.datasets import load_datasets
 from nemo_rl.environments.sliding_puzzle import (
     OPPOSITES,
     SlidingPuzzleEnvironment,
-    generate_prompts,
     generate_puzzle,
     parse_action,
+    puzzle_rows,
     render,
     slide,
     solved_board,
 )
+from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Failure, Message
 
 
@@ -91,9 +94,24 @@ def test_puzzle_of_one_move_is_solved_by_one_move() -> None:
     assert any(slide(board, 3, action) == solved_board(3) for action in OPPOSITES)
 
 
-def test_prompts_show_the_board_and_carry_the_state() -> None:
-    prompts = generate_prompts(3, size=3, shuffle_moves=4, seed=7)
-    assert len({prompt.prompt_id for prompt in prompts}) == 3
-    for prompt in prompts:
+PATH = f"{puzzle_rows.__module__}.{puzzle_rows.__name__}"
+
+
+def test_data_set_of_puzzles_shows_the_board_and_carries_the_state() -> None:
+    section = Dataset(
+        dataset_name=PATH, env_name="sliding_puzzle", size=20, task_kwargs={"size": 3, "shuffle_moves": 9}
+    )
+    train, (held_out,) = load_datasets(Data(train=section, validation=section), run_seed=7)
+    assert train.prompts[0].task_name == "sliding_puzzle"
+    assert len(train.prompts) > 10
+    for prompt in train.prompts:
+        assert prompt.env_state.keys() == {"size", "board"}
         assert prompt.messages[0].content.endswith(render(prompt.env_state["board"], 3))
-    assert prompts[0].task_name == "sliding_puzzle"
+    assert not {p.prompt_id for p in train.prompts} & {p.prompt_id for p in held_out.prompts}
+
+
+@pytest.mark.parametrize("kwargs", [{"width": 3}, {"size": 1}, {"size": "large"}])
+def test_difficulty_that_no_puzzle_has_is_a_config_error(kwargs: dict[str, Any]) -> None:
+    section = Dataset(dataset_name=PATH, task_kwargs=kwargs)
+    with pytest.raises(ConfigError, match=r"data\.train\.task_kwargs"):
+        load_datasets(Data(train=section), run_seed=0)
