@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from paired import RECIPE, Recorder, bare_engine
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.algorithms.grpo import Training, train_one_step
 from nemo_rl.algorithms.resuming import restore
@@ -38,18 +38,15 @@ class Work:
     overrides: tuple[str, ...]
     ratio_bar: float
     ms_bar: float | None = None
+    is_untrained: bool = False  # and its lengths are as they fall
 
 
 FIXED = ("policy.generation.max_new_tokens=64", "++env.length.type=rewards:length_reward")
 WORKS = (
     Work("8 x 8 x 64", (*FIXED, "grpo.num_prompts_per_step=8"), 1.10, 0.7),
     Work("32 x 8 x 64", (*FIXED, "grpo.num_prompts_per_step=32"), 1.06, 0.45),
-    # Hot sampling is nearly uniform, so that the end of a response falls anywhere.
-    Work(
-        "8 x 8, lengths as they fall",
-        (*FIXED, "grpo.num_prompts_per_step=8", "policy.generation.temperature=3"),
-        1.15,
-    ),
+    # A model that has learnt nothing ends a response at any token alike.
+    Work("8 x 8, lengths as they fall", (*FIXED, "grpo.num_prompts_per_step=8"), 1.15, is_untrained=True),
     Work(
         "8 x 8 x 64, each reward a blocking 10 ms",
         (*FIXED[:1], "++env.length.type=rewards:slow_reward", "grpo.num_prompts_per_step=8"),
@@ -94,6 +91,14 @@ class BareTrainer:
         return time.perf_counter() - started
 
 
+def untrained(model_path: str, folder: str) -> str:
+    """The same model with random weights."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class Figures:
     ratios: list[float]
@@ -105,11 +110,12 @@ class Figures:
 
 async def measure(work: Work, num_steps: int) -> Figures:
     figures = Figures([], [], [], [], [])
-    fixed_length = "as they fall" not in work.name
     with tempfile.TemporaryDirectory() as log_dir:
-        stops = ("policy.generation.ignore_eos=true",) if fixed_length else ()
-        config = load_config(RECIPE, [*COMMON, *work.overrides, *stops, f"logger.log_dir={log_dir}"])
-        model_path = resolve_model(config.policy.model_name)
+        model_path = resolve_model("nemo_rl/quickstart")
+        if work.is_untrained:
+            model_path = untrained(model_path, f"{log_dir}/model")
+        own = (f"policy.model_name={model_path}", f"policy.generation.ignore_eos={not work.is_untrained}")
+        config = load_config(RECIPE, [*COMMON, *work.overrides, *own, f"logger.log_dir={log_dir}"])
         async with open_grpo(config) as run:
             recorder = Recorder(run)
             kwargs = copy.deepcopy(config.policy.optimizer.kwargs)

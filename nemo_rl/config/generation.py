@@ -28,7 +28,7 @@ class GenerationSection(Section):
     backend: Literal["vllm", "hf"] = "vllm"
     in_actor: bool = False  # vllm: in a Ray actor, a process of its own
     max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = Field(default=None, gt=0)
     stop_token_ids: list[int] | None = None  # beside the tokenizer's end-of-sequence token
