@@ -112,3 +112,23 @@ def test_a_dry_run_prints_the_configuration_and_the_placement(tmp_path: Path) ->
     assert "train_global_batch_size: 32" in run.stdout
     assert "# placement" in run.stdout
     assert run.directory is None
+
+
+def test_conversations_of_several_turns_are_trained_on_as_they_were_sampled(tmp_path: Path) -> None:
+    run = run_grpo(
+        tmp_path,
+        "++env.echo={type: 'tests.unit.environments.custom:EchoEnvironment', kwargs: {num_turns: 3}}",
+        "data.default.env_name=echo",
+        "grpo.max_rollout_turns=3",
+        "grpo.num_prompts_per_step=2",
+        "grpo.max_num_steps=1",
+        "grpo.val_at_start=false",
+        "grpo.max_val_samples=4",
+        "policy.max_total_sequence_length=120",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    metrics = run.metrics()[1]
+    assert metrics["train/avg_turns_per_sample"] == metrics["train/reward"] == metrics["validation/accuracy"] == 3
+    assert metrics["train/mean_env_tokens_per_sample"] > 0
+    # 1e-5 is rounding; a token of the past that was made anew, or one under a wrong mask, gives tenths.
+    assert metrics["train/max_logprob_error"] <= 1e-3
