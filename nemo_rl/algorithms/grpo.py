@@ -7,8 +7,7 @@ from nemo_rl.algorithms.interrupt import Interrupted
 from nemo_rl.algorithms.report import report_start, report_step, report_validation
 from nemo_rl.algorithms.resuming import Position, restore, save
 from nemo_rl.algorithms.run import GRPORun
-from nemo_rl.algorithms.stages import add_logprobs, estimate_advantages, make_batch
-from nemo_rl.algorithms.validation import ValidationResult
+from nemo_rl.algorithms.stages import add_logprobs, estimate_advantages, make_batch, train_rewards
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability.timer import StepTimer
 
@@ -21,7 +20,7 @@ class Training:
 
     position: Position  # always what the policy holds, so that it can be saved at any await
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
-    validations: dict[int, ValidationResult] = field(default_factory=dict)  # by step
+    validations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
     is_spent: bool = False  # the data set has no prompt left
     interrupted: bool = False
 
@@ -64,8 +63,10 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
             except StopAsyncIteration:
                 training.is_spent = True
                 return
+        with timer("reward_calculation"):
+            rewards = train_rewards(run, collected)
         with timer("data_processing"):
-            batch = make_batch(run, collected)
+            batch = make_batch(run, collected, rewards)
         with timer("policy_and_reference_logprobs"):
             await run.placement.for_training()
             await add_logprobs(batch, policy, run.logprobs_needed)
@@ -114,7 +115,7 @@ async def _validate(run: GRPORun, training: Training, timer: StepTimer) -> None:
     except Interrupted:
         logger.info("the validation after step %d is abandoned", training.position.step)
         return
-    training.validations[training.position.step] = validation
+    training.validations[training.position.step] = validation.metrics
     report_validation(run, training.position.step, validation, timer)
 
 
@@ -126,6 +127,5 @@ async def _save_if_due(run: GRPORun, training: Training, timer: StepTimer, *, is
 
 def _named_metrics(training: Training) -> dict[str, float]:
     """What is known of the step that training stands at, under the names of `checkpointing.metric_name`."""
-    validation = training.validations.get(training.position.step)
-    of_validation = validation.metrics if validation else {}
+    of_validation = training.validations.get(training.position.step, {})
     return {f"train:{k}": v for k, v in training.metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}

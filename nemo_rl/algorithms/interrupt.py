@@ -17,6 +17,19 @@ class Interrupted(NemoRLError):
     """The user asked the run to stop; what the guarded work had begun is abandoned."""
 
 
+@contextlib.contextmanager
+def cancelled_by_sigterm() -> Iterator[None]:
+    """SIGTERM cancels the current task, as Ctrl-C does under asyncio.run; for the time before `Interrupt.listen`."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
 class Interrupt:
     """A request to stop, seen by the loop between its stages and by whatever it guards.
 

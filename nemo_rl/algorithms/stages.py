@@ -1,20 +1,27 @@
 """The stages of a step between rollouts and optimizer; each adds its keys to the batch."""
 
+from collections.abc import Mapping
+
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.logprob_errors import mask_logprob_errors
 from nemo_rl.algorithms.metrics import batch_metrics
 from nemo_rl.algorithms.rewards import filter_overlong, shaped_rewards
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
-from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.experience.assembly import TrajectoryKey, assemble_batch
 from nemo_rl.interfaces import CollectedGroups, Policy
 from nemo_rl.types import TrainingBatch
 
 
-def make_batch(run: GRPORun, collected: CollectedGroups) -> TrainingBatch:
-    """Scale and shape the rewards and assemble the batch; truncated rollouts lose their gradient where asked."""
-    grpo, policy = run.config.grpo, run.config.policy
+def train_rewards(run: GRPORun, collected: CollectedGroups) -> dict[TrajectoryKey, float]:
+    """The rewards to train on: scaled and shaped where asked."""
+    policy = run.config.policy
     longest_response = policy.generation.max_new_tokens or policy.max_total_sequence_length
-    rewards = shaped_rewards(collected.groups, grpo, longest_response)
+    return shaped_rewards(collected.groups, run.config.grpo, longest_response)
+
+
+def make_batch(run: GRPORun, collected: CollectedGroups, rewards: Mapping[TrajectoryKey, float]) -> TrainingBatch:
+    """Assemble the batch; truncated rollouts lose their gradient where asked."""
+    grpo = run.config.grpo
     min_group_size = min(run.config.rollout.min_group_size, grpo.num_generations_per_prompt)
     batch = assemble_batch(collected.groups, rewards, min_group_size=min_group_size)
     if grpo.overlong_filtering:

@@ -47,7 +47,9 @@ def _command(parsed: argparse.Namespace) -> str:
 
 def _show(config: GRPOConfig) -> int:
     from nemo_rl.build.placement import placement_plan  # torch looks for devices
+    from nemo_rl.policy.optim import check_optimizer
 
+    check_optimizer(config.policy)
     sys.stdout.write(f"{resolved_yaml(config)}\n{placement_plan(config)}\n")
     return 0
 

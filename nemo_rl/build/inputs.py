@@ -9,6 +9,7 @@ from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import PromptSet, check_prompt_lengths, load_datasets
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.hf_model import load_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,23 @@ class Inputs:
     probes: tuple[tuple[int, ...], ...]  # prompts on which the engine's weights are verified
 
 
-def load_inputs(config: GRPOConfig, model_path: str) -> Inputs:
-    """Load and check; raises ConfigError or DataError naming the key, the file or the prompt."""
+def load_prompts(config: GRPOConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
+    """Training and validation prompts, each with an environment that is configured; needs no model."""
+    train, validation = load_datasets(config.data, config.grpo.seed)
+    _check_tasks(config, (train, *validation))
+    return train, validation
+
+
+def load_inputs(config: GRPOConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
+    """The model's tokenizer, checked against its chat template, its context length and the prompts.
+
+    Raises ConfigError naming the key and the prompt.
+    """
+    _check_context_length(config, model_path)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
     encoder.check()
-    train, validation = load_datasets(config.data, config.grpo.seed)
-    _check_tasks(config, (train, *validation))
+    train, validation = prompts
     room = config.policy.max_total_sequence_length - 1  # for one sampled token
     check_prompt_lengths((train, *validation), encoder, min(config.data.max_input_seq_length or room, room))
     probes = train.prompts[: config.weight_sync.num_probe_prompts]
@@ -37,6 +48,14 @@ def load_inputs(config: GRPOConfig, model_path: str) -> Inputs:
         validation,
         tuple(flat_token_ids(encoder.encode_prompt(p.messages, p.tools)) for p in probes),
     )
+
+
+def _check_context_length(config: GRPOConfig, model_path: str) -> None:
+    length = config.policy.max_total_sequence_length
+    model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
+    longest = getattr(model, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
 
 
 def _check_tasks(config: GRPOConfig, prompt_sets: tuple[PromptSet, ...]) -> None:

@@ -26,7 +26,9 @@ def make_context(
     limits = RolloutLimits(
         max_turns=config.grpo.max_rollout_turns,
         max_total_length=config.policy.max_total_sequence_length,
-        environment_timeout_s={name: section.timeout_s for name, section in config.env.items()},
+        # `env.<name>.timeout_s` is kept by make_environment, for functions an item at a time: a deadline around the
+        # whole call would also count the wait for a free thread, and fail all items for one that hangs.
+        environment_timeout_s=dict.fromkeys(config.env),
         generation_timeout_s=config.policy.generation.timeout_s,
         max_retries=config.rollout.max_retries,
         retry_backoff_s=config.rollout.retry_backoff_s,

@@ -13,11 +13,11 @@ from transformers.utils.logging import disable_progress_bar
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantage import make_advantage_estimator
 from nemo_rl.algorithms.grpo import Training, train
-from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
-from nemo_rl.build.inputs import Inputs, load_inputs
+from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
@@ -43,9 +43,10 @@ logger = logging.getLogger(__name__)
 
 async def train_grpo(config: GRPOConfig, command: str) -> Training:
     """Train, then write the summary to standard output; `command` is how the run was started."""
-    async with open_grpo(config) as run:
-        with run.interrupt.listen():
-            training = await train(run)
+    with cancelled_by_sigterm():  # as asyncio does for Ctrl-C: what has been opened is closed
+        async with open_grpo(config) as run:
+            with run.interrupt.listen():
+                training = await train(run)
     sys.stdout.write(_summary(run, command) + "\n")
     return training
 
@@ -57,8 +58,9 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     disable_progress_bar()  # transformers' own, which would break the display
     check_optimizer(config.policy)
     loss_fn = PolicyGradientLoss(config.loss_fn)
+    prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
     model_path = resolve_model(config.policy.model_name)
-    inputs = load_inputs(config, model_path)
+    inputs = load_inputs(config, model_path, prompts)
     async with AsyncExitStack() as stack:
         environments: dict[str, Environment] = {}
         for name, section in config.env.items():

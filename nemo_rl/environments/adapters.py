@@ -94,8 +94,9 @@ class NemoRLEnvironment:
             return
         try:
             self._inner = cls(**kwargs)
-        except TypeError as error:
-            raise ConfigError(f"env.{name}.kwargs", dict(kwargs), f"{cls.__name__}: {error}") from error
+        except Exception as error:  # a user's own constructor
+            problem = f"{cls.__name__}: {type(error).__name__}: {error}"
+            raise ConfigError(f"env.{name}.kwargs", dict(kwargs), problem) from error
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]

@@ -105,8 +105,10 @@ def _check_methods(key: str, path: str, target: type) -> None:
 def _made(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
     try:
         return target(**kwargs)
-    except TypeError as error:
-        raise ConfigError(key, path, f"cannot be made with kwargs {kwargs!r}: {error}") from error
+    except Exception as error:  # a user's own constructor
+        raise ConfigError(
+            key, path, f"cannot be made with kwargs {kwargs!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _import(key: str, path: str) -> Any:

@@ -34,7 +34,8 @@ class RolloutLimits:
 
     max_turns: int
     max_total_length: int  # tokens of prompt, responses and observations together
-    environment_timeout_s: Mapping[str, float] = field(default_factory=dict)  # of one call, by task name
+    # Of one call, by task name; None: the environment bounds its calls itself, and the watchdog is the last resort.
+    environment_timeout_s: Mapping[str, float | None] = field(default_factory=dict)
     default_environment_timeout_s: float = 120.0  # of tasks not named
     generation_timeout_s: float = 600.0  # of one request
     max_retries: int = 2  # of one generation request

@@ -26,7 +26,7 @@ METRICS: dict[str, dict[str, str]] = {
         "train/probs_ratio_clamped": "the ratio after clipping",
         "train/probs_ratio_clamped_min": "its smallest value",
         "train/probs_ratio_clamped_max": "its largest value",
-        "train/kl_penalty": "KL to the reference policy, as it enters the loss",
+        "train/kl_penalty": "KL to the reference policy, before its coefficient",
         "train/approx_entropy": f"{TOKENS} of -exp(lp - lp_gen) lp",
         "train/global_valid_seqs": "samples that carry a gradient",
         "train/global_valid_toks": "tokens that carry a gradient",
@@ -83,7 +83,6 @@ METRICS: dict[str, dict[str, str]] = {
     "Seconds": {
         "timing/train/total_step_time": "the whole step",
         "timing/train/generation": "rollouts of a synchronous step, environments included",
-        "timing/train/exposed_generation": "waiting for rollouts that are collected in the background",
         "timing/train/data_processing": "making the batch",
         "timing/train/reward_calculation": "scaling and shaping rewards",
         "timing/train/policy_and_reference_logprobs": "forward passes before training",
@@ -99,10 +98,6 @@ METRICS: dict[str, dict[str, str]] = {
         "performance/generation_tokens_per_sec": "sampled tokens a second of generation",
         "performance/policy_training_tokens_per_sec": "tokens of the batch a second of training",
         "performance/train_flops": "floating-point operations a second of training",
-        "performance/train_fp_utilization": "their share of the GPU's peak",
-        "efficiency/generation_busy_pct": "share of the step in which the engine computes",
-        "efficiency/training_busy_pct": "share of the step in which the trainer computes",
-        "efficiency/exposed_wait_s/<cause>": "seconds the trainer waited, by cause",
     },
 }
 

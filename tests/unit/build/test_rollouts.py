@@ -6,8 +6,10 @@ from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.rollouts import make_context, make_sampling, make_source, make_validator
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.data.datasets import PromptSet
-from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.environments.registry import make_environment
+from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_multi_turn_rollout_async_generation
 from nemo_rl.experience.sources import FilteredSource, SyncSource
+from nemo_rl.types import Message, Prompt, StopReason
 from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment
@@ -63,7 +65,7 @@ def test_the_context_has_the_limits_of_the_configuration() -> None:
     limits = context(config).limits
     assert (limits.max_turns, limits.max_total_length, limits.max_retries) == (3, 64, 4)
     assert (limits.stall_timeout_s, limits.retry_backoff_s, limits.generation_timeout_s) == (9.0, 0.25, 11.0)
-    assert limits.environment_timeout_s == {TRAINED: 7.0}
+    assert limits.environment_timeout_s == {TRAINED: None}  # kept by the environment itself
     assert context(config).seed == 5
     assert context(config).sampling.stop_token_ids == (END,)
 
@@ -135,3 +137,25 @@ def test_the_validator_has_the_sizes_of_the_configuration() -> None:
     assert (validator.num_generations_per_prompt, validator.batch_size) == (4, 5)
     assert (validator.max_samples, validator.greedy) == (None, True)
     assert [prompt_set.name for prompt_set in validator.prompt_sets] == ["held_out"]
+
+
+def test_a_function_that_hangs_fails_its_item_alone_and_those_that_wait_for_a_thread_are_scored() -> None:
+    """20 items, 16 threads, one item that never ends: the deadline is that of each item from its start."""
+    config = make_config(env={"f": {"type": "tests.unit.environments.custom:waits", "timeout_s": 5.0}})
+
+    async def main() -> list[StopReason]:
+        environment = make_environment("f", config.env["f"])
+        states = [{"wait": i == 3} for i in range(20)]
+        jobs = [
+            RolloutJob(Prompt(f"p{i}", "f", (Message("user", "q"),), env_state=state), f"p{i}", 0)
+            for i, state in enumerate(states)
+        ]
+        rollouts = make_context(
+            config, inputs(), FakeGeneration(vocab_size=VOCAB_SIZE), {"f": environment}, lambda _: None
+        )
+        trajectories = await run_multi_turn_rollout_async_generation(jobs, rollouts)
+        await environment.close()
+        return [t.stop_reason for t in trajectories]
+
+    reasons = asyncio.run(main())
+    assert [i for i, reason in enumerate(reasons) if reason is StopReason.FAILED] == [3]

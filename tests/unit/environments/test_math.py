@@ -75,7 +75,7 @@ def hang_or_die(what: str) -> str:
 
 def test_worker_that_hangs_dies_or_raises_fails_its_call_alone() -> None:
     async def main() -> list[object]:
-        pool = ProcessPool(f"{__name__}:{hang_or_die.__name__}", 1, timeout_s=3.0)
+        pool = ProcessPool(f"{__name__}:{hang_or_die.__name__}", 1, timeout_s=10.0)
         calls = [pool.call(what) for what in ("a", "hang", "b", "die", "c", "raise", "d")]
         try:
             return list(await asyncio.gather(*calls, return_exceptions=True))
@@ -85,6 +85,6 @@ def test_worker_that_hangs_dies_or_raises_fails_its_call_alone() -> None:
     results = asyncio.run(main())
     assert results[0::2] == ["a", "b", "c", "d"]
     assert all(isinstance(error, WorkerError) for error in results[1::2])
-    assert "did not finish in 3 s" in str(results[1])
+    assert "did not finish in 10 s" in str(results[1])
     assert "its process died" in str(results[3])
     assert "KeyError: 'lost'" in str(results[5])
