@@ -32,12 +32,12 @@ def make_agent(name: str, section: AgentSection) -> Agent:
     if section.command is not None:
         return CommandAgent(name, section.command)
     assert section.function is not None  # config/agent_checks.py
-    if section.in_tasks:
-        return TaskAgent(name, section.function)
     key = f"env.{name}.function"
     function = import_path(key, section.function)
     if not callable(function):
         raise ConfigError(key, section.function, "not a function")
+    if section.in_tasks:
+        return TaskAgent(name, section.function)
     return FunctionAgent(name, function, max_threads=section.max_concurrency)
 
 

@@ -81,8 +81,7 @@ class TaskAgent:
     def __init__(self, name: str, path: str) -> None:
         from nemo_rl.distributed.actors import connect  # loads Ray
 
-        import_path(f"env.{name}.function", path)  # a mistake in the path shows now
-        connect()
+        connect()  # takes seconds that no rollout should wait
         self._name = name
         self._path = path
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+PYTHONPATH = [path] if (path := os.environ.get("PYTHONPATH")) else []
 
 SEEDS = (0, 1, 2)
 SAMPLED_START_BELOW, SAMPLED_END = 0.35, 0.85
@@ -54,7 +55,7 @@ def run(name: str, *overrides: str) -> Outcome:
             cwd=ROOT,
             check=True,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "NEMO_RL_CACHE": cache, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "NEMO_RL_CACHE": cache, "PYTHONPATH": os.pathsep.join([str(HERE), *PYTHONPATH])},
             timeout=3600,
         )
         seconds = time.monotonic() - started

@@ -548,19 +548,10 @@ def test_children_of_a_command_end_with_it_whether_it_is_stopped_or_ends(then: s
 # ---- processes
 
 
-def where_it_runs(prompt: Prompt, base_url: str, api_key: str) -> dict[str, float]:
-    """In the process of a task."""
-    with OpenAI(base_url=base_url, api_key=api_key, timeout=DEADLINE_S) as client:
-        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-    if prompt.prompt_id == "p1":
-        os._exit(1)
-    return {"pid": float(os.getpid())}
-
-
 def test_tasks_run_in_processes_of_their_own_whose_end_costs_one_rollout() -> None:
     async def body(setup: Setup) -> None:
         lived, died = await setup.run(jobs(2))
         assert lived.rewards["pid"] != os.getpid()
         assert cause_of(died)[0] is FailureClass.AGENT
 
-    use(TaskAgent("game", f"{__name__}:where_it_runs"), body)
+    use(TaskAgent("game", "tests.unit.experience.agent_functions:where_it_runs"), body)
