@@ -73,3 +73,13 @@ def test_a_mistake_about_an_agent_ends_before_a_model_loads(
     assert run.returncode == 2, run.stderr
     assert expected in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_an_agent_of_an_existing_framework_is_trained_unchanged(tmp_path: Path) -> None:
+    function = "++env.asker.function=examples.agents.with_pydantic_ai:ask"
+    run = run_grpo(tmp_path, *SMALL, *AGENT, function, "grpo.max_num_steps=1", "grpo.val_period=0")
+    assert run.returncode == 0, run.stdout + run.stderr
+    step = run.metrics()[1]
+    assert step["train/num_rollouts"] == 4 * 8
+    assert step["train/failures/agent"] == step["train/failures/infra"] == 0
+    assert step["train/max_logprob_error"] <= 1e-4
