@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from nemo_rl.types import (
+    AgentResult,
     Completion,
     EnvStep,
     FailedRequest,
     Failure,
     GenerationRequest,
     Message,
+    Prompt,
     TrainingBatch,
     TrajectoryGroup,
 )
@@ -41,6 +43,14 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free what the environment holds; no call follows."""
+        ...
+
+
+class Agent(Protocol):
+    """Whoever owns its own loop and talks to the gateway as to an OpenAI server."""
+
+    async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+        """One rollout of `prompt`; every call to `base_url` is recorded. What it raises fails this rollout alone."""
         ...
 
 

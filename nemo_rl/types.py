@@ -174,6 +174,7 @@ class Trajectory:
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest
     failure: Failure | None = None
     timings: Timings = field(default_factory=Timings)
+    other_chains: tuple[MessageLog, ...] = ()  # an agent's further histories, each trained on as a sample of its own
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
@@ -190,11 +191,24 @@ class Trajectory:
 
     @property
     def num_generated_tokens(self) -> int:
-        return sum(len(m.token_ids) for m in self.message_log if m.is_generated)
+        return sum(len(m.token_ids) for log in self.chains for m in log if m.is_generated)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(m.token_ids) for m in self.message_log)
+        return sum(len(m.token_ids) for log in self.chains for m in log)
+
+    @property
+    def chains(self) -> tuple[MessageLog, ...]:
+        """All histories to train on; the message log alone where no agent rewrote it."""
+        return (self.message_log, *self.other_chains)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What an agent's run came to; its tokens are the gateway's."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty: posted to the gateway, or scored later
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

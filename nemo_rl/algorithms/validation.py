@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl.algorithms.pass_k import pass_at_k
 from nemo_rl.data.datasets import PromptSet
+from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.rollouts import (
     RolloutContext,
     RolloutJob,
@@ -66,7 +67,7 @@ class Validator:
                 for prompt in prompts[start : start + self.batch_size]
                 for index in range(num_generations)
             ]
-            trajectories += await run(jobs, context)
+            trajectories += await run_rollouts(jobs, context, run)
         return trajectories
 
 

@@ -8,6 +8,7 @@ from nemo_rl.algorithms.validation import Validator
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.data.loader import PromptLoader
+from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.sources import FilteredSource, SyncSource, prompts_per_batch
 from nemo_rl.experience.writer import RolloutWriter
@@ -21,6 +22,7 @@ def make_context(
     generation: Generation,
     environments: Mapping[str, Environment],
     on_rollout: Callable[[object], None],
+    agents: Mapping[str, AgentRuntime] | None = None,
 ) -> RolloutContext:
     """What training and validation rollouts are run with; `on_rollout` is told each one as it ends."""
     limits = RolloutLimits(
@@ -42,6 +44,7 @@ def make_context(
         sampling=make_sampling(config, inputs.encoder.stop_token_ids),
         seed=config.grpo.seed,
         progress=on_rollout,
+        agents=agents or {},
     )
 
 
@@ -99,7 +102,7 @@ def make_validator(config: GRPOConfig, inputs: Inputs, context: RolloutContext) 
         sampling = replace(sampling, temperature=grpo.val_temperature)
     return Validator(
         prompt_sets=inputs.validation,
-        context=replace(context, sampling=sampling),
+        context=replace(context, sampling=sampling, progress=None),  # which counts the rollouts of training
         num_generations_per_prompt=grpo.val_num_generations_per_prompt,
         batch_size=grpo.val_batch_size,
         max_samples=grpo.max_val_samples,

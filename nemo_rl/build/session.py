@@ -17,10 +17,12 @@ from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
+from nemo_rl.build.agents import make_agents, make_codec, open_gateway
 from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
+from nemo_rl.config.env import AgentSection
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.environments.registry import make_environment
@@ -64,8 +66,12 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     async with AsyncExitStack() as stack:
         environments: dict[str, Environment] = {}
         for name, section in config.env.items():
+            if isinstance(section, AgentSection):
+                continue
             environments[name] = make_environment(name, section)
             stack.push_async_callback(environments[name].close)
+        agents = make_agents(config)
+        codec = make_codec(config, inputs.encoder) if agents else None
         run_dir = make_run_directory(config.logger.log_dir)
         (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
         logger.info("run directory: %s", run_dir)
@@ -82,7 +88,8 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         stack.callback(weight_sync.close)
         progress = make_progress(config.logger, console, rollouts_per_step=_num_samples(config))
         stack.callback(progress.close)
-        context = make_context(config, inputs, generation, environments, progress.rollout)
+        runtimes = await open_gateway(config, agents, codec, generation, stack) if codec else {}
+        context = make_context(config, inputs, generation, environments, progress.rollout, runtimes)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
         estimator = make_advantage_estimator(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.data import Dataset
 from nemo_rl.config.loss_checks import check_advantages, check_loss
@@ -25,6 +26,7 @@ def check(config: GRPOConfig) -> None:
         check_loss,
         check_advantages,
         check_checkpointing,
+        check_agents,
         _check_data,
     )
     for one in checks:

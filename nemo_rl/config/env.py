@@ -69,6 +69,17 @@ class ToolsSection(EnvironmentSection):
     max_output_chars: int = Field(default=4096, gt=0)
 
 
+class AgentSection(EnvironmentSection):
+    """An agent that owns its loop: exactly one of `function` and `command`. Its reward is what it returns or posts, or
+    what the environment `scored_by` gives to its last conversation. `timeout_s` bounds one run."""
+
+    function: str | None = None  # a dotted path: (prompt, base_url, api_key) -> reward, rewards by name, or AgentResult
+    command: list[str] | None = None  # run with OPENAI_BASE_URL, OPENAI_API_KEY and the prompt as JSON in its input
+    scored_by: str | None = None  # another entry of `env`
+    max_concurrency: int = Field(default=64, gt=0)  # runs at once
+    in_tasks: bool = False  # function: each run in a Ray task, a process of its own
+
+
 class CustomSection(EnvironmentSection):
     """A class or a function by dotted path, with the arguments it is made with."""
 
@@ -80,4 +91,5 @@ ENVIRONMENT_SECTIONS: dict[str, type[EnvironmentSection]] = {
     "reasoning_gym": ReasoningGymSection,
     "sliding_puzzle": SlidingPuzzleSection,
     "tools": ToolsSection,
+    "agent": AgentSection,
 }

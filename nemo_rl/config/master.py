@@ -9,7 +9,7 @@ from nemo_rl.config.data import Data
 from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection, EnvironmentSection
 from nemo_rl.config.loss import LossFn
 from nemo_rl.config.policy import Policy
-from nemo_rl.config.run import Checkpointing, Cluster, Logger, Rollout, WeightSync
+from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, WeightSync
 from nemo_rl.config.section import Section
 
 
@@ -22,6 +22,7 @@ class GRPOConfig(Section):
     data: Data
     env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)
     rollout: Rollout = Rollout()
+    gateway: Gateway = Gateway()
     weight_sync: WeightSync = WeightSync()
     checkpointing: Checkpointing = Checkpointing()
     logger: Logger = Logger()

@@ -1,5 +1,7 @@
 """The sections about the run itself: `rollout`, `weight_sync`, `checkpointing`, `logger`, `cluster`."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from nemo_rl.config.section import Section
@@ -13,6 +15,7 @@ class Rollout(Section):
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's rollouts; above it the run stops
     min_group_size: int = Field(default=2, gt=0)  # survivors that a group needs to be trained on
     stall_timeout_s: float = Field(default=600.0, gt=0)  # without any progress
+    trajectory_selection: Literal["all", "longest"] = "all"  # of an agent's histories: which are trained on
     write_rollouts: bool = True  # rollouts/*.jsonl in the run directory
     write_token_ids: bool = False
 
@@ -56,3 +59,15 @@ class Logger(Section):
 class Cluster(Section):
     gpus_per_node: int = Field(default=1, ge=0)
     num_nodes: int = Field(default=1, gt=0)
+
+
+class Gateway(Section):
+    """`gateway`: the OpenAI server that agents talk to. It is started where an environment is an agent."""
+
+    num_servers: int = Field(default=1, gt=0)
+    host: str = "127.0.0.1"
+    token: str | None = None  # None: a random one where host is not a loopback address
+    tool_parser: str | None = "hermes"
+    reasoning_parser: str | None = None
+    session_ttl_s: float = Field(default=3600.0, gt=0)
+    max_sessions: int = Field(default=10_000, gt=0)

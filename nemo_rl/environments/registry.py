@@ -78,7 +78,7 @@ def _make_local(name: str, section: EnvironmentSection) -> Environment:
 
 def _from_path(name: str, path: str, section: EnvironmentSection) -> Environment:
     key = f"env.{name}.type"
-    target = _import(key, path)
+    target = import_path(key, path)
     kwargs = section.kwargs if isinstance(section, CustomSection) else {}
     if is_nemo_rl_environment(target):
         return NemoRLEnvironment(name, target, kwargs)
@@ -111,7 +111,8 @@ def _made(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environm
         ) from error
 
 
-def _import(key: str, path: str) -> Any:
+def import_path(key: str, path: str) -> Any:
+    """What "package.module:Name" names; raises ConfigError for `key` where there is no such thing."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or module_name.startswith("."):
         raise ConfigError(key, path, "no dotted path such as package.module:name")

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import RolloutError
-from nemo_rl.types import StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
+from nemo_rl.types import MessageLog, StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())
 
@@ -78,23 +78,26 @@ def assemble_batch(
 def samples_of(
     trajectory: Trajectory, *, trajectory_id: int, group_id: int, reward: float
 ) -> tuple[TrainingSample, ...]:
-    """The token sequences to train on: one, the whole message log."""
-    log = trajectory.message_log
+    """The token sequences to train on: one a history. They share the trajectory's reward."""
+    return tuple(
+        _sample(log, trajectory_id=trajectory_id, group_id=group_id, reward=reward) for log in trajectory.chains
+    )
+
+
+def _sample(log: MessageLog, *, trajectory_id: int, group_id: int, reward: float) -> TrainingSample:
     generated = [m.generation_logprobs for m in log]
     lengths = [len(m.token_ids) for m in log]
-    return (
-        TrainingSample(
-            trajectory_id=trajectory_id,
-            group_id=group_id,
-            token_ids=tuple(chain.from_iterable(m.token_ids for m in log)),
-            token_mask=tuple(
-                chain.from_iterable((0 if g is None else 1,) * n for g, n in zip(generated, lengths, strict=True))
-            ),
-            generation_logprobs=tuple(
-                chain.from_iterable((0.0,) * n if g is None else g for g, n in zip(generated, lengths, strict=True))
-            ),
-            reward=reward,
+    return TrainingSample(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        token_ids=tuple(chain.from_iterable(m.token_ids for m in log)),
+        token_mask=tuple(
+            chain.from_iterable((0 if g is None else 1,) * n for g, n in zip(generated, lengths, strict=True))
         ),
+        generation_logprobs=tuple(
+            chain.from_iterable((0.0,) * n if g is None else g for g, n in zip(generated, lengths, strict=True))
+        ),
+        reward=reward,
     )
 
 

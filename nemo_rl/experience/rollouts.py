@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.boundaries import Retries, generate, step_environment
 from nemo_rl.experience.supervision import StallWatchdog, in_parallel
 from nemo_rl.experience.turns import (
@@ -54,6 +55,11 @@ class RolloutContext:
     sampling: SamplingParams  # `max_new_tokens` is the limit of one response
     seed: int  # of the run
     progress: Callable[[Trajectory], None] | None = None  # called with each rollout as it ends; what it raises ends all
+    agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
+
+    def environment_timeout_s(self, task_name: str) -> float | None:
+        """The deadline of one call of a task's environment; None: it keeps its own."""
+        return self.limits.environment_timeout_s.get(task_name, self.limits.default_environment_timeout_s)
 
 
 async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
@@ -177,13 +183,12 @@ class _Run:
         if not waiting:
             return
         task_name = waiting[0][0].task_name
-        limits = self._context.limits
         started_at = time.perf_counter()
         results = await step_environment(
             self._context.environments[task_name],
             task_name,
             [call for _, call in waiting],
-            timeout_s=limits.environment_timeout_s.get(task_name, limits.default_environment_timeout_s),
+            timeout_s=self._context.environment_timeout_s(task_name),
             watchdog=self.watchdog,
         )
         seconds = time.perf_counter() - started_at

@@ -8,6 +8,7 @@ from typing import Any
 from nemo_rl.config.run import Rollout
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.rollouts import (
     RolloutContext,
@@ -87,7 +88,7 @@ class SyncSource:
                 report(trajectory)
 
         run = run_async_multi_turn_rollout if self._context.generation.is_async else run_multi_turn_rollout
-        return await run(jobs, replace(self._context, progress=count))
+        return await run_rollouts(jobs, replace(self._context, progress=count), run)
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ class Episode:
         self._encoder = encoder
         self._rules = rules
         self._message_log: list[TokenizedMessage] = []
-        self._conversation = [_role_and_content(m) for m in job.prompt.messages]
+        self._conversation = [role_and_content(m) for m in job.prompt.messages]
         self._context: tuple[int, ...] = ()  # what the last response was generated from
         self._response: tuple[int, ...] = ()
         self._state: Mapping[str, Any] = {}
@@ -149,7 +149,7 @@ class Episode:
         if isinstance(result, Failure):
             self._end(StopReason.FAILED, result)
             return
-        if problem := _problem_of_step(result):
+        if problem := problem_of_step(result):
             self.fail(FailureClass.ENVIRONMENT, problem)
             return
         if problem := self._add_rewards(result.rewards):
@@ -215,14 +215,10 @@ class Episode:
 
     def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:
         """Add a turn's rewards by name, or say what is wrong with one."""
+        if problem := problem_of_rewards(rewards):
+            return problem
         for name, value in rewards.items():
-            try:
-                reward = float(value)
-            except (TypeError, ValueError):
-                return f"reward {name} is {value!r}"
-            if not math.isfinite(reward):
-                return f"reward {name} is {reward}"
-            self._rewards[name] = self._rewards.get(name, 0.0) + reward
+            self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
         return None
 
     def _reason_to_stop(self, step: EnvStep) -> StopReason | None:
@@ -245,7 +241,7 @@ class Episode:
             self._end(StopReason.TRUNCATED)
             return
         self._message_log += bridge
-        self._conversation += (_role_and_content(m) for m in observation)
+        self._conversation += (role_and_content(m) for m in observation)
         self._context = (*self._context, *self._response, *flat_token_ids(bridge))
         self._ask_for_response()
 
@@ -267,7 +263,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _role_and_content(message: Message) -> Message:
+def role_and_content(message: Message) -> Message:
+    """A message as environments see it."""
     if not message.tool_calls and message.tool_call_id is None:
         return message
     return Message(message.role, message.content)
@@ -291,7 +288,19 @@ def _problem_of_response(result: Completion, request: GenerationRequest) -> str 
     return f"the engine gave {count} tokens where {limit} were allowed" if count > limit else None
 
 
-def _problem_of_step(result: object) -> str | None:
+def problem_of_rewards(rewards: Mapping[str, Any]) -> str | None:
+    """Which reward is no finite number, or None."""
+    for name, value in rewards.items():
+        try:
+            reward = float(value)
+        except (TypeError, ValueError):
+            return f"reward {name} is {value!r}"
+        if not math.isfinite(reward):
+            return f"reward {name} is {reward}"
+    return None
+
+
+def problem_of_step(result: object) -> str | None:
     """How an environment broke its contract, or None; rewards are looked at apart."""
     if not isinstance(result, EnvStep):
         return f"the environment gave a {type(result).__name__}, not an EnvStep"

@@ -22,7 +22,8 @@ class RolloutWriter:
 
     A line holds step, group_id, prompt_id, dataset, task_name, generation_index, stop_reason, reward (null when
     failed), rewards by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings
-    and messages; with `write_token_ids` each message also holds token_ids and, where sampled, generation_logprobs.
+    and messages, of an agent that has rewritten its history also other_chains, a list of messages each; with
+    `write_token_ids` each message also holds token_ids and, where sampled, generation_logprobs.
     """
 
     def __init__(self, path: str | Path, *, write_token_ids: bool = False) -> None:
@@ -58,6 +59,7 @@ class RolloutWriter:
 
     def _row(self, step: int, trajectory: Trajectory) -> dict[str, Any]:
         prompt, failure = trajectory.prompt, trajectory.failure
+        others = [[self._message(message) for message in log] for log in trajectory.other_chains]
         return {
             "step": step,
             "group_id": trajectory.group_id,
@@ -76,6 +78,7 @@ class RolloutWriter:
             "weight_versions": list(trajectory.weight_versions),
             "timings": asdict(trajectory.timings),
             "messages": [self._message(message) for message in trajectory.message_log],
+            **({"other_chains": others} if others else {}),
         }
 
     def _message(self, tokenized: TokenizedMessage) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class Completions:
         place = live.take_place(call)
         try:
             seed = _seed(live.seed, array("q", call.prompt_token_ids).tobytes(), place)
-            answer = await self._answer_unless_closed(request, call, seed, live)
+            sampling = self._sampling(request, call, live.sampling or self._rules.sampling)
+            answer = await self._answer_unless_closed(request, _asked(call, sampling, seed, live.session_id), live)
             live.session.commit(call, answer.completion, answer.response.message, completion_id=answer.completion_id)
         except BaseException:
             live.give_place_back(call, place)
@@ -71,7 +72,8 @@ class Completions:
         echo = request.messages[behind - 1].echo() if behind else None
         call = self._begin(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
         seed = _seed(self._rules.seed, b"without session", next(self._numbers))
-        answer = await self._answer(request, call, seed, session_id="", with_token_ids=True)
+        sampling = self._sampling(request, call, self._rules.sampling)
+        answer = await self._answer(request, _asked(call, sampling, seed), with_token_ids=True)
         calls.commit(call, answer.completion, answer.response.message)
         return answer
 
@@ -98,10 +100,8 @@ class Completions:
             text = " ".join(str(error).split())[:500]
             raise RequestError(400, f"the conversation cannot be encoded: {text}", param="messages") from error
 
-    async def _answer_unless_closed(self, request: ChatRequest, call: Call, seed: int, live: LiveSession) -> Answer:
-        with_token_ids = bool(request.return_token_ids)
-        answer = self._answer(request, call, seed, session_id=live.session_id, with_token_ids=with_token_ids)
-        task = asyncio.create_task(answer)
+    async def _answer_unless_closed(self, request: ChatRequest, asked: GenerationRequest, live: LiveSession) -> Answer:
+        task = asyncio.create_task(self._answer(request, asked, with_token_ids=bool(request.return_token_ids)))
         live.running.add(task)
         closed = RequestError(409, "the session was closed during this call", code="session_closed")
         try:
@@ -116,31 +116,25 @@ class Completions:
             raise closed
         return answered
 
-    async def _answer(
-        self, request: ChatRequest, call: Call, seed: int, *, session_id: str, with_token_ids: bool
-    ) -> Answer:
-        sampling = self._sampling(request, call)
-        request_id = uuid4().hex
-        asked = GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id or request_id)
+    async def _answer(self, request: ChatRequest, asked: GenerationRequest, *, with_token_ids: bool) -> Answer:
         completion = await self._generate(asked)
         response = self._codec.read(
             completion.token_ids,
-            call_id_seed=str(seed),
-            stop_strings=sampling.stop_strings,
+            call_id_seed=str(asked.seed),
+            stop_strings=asked.sampling.stop_strings,
             with_tools=bool(request.tools) and request.tool_choice != "none",
         )
         return Answer(
-            completion_id=f"chatcmpl-{request_id}",
+            completion_id=f"chatcmpl-{asked.request_id}",
             model=self._rules.model_name,
-            prompt_token_ids=call.prompt_token_ids,
+            prompt_token_ids=asked.token_ids,
             completion=completion,
             response=response,
             with_token_ids=with_token_ids,
             with_logprobs=bool(request.logprobs),
         )
 
-    def _sampling(self, request: ChatRequest, call: Call) -> SamplingParams:
-        sampling = self._rules.sampling
+    def _sampling(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> SamplingParams:
         room = self._rules.max_model_len - len(call.prompt_token_ids)
         if room <= 0:
             raise self._too_long(f"{len(call.prompt_token_ids)} tokens in")
@@ -186,6 +180,11 @@ class Completions:
         if fresh and len(self._noted) < MAX_NOTED:
             self._noted.update(fresh)
             log.info("clients' %s are ignored: the run decides how tokens are sampled", fresh)
+
+
+def _asked(call: Call, sampling: SamplingParams, seed: int, session_id: str | None = None) -> GenerationRequest:
+    request_id = uuid4().hex
+    return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id or request_id)
 
 
 def _seed(seed: int, identity: bytes, place: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.sessions import Call, Session
+from nemo_rl.types import SamplingParams
 
 ID_BYTES = 24  # of randomness in a session's id, which is all that protects it
 MAX_REMEMBERED_CLOSED = 10_000
@@ -22,6 +23,7 @@ class LiveSession:
     session: Session
     seed: int
     last_use: float
+    sampling: SamplingParams | None = None  # of its calls; None: the run's
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations under way
     _places: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
@@ -52,13 +54,13 @@ class Registry:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, *, seed: int) -> LiveSession:
+    def open(self, *, seed: int, sampling: SamplingParams | None = None) -> LiveSession:
         """A new session under an id that cannot be guessed; raises RequestError 429 when there are too many."""
         self.expire()
         if len(self._live) >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open", code="too_many_sessions")
         session_id = secrets.token_urlsafe(ID_BYTES)
-        live = LiveSession(session_id, Session(self._codec), seed, self._clock())
+        live = LiveSession(session_id, Session(self._codec), seed, self._clock(), sampling)
         self._live[session_id] = live
         return live
 

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules, Completions
+from nemo_rl.gateway.connections import BACKLOG, accept
 from nemo_rl.gateway.echoes import EchoedCalls
 from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import LiveSession, Registry
@@ -35,9 +36,9 @@ from nemo_rl.gateway.responses import Answer, completion_body, event_stream, ses
 from nemo_rl.gateway.schema import ChatRequest, RewardRequest, SessionRequest, parse_body
 from nemo_rl.gateway.sessions import Session
 from nemo_rl.interfaces import Generation
+from nemo_rl.types import SamplingParams
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-BACKLOG = 1024  # connections that wait to be accepted
 SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class ServerSettings:
     advertised_host: str | None = None  # under which agents reach it; None: `host`
     token: str | None = None  # None: none on a loopback address, else a random one
     max_sessions: int = 4096
+    max_connections: int = 4096
     max_echoed_calls: int = 65_536  # kept for clients without a session
     ttl_s: float = 3600.0  # until what nobody uses is forgotten
     max_body_bytes: int = 32 * 2**20
@@ -77,6 +79,7 @@ class GatewayServer:
             self.token = secrets.token_urlsafe(32)
         self.port = settings.port
         self._runner: web.AppRunner | None = None
+        self._accepting: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     @classmethod
@@ -98,10 +101,13 @@ class GatewayServer:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def open_session(self, *, seed: int | None = None) -> str:
-        """The id of a new session; raises RequestError 429 when too many are open."""
+    def open_session(self, *, seed: int | None = None, sampling: SamplingParams | None = None) -> str:
+        """The id of a new session; raises RequestError 429 when too many are open.
+
+        `sampling` takes the place of the rules' for this session: a greedy validation beside sampled training.
+        """
         seed = self._completions.next_session_seed() if seed is None else seed
-        return self._sessions.open(seed=seed).session_id
+        return self._sessions.open(seed=seed, sampling=sampling).session_id
 
     def session_url(self, session_id: str) -> str:
         """What an agent takes as OPENAI_BASE_URL."""
@@ -119,6 +125,9 @@ class GatewayServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
             self._sweeper = None
+        if self._accepting is not None:
+            self._accepting.close()
+            self._accepting = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -140,11 +149,14 @@ class GatewayServer:
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None  # setup made it
         family = socket.AF_INET6 if ":" in self._settings.host else socket.AF_INET
         try:
             listener = socket.create_server((self._settings.host, self._settings.port), family=family, backlog=BACKLOG)
             self.port = listener.getsockname()[1]
-            await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+            limit = self._settings.max_connections
+            self._accepting = await accept(server, listener, max_connections=limit)
         except OSError:
             await self._runner.cleanup()
             raise

@@ -37,6 +37,7 @@ class Node:
     sampled: TokenizedMessage
     request: bytes  # digest of tools and messages that it answered
     weight_versions: tuple[int, int]
+    is_truncated: bool = False  # the response was cut by its token limit
     rewards: dict[str, float] = field(default_factory=dict)  # posted for this call
     is_continued: bool = False
 
@@ -71,6 +72,7 @@ class Chain:
     message_log: MessageLog
     weight_versions: tuple[int, int]  # oldest and newest
     rewards: Mapping[str, float]  # posted for its calls; those of the whole session are the session's
+    is_truncated: bool = False  # its last response was cut by its token limit
 
 
 def start_chain(codec: Codec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes) -> Call:
@@ -96,7 +98,8 @@ def answer_call(call: Call, completion: Completion, message: Message) -> Node:
     sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs)
     if call.parent is not None:
         call.parent.is_continued = True
-    return Node(call.parent, call.context, sampled, call.request, completion.weight_versions)
+    is_truncated = completion.finish_reason == "length"
+    return Node(call.parent, call.context, sampled, call.request, completion.weight_versions, is_truncated)
 
 
 def chain_of(node: Node) -> Chain:
@@ -104,7 +107,7 @@ def chain_of(node: Node) -> Chain:
     path = node.path()
     versions = [version for each in path for version in each.weight_versions]
     rewards = {name: reward for each in path for name, reward in each.rewards.items()}
-    return Chain(node.message_log(), (min(versions), max(versions)), rewards)
+    return Chain(node.message_log(), (min(versions), max(versions)), rewards, node.is_truncated)
 
 
 class Session:

@@ -1,6 +1,7 @@
 """Does it learn, and only what it should? Whole runs of the quickstart, minutes each; figures for docs/benchmarks.md.
 
 uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
+uv run scripts/acceptance/learning.py agent         the same through an agent that knows only a base URL
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 """
 
@@ -16,10 +17,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+PYTHONPATH = [path] if (path := os.environ.get("PYTHONPATH")) else []
 
 SEEDS = (0, 1, 2)
 SAMPLED_START_BELOW, SAMPLED_END = 0.35, 0.85
 GREEDY_GAIN, GREEDY_END = 0.2, 0.9
+
+AGENT = (
+    "++env.asker.type=agent",
+    "++env.asker.function=examples.agents.single_turn:ask",
+    "++env.asker.scored_by=reasoning_gym",
+    "++env.asker.max_concurrency=256",  # a step's rollouts, as without an agent
+    "data.default.env_name=asker",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def run(name: str, *overrides: str) -> Outcome:
             cwd=ROOT,
             check=True,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "NEMO_RL_CACHE": cache, "PYTHONPATH": str(HERE)},
+            env={**os.environ, "NEMO_RL_CACHE": cache, "PYTHONPATH": os.pathsep.join([str(HERE), *PYTHONPATH])},
             timeout=3600,
         )
         seconds = time.monotonic() - started
@@ -60,10 +70,11 @@ def run(name: str, *overrides: str) -> Outcome:
     )
 
 
-def learning(seeds: tuple[int, ...]) -> bool:
+def learning(seeds: tuple[int, ...], name: str = "quickstart", overrides: tuple[str, ...] = ()) -> bool:
     passed = True
     for seed in seeds:
-        outcome = run(f"quickstart, seed {seed}", f"grpo.seed={seed}", f"policy.model_name=nemo_rl/quickstart-{seed}")
+        model = f"policy.model_name=nemo_rl/quickstart-{seed}"
+        outcome = run(f"{name}, seed {seed}", f"grpo.seed={seed}", model, *overrides)
         verdict = (
             outcome.sampled[0] < SAMPLED_START_BELOW
             and outcome.sampled[1] >= SAMPLED_END
@@ -101,8 +112,14 @@ def controls() -> bool:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["learning", "controls"], default="learning")
+    parser.add_argument("what", nargs="?", choices=["learning", "agent", "controls"], default="learning")
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     arguments = parser.parse_args()
     print("| run | sampled | greedy | s | as it should |\n|---|---|---|---|---|", flush=True)
-    sys.exit(0 if (controls() if arguments.what == "controls" else learning(tuple(arguments.seeds))) else 1)
+    if arguments.what == "controls":
+        passed = controls()
+    elif arguments.what == "agent":
+        passed = learning(tuple(arguments.seeds), "through an agent", AGENT)
+    else:
+        passed = learning(tuple(arguments.seeds))
+    sys.exit(0 if passed else 1)

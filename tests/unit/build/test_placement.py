@@ -24,6 +24,8 @@ def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:
             "policy.generation={backend: vllm, vllm_cfg: {precision: bfloat16}}",
             "#   generation: vllm on cpu, started by the driver, bfloat16",
         ),
+        ("++env.asker={type: agent, command: [cat]}", "#   environments: letters"),
+        ("++env.asker={type: agent, command: [cat]}", "#   agents: asker; gateway on 127.0.0.1"),
     ],
 )
 def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line: str) -> None:

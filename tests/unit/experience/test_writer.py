@@ -92,6 +92,15 @@ def test_token_ids_and_logprobs_are_written_on_request(tmp_path):
     assert (assistant["token_ids"], assistant["generation_logprobs"]) == ([4, 0], [-0.5, -0.25])
 
 
+def test_further_histories_of_an_agent_are_written_where_there_are_some(tmp_path):
+    other = (TokenizedMessage(Message("assistant", "nein"), (5,), (-1.0,)),)
+    with RolloutWriter(tmp_path / "rollouts.jsonl") as writer:
+        writer.write(1, [ROLLOUT, replace(ROLLOUT, other_chains=(other,))])
+    plain, rewritten = lines(writer.path)
+    assert "other_chains" not in plain
+    assert rewritten["other_chains"] == [[{"role": "assistant", "content": "nein"}]]
+
+
 def test_lines_are_appended_in_order_over_steps_and_runs(tmp_path):
     for first in (0, 2):
         with RolloutWriter(tmp_path / "train.jsonl") as writer:

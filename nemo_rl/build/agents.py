@@ -1,0 +1,84 @@
+"""Agents and the gateway that they talk to, from the configuration."""
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+from nemo_rl.build.rollouts import make_sampling
+from nemo_rl.config.env import AgentSection
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.environments.registry import import_path
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.agent_process import CommandAgent
+from nemo_rl.experience.agents import AgentRuntime, FunctionAgent, TaskAgent
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules
+from nemo_rl.interfaces import Agent, Generation
+
+CALLS_OF_A_RUN = 16  # at once, of all runs on average; above it calls are answered 429
+MODEL_NAME = "policy"  # as agents see it; any other name they ask for is served too
+
+
+def make_agents(config: GRPOConfig) -> dict[str, Agent]:
+    """The agents of `env` by name; raises ConfigError for a function that cannot be found."""
+    return {name: make_agent(name, section) for name, section in agent_sections(config).items()}
+
+
+def agent_sections(config: GRPOConfig) -> dict[str, AgentSection]:
+    return {name: section for name, section in config.env.items() if isinstance(section, AgentSection)}
+
+
+def make_agent(name: str, section: AgentSection) -> Agent:
+    if section.command is not None:
+        return CommandAgent(name, section.command)
+    assert section.function is not None  # config/agent_checks.py
+    key = f"env.{name}.function"
+    function = import_path(key, section.function)
+    if not callable(function):
+        raise ConfigError(key, section.function, "not a function")
+    if section.in_tasks:
+        return TaskAgent(name, section.function)
+    return FunctionAgent(name, function, max_threads=section.max_concurrency)
+
+
+def make_codec(config: GRPOConfig, encoder: ChatEncoder) -> Codec:
+    """Raises ConfigError for unknown parsers, and for a chat template that cannot render the answers of tools."""
+    gateway = config.gateway
+    codec = Codec(encoder, tool_parser_name=gateway.tool_parser, reasoning_parser_name=gateway.reasoning_parser)
+    roles = ("user",) if gateway.tool_parser is None else ("user", "tool")
+    try:
+        encoder.check(roles)
+    except ConfigError as error:
+        hint = f"{error.problem} (for agents without tools: gateway.tool_parser=null)"
+        raise ConfigError(error.key, error.value, hint) from error
+    return codec
+
+
+async def open_gateway(
+    config: GRPOConfig, agents: Mapping[str, Agent], codec: Codec, generation: Generation, stack: AsyncExitStack
+) -> dict[str, AgentRuntime]:
+    """Start the gateway, closed with `stack`, and give every agent its sessions."""
+    from nemo_rl.gateway.manager import GatewayManager  # loads Ray
+
+    sections = agent_sections(config)
+    rules = CompletionRules(
+        MODEL_NAME,
+        max_model_len=config.policy.max_total_sequence_length,
+        sampling=make_sampling(config, codec.encoder.stop_token_ids),
+        seed=config.grpo.seed,
+        max_concurrent_calls=CALLS_OF_A_RUN * sum(section.max_concurrency for section in sections.values()),
+        timeout_s=config.policy.generation.timeout_s,
+    )
+    manager = await GatewayManager.start(generation, codec, rules, config.gateway)
+    stack.push_async_callback(manager.close)
+    return {
+        name: AgentRuntime(
+            agent,
+            manager,
+            timeout_s=sections[name].timeout_s,
+            max_concurrency=sections[name].max_concurrency,
+            scored_by=sections[name].scored_by,
+            trajectory_selection=config.rollout.trajectory_selection,
+        )
+        for name, agent in agents.items()
+    }

@@ -1,0 +1,45 @@
+"""What agents of `env` need."""
+
+from nemo_rl.config.env import AgentSection
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.errors import ConfigError, suggestion
+
+
+def check_agents(config: GRPOConfig) -> None:
+    """Raise ConfigError for the first agent that cannot run."""
+    agents = {name: section for name, section in config.env.items() if isinstance(section, AgentSection)}
+    for name, section in agents.items():
+        _check_what_runs(f"env.{name}", section)
+        _check_scorer(f"env.{name}", section, config)
+        limits = {
+            "rollout.stall_timeout_s": config.rollout.stall_timeout_s,
+            "gateway.session_ttl_s": config.gateway.session_ttl_s,
+        }
+        for key, limit in limits.items():
+            if section.timeout_s >= limit:
+                raise ConfigError(f"env.{name}.timeout_s", section.timeout_s, f"must be below {key} = {limit:g}")
+
+
+def _check_what_runs(key: str, section: AgentSection) -> None:
+    if (section.function is None) == (section.command is None):
+        both = {"function": section.function, "command": section.command}
+        raise ConfigError(key, both, "an agent has either a function or a command")
+    if section.command is not None and not section.command:
+        raise ConfigError(f"{key}.command", [], "must name a program")
+    if section.in_tasks and section.function is None:
+        raise ConfigError(f"{key}.in_tasks", True, "a command has a process of its own already; allowed: false")
+    for part, enabled in (("batching", section.batching.enabled), ("remote", section.remote.enabled)):
+        if enabled:
+            raise ConfigError(
+                f"{key}.{part}.enabled", True, "agents run one prompt each; allowed: false (see in_tasks)"
+            )
+
+
+def _check_scorer(key: str, section: AgentSection, config: GRPOConfig) -> None:
+    scorer = section.scored_by
+    if scorer is None:
+        return
+    environments = [name for name, other in config.env.items() if not isinstance(other, AgentSection)]
+    if scorer not in environments:
+        problem = f"no entry of env that is an environment{suggestion(scorer, environments)}"
+        raise ConfigError(f"{key}.scored_by", scorer, problem)

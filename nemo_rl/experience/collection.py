@@ -1,0 +1,30 @@
+"""Rollouts of all kinds at once: prompts of agents to their agents, all others to a scheduler of turns."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from nemo_rl.experience.agent_rollouts import run_agent_rollouts
+from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+from nemo_rl.experience.supervision import in_parallel
+from nemo_rl.types import Trajectory
+
+Scheduler: TypeAlias = Callable[[Sequence[RolloutJob], RolloutContext], Awaitable[tuple[Trajectory, ...]]]
+
+
+async def run_rollouts(
+    jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler
+) -> tuple[Trajectory, ...]:
+    """Trajectories in the order of `jobs`; `scheduler` is one of rollouts.py and runs those that no agent runs."""
+    places: dict[Scheduler, list[int]] = {}
+    for place, job in enumerate(jobs):
+        is_of_agent = job.prompt.task_name in context.agents
+        places.setdefault(run_agent_rollouts if is_of_agent else scheduler, []).append(place)
+
+    async def run(part: Scheduler) -> tuple[Trajectory, ...]:
+        return await part([jobs[place] for place in places[part]], context)
+
+    parts = await in_parallel(run(part) for part in places)
+    by_place = {
+        p: t for part, of_part in zip(places, parts, strict=True) for p, t in zip(places[part], of_part, strict=True)
+    }
+    return tuple(by_place[place] for place in range(len(jobs)))

@@ -1,0 +1,133 @@
+"""The gateway of a run: several servers before one engine, and sessions placed on the one with the fewest.
+
+A session stays on its server, whose address is its base URL, and its requests carry its id, by which an engine of
+several replicas keeps them on one. Each server is the only one that counts its sessions, so a session that ends in
+whatever way, be it a failure, its time to live or a client's DELETE, is counted no more.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+
+from nemo_rl.config.run import Gateway
+from nemo_rl.distributed.node import node_ip
+from nemo_rl.errors import ConfigError
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.file_limit import connections_below, raise_file_limit
+from nemo_rl.gateway.server import GatewayServer, ServerSettings
+from nemo_rl.gateway.sessions import Chain
+from nemo_rl.interfaces import Generation
+from nemo_rl.types import SamplingParams
+
+NO_TOKEN = "unused"  # clients insist on an API key, also where the server wants none
+ALL_ADDRESSES = "0.0.0.0"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    """An open session, and what an agent needs to use it."""
+
+    id: str
+    base_url: str  # OPENAI_BASE_URL; ends in /v1
+    api_key: str = field(repr=False)  # OPENAI_API_KEY
+    server: int = 0  # the index of its server
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSession:
+    """What an agent's run left behind."""
+
+    chains: tuple[Chain, ...]  # what to train on, in the order of their last calls; empty where no call went well
+    rewards: Mapping[str, float]  # posted for the whole run, by name; those of one chain are the chain's
+
+
+class GatewayManager:
+    """Opens and closes sessions. Made by `start`, ended by `close`; all calls in the event loop of the engine."""
+
+    def __init__(self, servers: Sequence[GatewayServer]) -> None:
+        """Use `start`."""
+        self._servers = tuple(servers)
+
+    @classmethod
+    async def start(
+        cls, generation: Generation, codec: Codec, rules: CompletionRules, section: Gateway
+    ) -> "GatewayManager":
+        """Servers that listen when this returns, each on a free port.
+
+        Raises ConfigError for a section that cannot be served, OSError for an address that cannot be bound.
+        """
+        async with AsyncExitStack() as started:
+            servers = []
+            for settings in server_settings(section, connections_below(raise_file_limit())):
+                servers.append(await GatewayServer.start(generation, codec, rules, settings))
+                started.push_async_callback(servers[-1].close)
+            started.pop_all()
+        return cls(servers)
+
+    @property
+    def num_sessions(self) -> tuple[int, ...]:
+        """Open sessions of each server."""
+        return tuple(server.num_sessions for server in self._servers)
+
+    def open_session(self, *, seed: int, sampling: SamplingParams | None = None) -> SessionHandle:
+        """A session on the server with the fewest; raises RequestError 429 when all are full.
+
+        `sampling` takes the place of the run's for all calls of this session.
+        """
+        index = min(range(len(self._servers)), key=self.num_sessions.__getitem__)
+        server = self._servers[index]
+        session_id = server.open_session(seed=seed, sampling=sampling)
+        return SessionHandle(session_id, server.session_url(session_id), server.token or NO_TOKEN, index)
+
+    async def finish(self, handle: SessionHandle) -> FinishedSession:
+        """Close a session and hand out what it holds; calls that still run are cancelled and leave no trace.
+
+        Raises RequestError 404 or 409 for one that has ended already, by its time to live for instance.
+        """
+        session = self._servers[handle.server].close_session(handle.id)
+        return FinishedSession(session.chains(), dict(session.rewards))
+
+    async def abandon(self, handle: SessionHandle) -> None:
+        """Close a session and forget what it holds; nothing where it has ended already."""
+        with suppress(RequestError):
+            self._servers[handle.server].close_session(handle.id)
+
+    async def close(self) -> None:
+        """End all sessions and stop listening. May be called twice."""
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+
+def server_settings(section: Gateway, max_connections: int) -> tuple[ServerSettings, ...]:
+    """The settings of each server: sessions and connections are shared out, the first ones get what is left over.
+
+    There are no more sessions than connections, so that every agent can hold one. Raises ConfigError for less than a
+    connection a server.
+    """
+    if max_connections < section.num_servers:
+        raise ConfigError("gateway.num_servers", section.num_servers, f"the open files allow {max_connections} servers")
+    max_sessions = min(section.max_sessions, max_connections)
+    if max_sessions < section.max_sessions:
+        log.info("at most %d sessions at once, not %d: open files are few", max_sessions, section.max_sessions)
+    sessions, connections = (_shares(total, section.num_servers) for total in (max_sessions, max_connections))
+    return tuple(
+        ServerSettings(
+            host=section.host,
+            advertised_host=node_ip() if section.host == ALL_ADDRESSES else None,
+            token=section.token,
+            max_sessions=sessions[i],
+            max_connections=connections[i],
+            ttl_s=section.session_ttl_s,
+        )
+        for i in range(section.num_servers)
+    )
+
+
+def _shares(total: int, num_servers: int) -> list[int]:
+    """Example: 5 over 3 servers are [2, 2, 1]; then a server that is full and has the fewest means that all are."""
+    return [total // num_servers + (i < total % num_servers) for i in range(num_servers)]

@@ -1,0 +1,43 @@
+import pytest
+
+from nemo_rl.errors import ConfigError
+from tests.unit.config.conftest import Load
+
+FUNCTION = "++env.asker={type: agent, function: 'mine:ask'"
+BOTH = "++env.asker={type: agent, function: 'mine:ask', command: [program]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["++env.asker={type: agent}"], "env.asker", "either a function or a command"),
+        ([BOTH], "env.asker", "either a function or a command"),
+        (["++env.asker={type: agent, command: []}"], "env.asker.command", "program"),
+        (["++env.asker={type: agent, command: [a], in_tasks: true}"], "env.asker.in_tasks", "allowed: false"),
+        ([FUNCTION + ", batching: {enabled: true}}"], "env.asker.batching.enabled", "allowed: false"),
+        ([FUNCTION + ", remote: {enabled: true}}"], "env.asker.remote.enabled", "in_tasks"),
+        ([FUNCTION + ", scored_by: asker}"], "env.asker.scored_by", "no entry of env that is an environment"),
+        ([FUNCTION + ", scored_by: maths}"], "env.asker.scored_by", "did you mean .*math"),
+        ([FUNCTION + ", timeout_s: 600}"], "env.asker.timeout_s", "below rollout.stall_timeout_s = 600"),
+        ([FUNCTION + "}", "gateway.session_ttl_s=60"], "env.asker.timeout_s", "below gateway.session_ttl_s = 60"),
+    ],
+)
+def test_agents_that_cannot_run_are_refused(load: Load, overrides: list[str], key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load("", *overrides)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [FUNCTION + ", scored_by: math, in_tasks: true}"],
+        ["++env.asker={type: agent, command: [program, '--flag']}"],
+        [FUNCTION + "}", "gateway.host=0.0.0.0"],
+        [FUNCTION + "}", "gateway.host=localhost"],
+        [FUNCTION + "}", "gateway.host='::1'"],
+        ["gateway.host=0.0.0.0"],
+    ],
+)
+def test_agents_that_can_run_are_not(load: Load, overrides: list[str]) -> None:
+    load("", *overrides)

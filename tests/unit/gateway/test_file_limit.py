@@ -1,0 +1,45 @@
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from nemo_rl.gateway.file_limit import connections_below, raise_file_limit
+
+LOWER_THEN_RAISE = """
+import resource
+from nemo_rl.gateway.file_limit import raise_file_limit
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+print(raise_file_limit() > 100, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100)
+"""
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one():
+    done = subprocess.run([sys.executable, "-c", LOWER_THEN_RAISE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+@pytest.mark.parametrize(("limits", "wanted"), [((100, 500), 500), ((100, resource.RLIM_INFINITY), 2**20)])
+def test_a_limit_that_may_not_be_raised_stays(monkeypatch, caplog, limits, wanted):
+    asked = []
+
+    def refuse(kind: int, pair: tuple[int, int]) -> None:
+        asked.append(pair)
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert raise_file_limit() == 100
+    assert asked == [(wanted, limits[1])]
+    assert "stays at 100: not allowed" in caplog.text
+
+
+def test_a_limit_at_its_end_is_left_alone(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (500, 500))
+    monkeypatch.setattr(resource, "setrlimit", None)
+    assert raise_file_limit() == 500
+
+
+def test_a_connection_takes_two_files_and_some_are_kept_for_others():
+    assert [connections_below(limit) for limit in (1024, 258, 100, 0)] == [384, 1, 1, 1]

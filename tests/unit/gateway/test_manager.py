@@ -1,0 +1,214 @@
+"""Sessions over several servers: where they are placed, what they hand out, and that none is left over."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import ClientConnectionError, ClientSession
+from openai import AsyncOpenAI
+
+from nemo_rl.config.run import Gateway
+from nemo_rl.distributed.node import node_ip
+from nemo_rl.errors import ConfigError
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.manager import GatewayManager, SessionHandle, server_settings
+from nemo_rl.gateway.server import GatewayServer
+from nemo_rl.types import GenerationRequest
+from tests.fakes.generation import FakeGeneration
+from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, rules
+from tests.unit.gateway.test_server import HI, eventually, never
+
+
+def manage(
+    generation: FakeGeneration, use: Callable[[GatewayManager], Awaitable[None]], *, num_servers: int = 2, **keys: Any
+) -> None:
+    """Run `use` against a manager."""
+
+    async def main() -> None:
+        section = Gateway(num_servers=num_servers, **keys)
+        manager = await GatewayManager.start(generation, codec_of("chatml"), rules(), section)
+        try:
+            await asyncio.wait_for(use(manager), DEADLINE_S)
+        finally:
+            await manager.close()
+        assert sum(manager.num_sessions) == 0
+
+    asyncio.run(main())
+
+
+def say_ok(request: GenerationRequest, prompt: str) -> str:
+    return "ok"
+
+
+async def ask(handle: SessionHandle, **fields: Any) -> str | None:
+    async with AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0) as client:
+        done = await client.chat.completions.create(model="policy", messages=[HI], **fields)
+    return done.choices[0].message.content
+
+
+async def post_reward(handle: SessionHandle, **fields: Any) -> None:
+    url = handle.base_url.removesuffix("/v1") + "/reward"
+    async with ClientSession() as client, client.post(url, json=fields) as response:
+        assert response.status == 200
+
+
+def test_a_session_is_placed_on_the_server_with_the_fewest_and_stays_there():
+    async def use(manager: GatewayManager) -> None:
+        handles = [manager.open_session(seed=i) for i in range(6)]
+        assert manager.num_sessions == (2, 2, 2)
+        assert len({handle.base_url.split("/sessions/")[0] for handle in handles}) == 3
+        on_second = [handle for handle in handles if handle.server == 1]
+        for handle in on_second:
+            await manager.finish(handle)
+        assert manager.num_sessions == (2, 0, 2)
+        assert [manager.open_session(seed=i).server for i in (6, 7)] == [1, 1]
+        assert await ask(handles[-1]) == "ok"
+        assert manager.num_sessions == (2, 2, 2)
+
+    manage(SpeakingGeneration("chatml", say_ok), use, num_servers=3)
+
+
+def test_a_finished_session_hands_out_its_chains_and_rewards_and_is_closed():
+    async def use(manager: GatewayManager) -> None:
+        handle = manager.open_session(seed=1)
+        assert handle.base_url.endswith(f"/sessions/{handle.id}/v1")
+        await ask(handle)
+        await post_reward(handle, rewards={"correct": 1, "format": 0.5})
+        finished = await manager.finish(handle)
+        (chain,) = finished.chains
+        assert [each.message.content for each in chain.message_log] == ["hi", "ok"]
+        assert chain.weight_versions == (3, 4)
+        assert finished.rewards == {"correct": 1.0, "format": 0.5}
+        with pytest.raises(openai.ConflictError):
+            await ask(handle)
+        with pytest.raises(RequestError) as error:
+            await manager.finish(handle)
+        assert error.value.status == 409
+        await manager.abandon(handle)
+
+    manage(SpeakingGeneration("chatml", say_ok), use)
+
+
+def test_a_session_without_a_call_that_went_well_has_no_chains():
+    async def use(manager: GatewayManager) -> None:
+        handle = manager.open_session(seed=1)
+        with pytest.raises(openai.InternalServerError):
+            await ask(handle)
+        assert (await manager.finish(handle)).chains == ()
+
+    manage(SpeakingGeneration("chatml", lambda request, prompt: None), use)
+
+
+def test_a_sessions_own_sampling_takes_the_place_of_the_runs():
+    generation = SpeakingGeneration("chatml", say_ok)
+    greedy = replace(rules().sampling, temperature=0.0, max_new_tokens=9)
+
+    async def use(manager: GatewayManager) -> None:
+        await ask(manager.open_session(seed=1, sampling=greedy), stop="x")
+        await ask(manager.open_session(seed=1))
+        await ask(manager.open_session(seed=1, sampling=greedy), max_tokens=4, temperature=1.0)
+        sampled = [each.sampling for each in generation.requests]
+        assert [(each.temperature, each.max_new_tokens) for each in sampled] == [(0.0, 9), (0.7, 256), (0.0, 4)]
+        assert sampled[0].stop_strings == ("x",)
+        assert {each.stop_token_ids for each in sampled} == {greedy.stop_token_ids}
+
+    manage(generation, use)
+
+
+def test_abandoning_a_session_ends_its_calls_in_the_engine():
+    generation = SpeakingGeneration("chatml", say_ok, before=never)
+
+    async def use(manager: GatewayManager) -> None:
+        handle = manager.open_session(seed=1)
+        task = asyncio.create_task(ask(handle))
+        await eventually(lambda: len(generation.requests) == 1)
+        await manager.abandon(handle)
+        with pytest.raises(openai.ConflictError):
+            await task
+        assert generation.num_cancelled == 1
+        assert manager.num_sessions == (0, 0)
+
+    manage(generation, use)
+
+
+def test_sessions_that_clients_close_or_nobody_uses_are_not_counted():
+    async def use(manager: GatewayManager) -> None:
+        handle = manager.open_session(seed=1)
+        async with ClientSession() as client, client.delete(handle.base_url.removesuffix("/v1")) as response:
+            assert response.status == 200
+        assert manager.num_sessions == (0, 0)
+        manager.open_session(seed=2)
+        await eventually(lambda: manager.num_sessions == (0, 0))
+
+    manage(FakeGeneration(), use, session_ttl_s=0.5)
+
+
+def test_all_sessions_that_fit_are_opened_and_then_refused():
+    async def use(manager: GatewayManager) -> None:
+        handles = [manager.open_session(seed=i) for i in range(5)]
+        with pytest.raises(RequestError) as error:
+            manager.open_session(seed=5)
+        assert (error.value.status, error.value.code) == (429, "too_many_sessions")
+        await manager.abandon(handles[3])
+        assert manager.open_session(seed=5).server == handles[3].server
+
+    manage(FakeGeneration(), use, num_servers=3, max_sessions=5)
+
+
+def test_sessions_and_connections_follow_the_open_files(caplog):
+    few = server_settings(Gateway(num_servers=3, max_sessions=100), 10)
+    assert [(each.max_sessions, each.max_connections) for each in few] == [(4, 4), (3, 3), (3, 3)]
+    many = server_settings(Gateway(num_servers=2, max_sessions=100), 1000)
+    assert [(each.max_sessions, each.max_connections) for each in many] == [(50, 500), (50, 500)]
+    with pytest.raises(ConfigError, match="the open files allow 2 servers"):
+        server_settings(Gateway(num_servers=3), 2)
+
+
+def test_where_all_addresses_are_listened_on_agents_are_told_this_machines_and_a_token():
+    (settings,) = server_settings(Gateway(host="0.0.0.0", token="secret"), 10)
+    assert (settings.advertised_host, settings.token) == (node_ip(), "secret")
+
+    async def use(manager: GatewayManager) -> None:
+        handle = manager.open_session(seed=1)
+        assert handle.base_url.startswith(f"http://{node_ip()}:")
+        assert len(handle.api_key) > 32
+        assert handle.api_key not in repr(handle)
+        local = replace(handle, base_url=handle.base_url.replace(node_ip(), "127.0.0.1"))
+        assert await ask(local) == "ok"
+        with pytest.raises(openai.AuthenticationError):
+            await ask(replace(local, api_key="guessed"))
+
+    manage(SpeakingGeneration("chatml", say_ok), use, host="0.0.0.0")
+
+
+def test_servers_that_listen_are_closed_when_a_later_one_cannot_start(monkeypatch):
+    start = GatewayServer.start
+    started: list[GatewayServer] = []
+
+    async def start_one(*args: Any) -> GatewayServer:
+        if started:
+            raise OSError("no port is free")
+        started.append(await start(*args))
+        return started[0]
+
+    async def main() -> None:
+        monkeypatch.setattr(GatewayServer, "start", start_one)
+        with pytest.raises(OSError, match="no port"):
+            await GatewayManager.start(FakeGeneration(), codec_of("chatml"), rules(), Gateway(num_servers=2))
+        async with ClientSession() as client:
+            with pytest.raises(ClientConnectionError):
+                await client.get(f"{started[0].base_url}/health")
+
+    asyncio.run(main())
+
+
+def test_a_manager_can_be_closed_twice():
+    async def use(manager: GatewayManager) -> None:
+        manager.open_session(seed=1)
+        await manager.close()
+        await manager.close()
+
+    manage(FakeGeneration(), use)
