@@ -86,3 +86,9 @@ def suggestion(key: str, known: Iterable[str], value: object = None) -> str:
     if isinstance(value, str) and (nearest := difflib.get_close_matches(value, names, n=1, cutoff=0.6)):
         return f"; did you mean {nearest[0]!r}?"
     return f"; known: {', '.join(names)}"
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its text: the cause of a failure."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

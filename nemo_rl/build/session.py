@@ -64,12 +64,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     model_path = resolve_model(config.policy.model_name)
     inputs = load_inputs(config, model_path, prompts)
     async with AsyncExitStack() as stack:
-        environments: dict[str, Environment] = {}
-        for name, section in config.env.items():
-            if isinstance(section, AgentSection):
-                continue
-            environments[name] = make_environment(name, section)
-            stack.push_async_callback(environments[name].close)
+        environments = _open_environments(config, stack)
         agents = make_agents(config)
         codec = make_codec(config, inputs.encoder) if agents else None
         run_dir = make_run_directory(config.logger.log_dir)
@@ -119,6 +114,15 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
             interrupt=Interrupt(),
         )
+
+
+def _open_environments(config: GRPOConfig, stack: AsyncExitStack) -> dict[str, Environment]:
+    environments: dict[str, Environment] = {}
+    for name, section in config.env.items():
+        if not isinstance(section, AgentSection):
+            environments[name] = make_environment(name, section)
+            stack.push_async_callback(environments[name].close)
+    return environments
 
 
 def _open_policy(config: GRPOConfig, inputs: Inputs, model_path: str, stack: AsyncExitStack) -> FSDP2Policy:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from nemo_rl.errors import EnvironmentFault
+from nemo_rl.errors import EnvironmentFault, one_line
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
@@ -21,8 +21,7 @@ StepResult: TypeAlias = EnvStep | Failure
 
 def failure_of(error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT) -> Failure:
     """The error as one line."""
-    text = str(error).strip().partition("\n")[0]
-    return Failure(failure_class, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return Failure(failure_class, one_line(error))
 
 
 def checked_result(result: object) -> StepResult:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED
+from nemo_rl.errors import one_line
 from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.boundaries import step_environment
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
 from nemo_rl.experience.supervision import StallWatchdog, cancel_all, in_parallel
 from nemo_rl.experience.turns import (
     EnvironmentCall,
-    one_line,
     problem_of_rewards,
     problem_of_step,
     request_seed,

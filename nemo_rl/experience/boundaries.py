@@ -8,9 +8,9 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from nemo_rl.errors import EnvironmentFault, GenerationError
+from nemo_rl.errors import EnvironmentFault, GenerationError, one_line
 from nemo_rl.experience.supervision import StallWatchdog
-from nemo_rl.experience.turns import EnvironmentCall, one_line
+from nemo_rl.experience.turns import EnvironmentCall
 from nemo_rl.interfaces import Environment, Generation
 from nemo_rl.types import Completion, EnvStep, Failure, FailureClass, GenerationRequest
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED
+from nemo_rl.errors import one_line
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -255,12 +256,6 @@ class Episode:
         self.action = None
         self._stop_reason = reason
         self._failure = failure
-
-
-def one_line(error: BaseException) -> str:
-    """An error's type and the first line of its text: the cause of a failure."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def role_and_content(message: Message) -> Message:

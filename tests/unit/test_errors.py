@@ -1,4 +1,4 @@
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, one_line
 
 
 def test_an_unknown_key_names_the_nearest_known_one() -> None:
@@ -18,3 +18,8 @@ def test_without_a_near_name_all_are_listed() -> None:
 def test_an_error_seen_from_further_out_has_the_whole_key() -> None:
     error = ConfigError("task", "gdc", "unknown task", known=["gcd"]).under("data.train")
     assert str(error) == "data.train.task = 'gdc': unknown task; did you mean 'gcd'?"
+
+
+def test_a_cause_is_the_type_and_the_first_line_of_an_error() -> None:
+    assert one_line(ValueError("\nfirst\nsecond")) == "ValueError: first"
+    assert one_line(TimeoutError()) == "TimeoutError"
