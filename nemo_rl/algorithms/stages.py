@@ -14,17 +14,13 @@ from nemo_rl.types import TrainingBatch
 
 def train_rewards(run: GRPORun, collected: CollectedGroups) -> dict[TrajectoryKey, float]:
     """The rewards to train on: scaled and shaped where asked."""
-    policy = run.config.policy
-    longest_response = policy.generation.max_new_tokens or policy.max_total_sequence_length
-    return shaped_rewards(collected.groups, run.config.grpo, longest_response)
+    return shaped_rewards(collected.groups, run.config.grpo, run.config.policy.max_response_length)
 
 
 def make_batch(run: GRPORun, collected: CollectedGroups, rewards: Mapping[TrajectoryKey, float]) -> TrainingBatch:
     """Assemble the batch; truncated rollouts lose their gradient where asked."""
-    grpo = run.config.grpo
-    min_group_size = min(run.config.rollout.min_group_size, grpo.num_generations_per_prompt)
-    batch = assemble_batch(collected.groups, rewards, min_group_size=min_group_size)
-    if grpo.overlong_filtering:
+    batch = assemble_batch(collected.groups, rewards, min_group_size=run.config.min_group_size)
+    if run.config.grpo.overlong_filtering:
         filter_overlong(batch)
     return batch
 

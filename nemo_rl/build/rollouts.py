@@ -53,7 +53,7 @@ def make_sampling(config: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
     generation = config.policy.generation
     stops = dict.fromkeys((*stop_token_ids, *(generation.stop_token_ids or ())))
     return SamplingParams(
-        max_new_tokens=generation.max_new_tokens or config.policy.max_total_sequence_length,
+        max_new_tokens=config.policy.max_response_length,
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k or -1,
@@ -86,7 +86,7 @@ def make_source(
     return FilteredSource(
         source,
         is_informative=is_informative,
-        min_group_size=min(config.rollout.min_group_size, grpo.num_generations_per_prompt),
+        min_group_size=config.min_group_size,
         num_prompts_per_step=grpo.num_prompts_per_step,
         max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
     )

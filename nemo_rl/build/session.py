@@ -81,7 +81,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             temperature=config.policy.generation.temperature,
         )
         stack.callback(weight_sync.close)
-        progress = make_progress(config.logger, console, rollouts_per_step=_num_samples(config))
+        progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)
         stack.callback(progress.close)
         runtimes = await open_gateway(config, agents, codec, generation, stack) if codec else {}
         context = make_context(config, inputs, generation, environments, progress.rollout, runtimes)
@@ -131,7 +131,7 @@ def _open_policy(config: GRPOConfig, inputs: Inputs, model_path: str, stack: Asy
         model_path=model_path,
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        num_samples_per_step=_num_samples(config),
+        num_samples_per_step=config.grpo.num_samples_per_step,
         seed=config.grpo.seed,
         tokenizer=inputs.tokenizer,
     )
@@ -160,7 +160,7 @@ def _rollout_writer(config: GRPOConfig, path: Path, stack: AsyncExitStack) -> Ro
 
 def logprobs_needed(config: GRPOConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator) -> LogprobsNeeded:
     """With one optimizer step a batch, the loss's own forward pass gives the previous log-probs."""
-    num_steps = expected_optimizer_steps(_num_samples(config), config.policy.train_global_batch_size)
+    num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
     read_before_training = estimator.required_keys | (
         {keys.PREV_LOGPROBS} if config.grpo.seq_logprob_error_threshold is not None else set()
     )
@@ -193,10 +193,6 @@ def _num_steps(config: GRPOConfig, num_prompts: int) -> int:
     """What the data allows where each step takes its prompts once; dynamic sampling takes more, so has fewer steps."""
     of_the_data = math.ceil(config.grpo.max_num_epochs * num_prompts / config.grpo.num_prompts_per_step)
     return min(config.grpo.max_num_steps, of_the_data)
-
-
-def _num_samples(config: GRPOConfig) -> int:
-    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
 def _summary(run: GRPORun, command: str) -> str:

@@ -67,6 +67,11 @@ class GRPO(Section):
     val_temperature: float | None = Field(default=None, ge=0)  # None: the training temperature
     val_greedy: bool = False  # a second, greedy pass: validation/greedy_accuracy
 
+    @property
+    def num_samples_per_step(self) -> int:
+        """Rollouts of one step, failures included."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
     @model_validator(mode="before")
     @classmethod
     def _accept_flat_advantage_keys(cls, data: object) -> object:

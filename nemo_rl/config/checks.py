@@ -35,7 +35,7 @@ def check(config: GRPOConfig) -> None:
 
 def _check_batches(config: GRPOConfig) -> None:
     grpo, policy = config.grpo, config.policy
-    samples, batch = grpo.num_prompts_per_step * grpo.num_generations_per_prompt, policy.train_global_batch_size
+    samples, batch = grpo.num_samples_per_step, policy.train_global_batch_size
     if samples % batch:
         raise ConfigError(
             "policy.train_global_batch_size",

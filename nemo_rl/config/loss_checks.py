@@ -9,7 +9,7 @@ def check_loss(config: GRPOConfig) -> None:
     """Raise ConfigError for a combination that has no formula in docs/losses.md."""
     loss, grpo = config.loss_fn, config.grpo
     check_loss_fn(loss)
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    samples = grpo.num_samples_per_step
     if loss.force_on_policy_ratio and config.policy.train_global_batch_size != samples:
         raise ConfigError(
             "loss_fn.force_on_policy_ratio",

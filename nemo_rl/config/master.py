@@ -28,6 +28,11 @@ class GRPOConfig(Section):
     logger: Logger = Logger()
     cluster: Cluster = Cluster()
 
+    @property
+    def min_group_size(self) -> int:
+        """Survivors that a group needs to be trained on: never more than it has members."""
+        return min(self.rollout.min_group_size, self.grpo.num_generations_per_prompt)
+
     @field_validator("env", mode="before")
     @classmethod
     def _section_by_type(cls, entries: Any) -> Any:

@@ -53,3 +53,8 @@ class Policy(Section):
     optimizer: Optimizer = Optimizer()
     scheduler: SchedulerStage | list[SchedulerStage] | None = None
     generation: GenerationSection = GenerationSection()
+
+    @property
+    def max_response_length(self) -> int:
+        """Tokens that one response may have."""
+        return self.generation.max_new_tokens or self.max_total_sequence_length

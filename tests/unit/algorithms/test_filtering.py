@@ -1,10 +1,10 @@
-from nemo_rl.algorithms.filtering import informative_groups
+from nemo_rl.algorithms.filtering import is_informative
 from nemo_rl.types import TrajectoryGroup
 from tests.unit.algorithms.rollouts import PROMPT, make_group, make_trajectory
 
 
 def names(*groups: TrajectoryGroup) -> list[str]:
-    return [group.group_id for group in informative_groups(groups)]
+    return [group.group_id for group in groups if is_informative(group)]
 
 
 def test_groups_with_equal_rewards_are_dropped_and_order_is_kept() -> None:
