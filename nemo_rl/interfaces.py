@@ -5,6 +5,7 @@ observability/, experience/sources.py. Shapes: B samples, T tokens, R named rewa
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -211,6 +212,10 @@ class GroupSource(Protocol):
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
         """The groups of one step, ordered by prompt; raises StopAsyncIteration when the data set is spent."""
+        ...
+
+    def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
+        """Start no rollout inside; with `until_idle` it is entered once none runs. For refits and validations."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

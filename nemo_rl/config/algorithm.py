@@ -36,6 +36,17 @@ class AdvEstimator(Section):
     reward_weights: dict[str, float] = Field(default_factory=dict)  # gdpo: by reward name; 1 where not named
 
 
+class AsyncGRPO(Section):
+    """Rollouts collected in the background, while the policy trains (AReaL, arXiv 2505.24298)."""
+
+    enabled: bool = False
+    max_trajectory_age_steps: int = Field(default=1, ge=0)  # weight updates since a group's oldest token; 0: as if sync
+    in_flight_weight_updates: bool = False  # rollouts go on through an update; else none runs during one
+    recompute_kv_cache_after_weight_updates: bool = True  # else running requests keep keys and values of old weights
+    max_generation_failures: int = Field(default=10, ge=0)  # groups in a row that fail whole; above it the run stops
+    stale_groups: Literal["wait", "drop"] = "wait"  # a group at the age bound that still runs: the trainer waits for it
+
+
 class GRPO(Section):
     """One training run."""
 
@@ -57,6 +68,8 @@ class GRPO(Section):
     use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal
     dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
     batch_multiplier: float = Field(default=1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
+
+    async_grpo: AsyncGRPO = AsyncGRPO()
 
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False

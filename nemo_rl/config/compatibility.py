@@ -52,15 +52,12 @@ def defaulted(key: str, *inert: object) -> Rule:
 
 
 RESPONSE_DATASET = "ResponseDataset"
-NO_TP = "the policy is sharded by FSDP2 alone"
-NO_ASYNC = "training is synchronous"
+NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
 ONE_ENGINE = "one engine on one device"
 
 RULES: tuple[Rule, ...] = (
     # grpo
-    refused("grpo.async_grpo.enabled", NO_ASYNC, False),
-    silent("grpo.async_grpo"),
     ignored(
         "grpo.skip_reference_policy_logprobs_calculation",
         "the reference's log-probs are computed exactly when something reads them",
@@ -87,10 +84,8 @@ RULES: tuple[Rule, ...] = (
     refused("policy.dtensor_cfg.enabled", "FSDP2 is the only training backend", True),
     silent("policy.dtensor_cfg._v2"),
     refused("policy.dtensor_cfg.sequence_parallel", NO_TP, False),
-    refused("policy.dtensor_cfg.tensor_parallel_size", NO_TP, 1),
     refused("policy.dtensor_cfg.context_parallel_size", NO_TP, 1),
     refused("policy.dtensor_cfg.expert_parallel_size", NO_TP, 1),
-    refused("policy.dtensor_cfg.data_parallel_size", "follows from the number of devices"),
     refused("policy.dtensor_cfg.custom_parallel_plan", NO_TP),
     ignored("policy.dtensor_cfg.clear_cache_every_n_steps", "the allocator's cache is left alone", None),
     refused("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
@@ -139,9 +134,6 @@ RULES: tuple[Rule, ...] = (
     silent("policy.generation.vllm_cfg.http_server_serving_chat_kwargs"),
     refused("policy.generation.vllm_cfg.logprobs_mode", "log-probs are those of the sampled distribution",
             "processed_logprobs"),
-    refused("policy.generation.colocated.resources.gpus_per_node", ONE_ENGINE),
-    refused("policy.generation.colocated.resources.num_nodes", ONE_ENGINE),
-    silent("policy.generation.colocated.resources"),
     # data
     ignored("data.num_workers", "rows are prepared once, in the trainer's process", None, 0, 1),
     refused("data.use_multiple_dataloader", "the data sets of data.train are blended into one", False),

@@ -20,13 +20,22 @@ class VllmCfg(Section):
     seed_requests: bool = True  # a seed for each request: repeatable samples, at a cost in the sampler
 
 
+class Resources(Section):
+    """GPUs of the engines alone, taken from those of `cluster`."""
+
+    gpus_per_node: int | None = Field(default=None, gt=0)  # None: all of these nodes
+    num_nodes: int | None = Field(default=None, gt=0)  # None: they stand on the policy's nodes
+
+
 class Colocated(Section):
     enabled: bool = True  # trainer and engine share their devices
+    resources: Resources = Resources()  # where they do not
 
 
 class GenerationSection(Section):
     backend: Literal["vllm", "hf"] = "vllm"
-    in_actor: bool = False  # vllm: in a Ray actor, a process of its own
+    in_actor: bool = False  # vllm: in a Ray actor, a process of its own; several replicas always are
+    num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
     max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)

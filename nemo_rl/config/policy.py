@@ -15,11 +15,14 @@ class Tokenizer(Section):
 
 
 class DTensorCfg(Section):
-    """FSDP2."""
+    """FSDP2, and tensor parallelism by DTensor."""
 
     enabled: bool = True
     activation_checkpointing: bool = False
     cpu_offload: bool = False
+    tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
+    # Ranks that share the samples and the weights. None: all of the policy's GPUs; on a CPU 1.
+    data_parallel_size: int | None = Field(default=None, gt=0)
 
 
 class Optimizer(Section):

@@ -57,8 +57,12 @@ class Logger(Section):
 
 
 class Cluster(Section):
+    """The machines of a run. One process and no Ray where that is enough."""
+
     gpus_per_node: int = Field(default=1, ge=0)
     num_nodes: int = Field(default=1, gt=0)
+    address: str | None = None  # of a running Ray cluster, or "auto"; None: RAY_ADDRESS, else a local one if needed
+    start_timeout_s: float = Field(default=300.0, gt=0)  # for all workers and engines to be placed and to answer
 
 
 class Gateway(Section):

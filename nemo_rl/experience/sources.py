@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +67,10 @@ class SyncSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(state)
+
+    def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
+        """Nothing runs between two calls."""
+        return nullcontext()
 
     async def close(self) -> None:
         """Nothing runs between two calls."""
@@ -146,6 +151,9 @@ class FilteredSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
+
+    def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
+        return self._inner.hold(until_idle=until_idle)
 
     async def close(self) -> None:
         await self._inner.close()

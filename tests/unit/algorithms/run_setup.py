@@ -1,6 +1,7 @@
 """A GRPO run of fakes around the real sources, validator and checkpoints; each test names what matters to it."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class RecordingSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
+
+    def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
+        self._calls.append(f"hold until_idle={until_idle}")
+        return self._inner.hold(until_idle=until_idle)
 
     async def close(self) -> None:
         await self._inner.close()

@@ -90,14 +90,14 @@ def test_nemo_rls_base_recipe_is_accepted_without_a_note(load: Load, caplog: pyt
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("policy.dtensor_cfg.tensor_parallel_size=2", "tensor_parallel_size = 2: not available: .* only 1 is accepted"),
-        ("policy.dtensor_cfg.context_parallel_size=2", "FSDP2 alone"),
+        (
+            "policy.dtensor_cfg.context_parallel_size=2",
+            "context_parallel_size = 2: not available: .* only 1 is accepted",
+        ),
         ("policy.dtensor_cfg.enabled=false", "only training backend; only true is accepted"),
         ("policy.dtensor_cfg.lora_cfg.enabled=true", "all weights are trained"),
         ("policy.megatron_cfg.enabled=true", "only training backend"),
-        ("grpo.async_grpo.enabled=true", "synchronous"),
         ("policy.generation.vllm_cfg.kv_cache_dtype=fp8", "only 'auto' is accepted"),
-        ("policy.generation.colocated.resources.num_nodes=2", "one device"),
         ("data.train.split_validation_size=0.05", "data.validation"),
         ("env.math.math_verify_impl=dapo_math_verify", "env.math.math_verify_impl = 'dapo_math_verify'"),
         ("logger.mlflow_enabled=true", "metrics.jsonl"),
