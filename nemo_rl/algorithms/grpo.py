@@ -1,4 +1,4 @@
-"""The GRPO loop. Synchronous and filtered training differ in `run.source`, not here."""
+"""The GRPO loop. Synchronous, asynchronous and filtered training differ in `run.source`, not here."""
 
 import logging
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
     """Collect, train, refit, and whatever is due after this step; `training` moves on."""
     policy, step, timer = run.policy, training.position.step, StepTimer()
     with timer("total_step_time"):
-        with timer("generation"):
+        with timer(run.generation_phase):
             try:
                 collected = await run.interrupt.guard(run.source.next_groups(weight_version=step))
             except StopAsyncIteration:
@@ -85,9 +85,13 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
 
 
 async def _publish(run: GRPORun, step: int) -> None:
-    """Bring the policy's weights to the engine and leave the device to it."""
+    """Bring the policy's weights to the engine and leave the device to it.
+
+    Rollouts that run in the background go on through it where asked; else they end first, and none starts meanwhile.
+    """
     await run.placement.for_publishing()
-    await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
+    async with run.source.hold(until_idle=not run.config.grpo.async_grpo.in_flight_weight_updates):
+        await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
     await run.placement.for_generation()
 
 
@@ -111,7 +115,8 @@ async def _validate(run: GRPORun, training: Training, timer: StepTimer) -> None:
         return
     try:
         with timer("total_validation_time"):
-            validation = await run.interrupt.guard(run.validator.validate())
+            async with run.source.hold():
+                validation = await run.interrupt.guard(run.validator.validate())
     except Interrupted:
         logger.info("the validation after step %d is abandoned", training.position.step)
         return

@@ -10,6 +10,12 @@ from nemo_rl.types import FailureClass, Trajectory
 
 logger = logging.getLogger(__name__)
 
+POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")
+WAITING_PHASES = {
+    "generation": ("generation", "exposed_generation"),
+    "weight_sync": ("weight_sync",),
+    "checkpointing": ("checkpointing",),
+}
 SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
 
 
@@ -23,7 +29,8 @@ def report_step(run: GRPORun, step: int, metrics: dict[str, float], timer: StepT
     validation_s = seconds.pop("total_validation_time", 0.0)
     performance = throughput(metrics, seconds, validation_s)
     run.logger.log_metrics(
-        {f"train/{name}": value for name, value in metrics.items() if name != "train_flops"}
+        {_under_train(name): value for name, value in metrics.items() if name != "train_flops"}
+        | {f"efficiency/{name}": value for name, value in efficiency(seconds, validation_s).items()}
         | {f"timing/train/{name}": value for name, value in seconds.items()}
         | {f"performance/{name}": value for name, value in performance.items()},
         step,
@@ -31,14 +38,29 @@ def report_step(run: GRPORun, step: int, metrics: dict[str, float], timer: StepT
     run.progress.step(step, metrics=metrics | performance, seconds=seconds)
 
 
+def _under_train(name: str) -> str:
+    """A source that collects in the background knows how the trainer waited, which is no metric of training."""
+    return name if name.startswith("efficiency/") else f"train/{name}"
+
+
+def efficiency(seconds: dict[str, float], validation_s: float) -> dict[str, float]:
+    """How much of a step the policy computed, and the seconds in which it waited, by cause."""
+    busy_s = sum(seconds.get(name, 0.0) for name in POLICY_PHASES)
+    waits = {cause: sum(seconds.get(name, 0.0) for name in names) for cause, names in WAITING_PHASES.items()}
+    waits["validation"] = validation_s
+    shares = {"training_busy_pct": 100 * busy_s / max(seconds["total_step_time"], 1e-9)}
+    return shares | {f"exposed_wait_s/{cause}": waited for cause, waited in waits.items()}
+
+
 def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_s: float) -> dict[str, float]:
     """Rates of one step, the time of its validation left out."""
     total = max(seconds["total_step_time"] - validation_s, 1e-9)
     num_tokens = metrics["total_num_tokens"]
+    generation_s = seconds.get("generation", total)  # in the background it goes on for the whole step
     rates = {
         "samples_per_sec": metrics["global_valid_seqs"] / total,
         "tokens_per_sec": num_tokens / total,
-        "generation_tokens_per_sec": _num_sampled_tokens(metrics) / max(seconds["generation"], 1e-9),
+        "generation_tokens_per_sec": _num_sampled_tokens(metrics) / max(generation_s, 1e-9),
         "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
     }
     if "train_flops" in metrics:  # of the whole step, from the policy

@@ -40,3 +40,8 @@ class GRPORun:
     progress: Progress
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
+
+    @property
+    def generation_phase(self) -> str:
+        """The name of the time that the trainer waits for rollouts."""
+        return "exposed_generation" if self.config.grpo.async_grpo.enabled else "generation"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.agent_checks import check_agents
+from nemo_rl.config.async_checks import check_async
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.data import Dataset
 from nemo_rl.config.loss_checks import check_advantages, check_loss
@@ -24,6 +25,7 @@ def check(config: GRPOConfig) -> None:
         _check_devices,
         _check_scheduler,
         check_loss,
+        check_async,
         check_advantages,
         check_checkpointing,
         check_agents,

@@ -83,6 +83,7 @@ METRICS: dict[str, dict[str, str]] = {
     "Seconds": {
         "timing/train/total_step_time": "the whole step",
         "timing/train/generation": "rollouts of a synchronous step, environments included",
+        "timing/train/exposed_generation": "waiting for rollouts that are collected in the background (async_grpo)",
         "timing/train/data_processing": "making the batch",
         "timing/train/reward_calculation": "scaling and shaping rewards",
         "timing/train/policy_and_reference_logprobs": "forward passes before training",
@@ -91,6 +92,11 @@ METRICS: dict[str, dict[str, str]] = {
         "timing/train/weight_sync": "bringing the new weights to the engine",
         "timing/train/checkpointing": "writing a checkpoint, in steps that do",
         "timing/validation/total_validation_time": "a whole validation",
+    },
+    "Efficiency": {
+        "efficiency/training_busy_pct": "share of the step in which the policy computed log-probs or trained",
+        "efficiency/exposed_wait_s/<cause>": "seconds that the trainer waited for generation, weight_sync, validation, "
+        "checkpointing",
     },
     "Throughput": {
         "performance/samples_per_sec": "trained samples a second of the step",

@@ -56,6 +56,7 @@ class RecordingSource:
         self._inner = inner
         self._calls = calls
         self.drawn: list[list[str]] = []
+        self.holds: list[tuple[int, bool]] = []  # how many calls came before each, and whether it waits for all
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
         self._calls.append(f"next_groups {weight_version}")
@@ -70,7 +71,7 @@ class RecordingSource:
         self._inner.load_state_dict(state)
 
     def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
-        self._calls.append(f"hold until_idle={until_idle}")
+        self.holds.append((len(self._calls), until_idle))
         return self._inner.hold(until_idle=until_idle)
 
     async def close(self) -> None:

@@ -51,6 +51,17 @@ def test_a_step_collects_trains_refits_validates_and_saves_in_this_order(tmp_pat
     ]
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_rollouts_are_held_while_weights_change_and_while_a_validation_runs(tmp_path: Path, in_flight: bool) -> None:
+    grpo = {"max_num_steps": 1, "val_at_end": True, "async_grpo": {"in_flight_weight_updates": in_flight}}
+    rig = make_rig(tmp_path, make_config(grpo={**make_config().grpo.model_dump(), **grpo}))
+    asyncio.run(train(rig.run))
+    of_refits = [until_idle for place, until_idle in rig.source.holds if rig.calls[place].startswith("publish")]
+    of_validations = [until_idle for place, until_idle in rig.source.holds if rig.calls[place] == "validate"]
+    assert of_refits == [not in_flight, not in_flight]
+    assert of_validations == [False]
+
+
 def test_policy_and_engine_take_turns_on_a_shared_device(tmp_path: Path) -> None:
     rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 1}), shares_device=True)
     rig.generation.calls = rig.calls  # one record of both

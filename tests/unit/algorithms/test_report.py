@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.grpo import train
-from nemo_rl.algorithms.report import SAMPLE_COLUMNS, report_step, sample_rows, throughput
+from nemo_rl.algorithms.report import SAMPLE_COLUMNS, efficiency, report_step, sample_rows, throughput
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.types import FailureClass, Message, TokenizedMessage
@@ -36,6 +36,28 @@ def test_rates_leave_out_the_time_of_the_validation() -> None:
 def test_sampled_tokens_are_those_of_all_rollouts_that_did_not_fail() -> None:
     metrics = METRICS | {"failures/infra": 1.0, "failures/agent": 1.0}
     assert throughput(metrics, SECONDS, 0.0)["generation_tokens_per_sec"] == 100.0  # 10 x 20 tokens in 2 s
+
+
+def test_rollouts_in_the_background_are_made_in_the_whole_step() -> None:
+    seconds = {"total_step_time": 14.0, "exposed_generation": 1.0, "policy_training": 3.0}
+    assert throughput(METRICS, seconds, validation_s=4.0)["generation_tokens_per_sec"] == 24.0  # 12 x 20 tokens in 10 s
+
+
+def test_waits_of_the_trainer_are_told_by_cause_and_its_work_as_a_share() -> None:
+    seconds = {
+        "total_step_time": 20.0,
+        "exposed_generation": 2.0,
+        "policy_and_reference_logprobs": 1.0,
+        "policy_training": 4.0,
+        "weight_sync": 0.5,
+    }
+    assert efficiency(seconds, validation_s=3.0) == {
+        "training_busy_pct": 25.0,
+        "exposed_wait_s/generation": 2.0,
+        "exposed_wait_s/weight_sync": 0.5,
+        "exposed_wait_s/checkpointing": 0.0,
+        "exposed_wait_s/validation": 3.0,
+    }
 
 
 def test_flops_are_a_rate_of_training() -> None:
