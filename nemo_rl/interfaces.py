@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from nemo_rl.types import (
     AgentResult,
@@ -84,6 +84,19 @@ class Generation(Protocol):
     async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """A Generation that stands before several engines."""
+
+    @property
+    def replicas(self) -> "Sequence[Generation]": ...
+
+
+def replicas_of(generation: Generation) -> Sequence[Generation]:
+    """The engines that hold weights of their own: those behind a router, else the engine itself."""
+    return generation.replicas if isinstance(generation, Replicated) else (generation,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,254 @@
+"""Several engines behind one `interfaces.Generation`: sessions are sticky, and an engine that dies is survived."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_rl.errors import GenerationError, one_line
+from nemo_rl.generation.seats import MAX_SESSIONS, Seats
+from nemo_rl.interfaces import Generation, WeightManifest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+
+CONTROL_S = 600.0  # for an engine to pause, load weights, sleep or wake
+CLOSE_S = 60.0
+MAX_DEATHS = 3  # of replicas under one request; then the request is taken to be what kills them
+
+log = logging.getLogger(__name__)
+Restart = Callable[[int], Awaitable[Generation]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One request on its way; `num_deaths` replicas died while they had it."""
+
+    original: GenerationRequest
+    num_deaths: int = 0
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What the engine is asked: the same seed; the id is new each time, since engines refuse one they know."""
+        if not self.num_deaths:
+            return self.original
+        return replace(self.original, request_id=f"{self.original.request_id}#{self.num_deaths}")
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of `generate`: its results as they come, and the tasks that bring them."""
+
+    results: "asyncio.Queue[Completion | FailedRequest | BaseException]" = field(default_factory=asyncio.Queue)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class ReplicatedGeneration:
+    """Engines with the same model. A session stays on the replica that was least busy when it began.
+
+    A replica that raises GenerationError, or does not pause, resume or load weights in `control_s` seconds, is taken
+    out; what it had not answered is asked of the others, with the same seed. Only when none is left GenerationError is
+    raised. With `restart`, which starts replica number `index` anew, a replica that was taken out comes back at the
+    next `update_weights`, so that it never serves old weights. All calls are made from one event loop.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Generation],
+        *,
+        restart: Restart | None = None,
+        control_s: float = CONTROL_S,
+        max_sessions: int = MAX_SESSIONS,
+    ) -> None:
+        if not engines:
+            raise ValueError("no engine")
+        self._living = dict(enumerate(engines))
+        self._num_replicas = len(engines)
+        self._seats = Seats(self._living, max_sessions=max_sessions)
+        self._restart = restart
+        self._control_s = control_s
+        self._restarted: dict[int, Generation] = {}  # waiting for weights
+        self._background: set[asyncio.Task[None]] = set()
+        self._last_death: GenerationError | None = None
+        self._paused = False
+        self._closed = False
+
+    @property
+    def replicas(self) -> tuple[Generation, ...]:
+        """The engines that live and hold the current weights."""
+        return tuple(self._living.values())
+
+    @property
+    def is_async(self) -> bool:
+        return all(engine.is_async for engine in self._living.values())
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        call = Call()
+        try:
+            self._hand_out([Attempt(request) for request in requests], call)
+            for _ in requests:
+                result = await call.results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            for task in call.tasks:
+                task.cancel()
+            await asyncio.gather(*call.tasks, return_exceptions=True)
+
+    def _hand_out(self, attempts: Sequence[Attempt], call: Call) -> None:
+        """Start each attempt on its session's replica: one call of the engine for all that go there."""
+        if not self._living:
+            raise self._none_left()
+        parts: dict[int, list[Attempt]] = {}
+        for attempt in attempts:
+            parts.setdefault(self._seats.take(attempt.original.session_id), []).append(attempt)
+        for index, part in parts.items():
+            task = asyncio.create_task(self._serve(index, part, call))
+            call.tasks.add(task)
+            task.add_done_callback(call.tasks.discard)
+
+    async def _serve(self, index: int, attempts: Sequence[Attempt], call: Call) -> None:
+        """Ask replica `index`; what is not answered when it dies is handed out again."""
+        waiting = {attempt.request.request_id: attempt for attempt in attempts}
+        try:
+            async with aclosing(self._living[index].generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
+                async for result in results:
+                    attempt = waiting.pop(result.request_id)
+                    self._seats.leave(index)
+                    if isinstance(result, FailedRequest):  # should it be tried again, another replica may do better
+                        self._seats.forget(attempt.original.session_id)
+                    call.results.put_nowait(replace(result, request_id=attempt.original.request_id))
+            if waiting:
+                raise GenerationError(f"no result for {len(waiting)} of {len(attempts)} requests")
+        except GenerationError as error:
+            self._take_out(index, error)
+            self._ask_again(list(waiting.values()), error, call)
+        except Exception as error:  # a bug: whoever iterates must see it
+            call.results.put_nowait(error)
+        finally:
+            for _ in waiting:
+                self._seats.leave(index)
+
+    def _ask_again(self, attempts: Sequence[Attempt], error: GenerationError, call: Call) -> None:
+        again = []
+        for attempt in attempts:
+            if attempt.num_deaths + 1 < MAX_DEATHS:
+                again.append(replace(attempt, num_deaths=attempt.num_deaths + 1))
+            else:
+                cause = f"{MAX_DEATHS} engine replicas died while they had it; the last: {one_line(error)}"
+                call.results.put_nowait(FailedRequest(attempt.original.request_id, cause))
+        try:
+            if again:
+                self._hand_out(again, call)
+        except GenerationError as none_left:
+            call.results.put_nowait(none_left)
+
+    def _take_out(self, index: int, error: GenerationError) -> None:
+        """Once a replica; its process is ended, and started anew where that was asked for."""
+        engine = self._living.pop(index, None)
+        if engine is None or self._closed:
+            return
+        self._seats.remove(index)
+        self._last_death = error
+        log.warning(
+            "engine replica %d is taken out, %d of %d go on: %s",
+            index,
+            len(self._living),
+            self._num_replicas,
+            one_line(error),
+        )
+        self._in_background(self._replace(index, engine))
+
+    async def _replace(self, index: int, engine: Generation) -> None:
+        await close_within(engine, CLOSE_S)
+        if self._restart is None:
+            return
+        try:
+            self._restarted[index] = await self._restart(index)
+        except Exception as error:  # the others go on without it, whatever kept it from starting
+            log.warning("engine replica %d could not be started anew: %s", index, one_line(error))
+        else:
+            log.info("engine replica %d was started anew and serves from the next refit on", index)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _none_left(self) -> GenerationError:
+        if self._closed:
+            return GenerationError("the engines are closed")
+        return GenerationError(f"no engine replica is left of {self._num_replicas}; the last: {self._last_death}")
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._on_all(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._on_all(lambda engine: engine.resume())
+
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        """Load them into all replicas; those that were started anew join here."""
+        joining, self._restarted = self._restarted, {}
+        self._living.update(joining)
+        if self._paused:
+            await self._on_all(lambda engine: engine.pause(), tuple(joining))
+        await self._on_all(lambda engine: engine.update_weights(manifest, weight_version))
+        for index in joining.keys() & self._living.keys():
+            self._seats.add(index)
+
+    async def sleep(self) -> None:
+        await self._on_all(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        await self._on_all(lambda engine: engine.wake())
+
+    async def _on_all(
+        self, control: Callable[[Generation], Awaitable[None]], indices: Sequence[int] | None = None
+    ) -> None:
+        """Await it on all living replicas, or on those of `indices`, together, whatever one of them raises.
+
+        Then raises the first error that is no death.
+        """
+
+        async def on_one(index: int) -> None:
+            try:
+                async with asyncio.timeout(self._control_s):
+                    await control(self._living[index])
+            except TimeoutError:
+                self._take_out(index, GenerationError(f"did not answer within {self._control_s:g} s"))
+            except GenerationError as error:
+                self._take_out(index, error)
+
+        chosen = tuple(self._living) if indices is None else indices
+        outcomes = await asyncio.gather(*map(on_one, chosen), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if not self._living:
+            raise self._none_left()
+
+    async def close(self) -> None:
+        """End all replicas, those that do not end in time are left behind with a warning. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        engines = [*self._living.values(), *self._restarted.values()]
+        await asyncio.gather(*(close_within(engine, CLOSE_S) for engine in engines))
+        self._living.clear()
+        self._restarted.clear()
+
+
+async def close_within(engine: Generation, deadline_s: float) -> None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await engine.close()
+    except TimeoutError:
+        log.warning("an engine did not end within %g s", deadline_s)
+    except GenerationError as error:
+        log.warning("an engine did not end as it should: %s", one_line(error))

@@ -1,0 +1,351 @@
+"""Placement, deaths and refits of several engines, on fakes that die when told."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.errors import GenerationError, WeightSyncError
+from nemo_rl.generation.router import MAX_DEATHS, ReplicatedGeneration
+from nemo_rl.interfaces import WeightManifest, replicas_of
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
+from tests.fakes.generation import FakeGeneration, sample
+
+MANIFEST = WeightManifest("", ())
+DEADLINE_S = 120.0
+
+
+class Mortal(FakeGeneration):
+    """Dies after `answers` results, or in the control call named `dies_in`; then every call raises."""
+
+    def __init__(self, *, answers: int | None = None, dies_in: str | None = None, **fake: Any) -> None:
+        super().__init__(**fake)
+        self.answers_left = answers
+        self.dies_in = dies_in
+        self.dead = False
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        self._check()
+        async for result in super().generate(requests):
+            if self.answers_left == 0:
+                self.dead = True
+            self._check()
+            if self.answers_left is not None:
+                self.answers_left -= 1
+            yield result
+
+    def _check(self, name: str | None = None) -> None:
+        self.dead = self.dead or (name is not None and name == self.dies_in)
+        if self.dead:
+            raise GenerationError("it died")
+
+    async def pause(self) -> None:
+        self._check("pause")
+        await super().pause()
+
+    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        self._check("update_weights")
+        await super().update_weights(manifest, weight_version)
+
+
+def asked(name: str, session: str | None = None, seed: int = 0) -> GenerationRequest:
+    return GenerationRequest(name, (1, 2, 3), SamplingParams(max_new_tokens=4), seed, session or name)
+
+
+def several(count: int) -> list[GenerationRequest]:
+    return [asked(f"r{i}", seed=i) for i in range(count)]
+
+
+async def answers(engine: Any, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    results = [result async for result in engine.generate(requests)]
+    assert sorted(result.request_id for result in results) == sorted(request.request_id for request in requests)
+    return {result.request_id: result for result in results}
+
+
+def run(main: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(main, DEADLINE_S))
+
+
+def test_requests_are_spread_and_a_session_stays():
+    async def main():
+        first, second = FakeGeneration(), FakeGeneration()
+        router = ReplicatedGeneration([first, second])
+        await answers(router, [asked("a", "s"), asked("b", "t"), asked("c", "u"), asked("d", "v")])
+        for turn in range(3):
+            await answers(router, [asked(f"a{turn}", "s")])
+        return first, second
+
+    first, second = run(main())
+    assert [r.request_id for r in first.requests] == ["a", "c", "a0", "a1", "a2"]
+    assert [r.request_id for r in second.requests] == ["b", "d"]
+
+
+def test_answers_are_those_of_one_engine_whatever_the_replica():
+    requests = several(7)
+    router = ReplicatedGeneration([FakeGeneration() for _ in range(3)])
+    assert run(answers(router, requests)) == run(answers(FakeGeneration(), requests))
+
+
+def test_what_a_dead_replica_did_not_answer_is_asked_again_with_the_same_seed(caplog):
+    requests = several(10)
+
+    async def main():
+        dying, other = Mortal(answers=2), Mortal()
+        router = ReplicatedGeneration([dying, other])
+        results = await answers(router, requests)
+        more = await answers(router, [asked("later", "r0")])  # of a session that was on the dead one
+        await router.close()
+        return results, more, other, dying, router
+
+    with caplog.at_level(logging.WARNING):
+        results, more, other, dying, _ = run(main())
+    expected = {r.request_id: sample(r, 64) for r in requests}
+    assert results == expected
+    assert isinstance(more["later"], Completion)
+    again = [r for r in other.requests if "#" in r.request_id]
+    assert len(again) == 3
+    assert {r.request_id for r in again} <= {f"r{i}#1" for i in (0, 2, 4, 6, 8)}
+    assert all(r.request_id == f"r{r.seed}#1" for r in again)
+    assert dying.calls == ["close"]
+    assert [record.message for record in caplog.records] == [
+        "engine replica 0 is taken out, 1 of 2 go on: GenerationError: it died"
+    ]
+
+
+def test_only_when_none_is_left_the_call_fails():
+    async def main():
+        router = ReplicatedGeneration([Mortal(answers=1), Mortal(answers=1)])
+        with pytest.raises(GenerationError, match=r"no engine replica is left of 2; the last: it died"):
+            await answers(router, several(8))
+        with pytest.raises(GenerationError, match="no engine replica is left"):
+            await answers(router, several(1))
+        with pytest.raises(GenerationError, match="no engine replica is left"):
+            await router.pause()
+
+    run(main())
+
+
+def test_a_request_that_kills_every_engine_fails_alone():
+    class Fragile(FakeGeneration):
+        async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+            if any(request.seed == 13 for request in requests):
+                raise GenerationError("it died")
+            async for result in super().generate(requests):
+                yield result
+
+    async def main():
+        router = ReplicatedGeneration([Fragile() for _ in range(MAX_DEATHS + 1)])
+        poison = await answers(router, [asked("poison", seed=13)])
+        assert len(router.replicas) == 1
+        return poison, await answers(router, several(3))
+
+    poison, others = run(main())
+    assert "3 engine replicas died while they had it" in poison["poison"].cause
+    assert all(isinstance(other, Completion) for other in others.values())
+
+
+def test_a_refused_request_is_no_death_and_its_session_is_placed_anew():
+    async def main():
+        router = ReplicatedGeneration([FakeGeneration(failing_share=1.0), FakeGeneration()])
+        first = await answers(router, [asked("a", "s")])
+        again = await answers(router, [asked("b", "s"), asked("c", "s2")])
+        return router, first, again
+
+    router, first, again = run(main())
+    assert isinstance(first["a"], FailedRequest)
+    assert len(router.replicas) == 2
+    assert sum(isinstance(result, Completion) for result in again.values()) == 1
+
+
+def test_other_errors_reach_the_caller():
+    class Broken(FakeGeneration):
+        async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+            raise KeyError("a bug")
+            yield  # pragma: no cover
+
+    async def main():
+        with pytest.raises(KeyError):
+            await answers(ReplicatedGeneration([Broken()]), several(1))
+
+    run(main())
+
+
+def test_closing_the_iterator_cancels_what_is_left():
+    async def main():
+        cancelled: list[str] = []
+
+        async def latency(request: GenerationRequest) -> None:
+            try:
+                if request.request_id != "r0":
+                    await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(request.request_id)
+                raise
+
+        router = ReplicatedGeneration([FakeGeneration(latency=latency), FakeGeneration(latency=latency)])
+        stream = router.generate(several(4))
+        first = await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.gather(*(task for task in asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+        return first, cancelled, router._seats._running
+
+    first, cancelled, running = run(main())
+    assert first.request_id == "r0"
+    assert sorted(cancelled) == ["r1", "r2", "r3"]
+    assert running == {0: 0, 1: 0}
+
+
+def test_a_refit_pauses_all_updates_all_and_resumes_all():
+    async def main():
+        calls: list[str] = []
+        engines = [FakeGeneration(), FakeGeneration()]
+        for engine in engines:
+            engine.calls = calls
+        router = ReplicatedGeneration(engines)
+        await router.pause()
+        await router.update_weights(MANIFEST, 3)
+        await router.resume()
+        await router.sleep()
+        await router.wake()
+        await router.close()
+        await router.close()
+        return calls
+
+    names = ["pause", "update_weights 3", "resume", "sleep", "wake", "close"]
+    assert run(main()) == [name for name in names for _ in range(2)]
+
+
+def test_a_replica_that_dies_in_a_refit_is_taken_out_and_its_requests_are_answered_under_the_new_weights():
+    async def main():
+        started = asyncio.Event()
+        hold = asyncio.Event()
+
+        async def latency(request: GenerationRequest) -> None:
+            started.set()
+            await hold.wait()
+
+        dying, other = Mortal(dies_in="update_weights", latency=latency), Mortal()
+        router = ReplicatedGeneration([dying, other])
+        running = asyncio.create_task(answers(router, [asked("a"), asked("b")]))
+        await started.wait()
+        await router.pause()
+        await router.update_weights(MANIFEST, 1)
+        await router.resume()
+        hold.set()
+        dying._running.set()
+        return await running, router.replicas == (other,), replicas_of(router)
+
+    results, is_out, replicas = run(main())
+    assert is_out
+    assert len(replicas) == 1
+    assert results["a"].weight_versions == (1, 1)
+
+
+def test_weights_that_an_engine_refuses_are_no_death():
+    class Refusing(FakeGeneration):
+        async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+            raise WeightSyncError("another shape")
+
+    async def main():
+        router = ReplicatedGeneration([Refusing(), FakeGeneration()])
+        with pytest.raises(WeightSyncError, match="another shape"):
+            await router.update_weights(MANIFEST, 1)
+        return len(router.replicas)
+
+    assert run(main()) == 2
+
+
+def test_a_replica_that_does_not_answer_in_time_is_taken_out():
+    class Stuck(FakeGeneration):
+        async def pause(self) -> None:
+            await asyncio.Event().wait()
+
+    async def main():
+        stuck, other = Stuck(), FakeGeneration()
+        router = ReplicatedGeneration([stuck, other], control_s=0.01)
+        await router.pause()
+        return router.replicas == (other,)
+
+    assert run(main())
+
+
+def test_a_restarted_replica_serves_only_after_it_has_the_weights():
+    async def main():
+        fresh = FakeGeneration()
+
+        async def restart(index: int) -> FakeGeneration:
+            assert index == 0
+            return fresh
+
+        router = ReplicatedGeneration([Mortal(answers=0), FakeGeneration()], restart=restart)
+        await answers(router, several(4))
+        await asyncio.gather(*router._background)
+        await answers(router, [asked(f"old{i}") for i in range(4)])
+        assert fresh.requests == []
+        await router.pause()
+        await router.update_weights(MANIFEST, 2)
+        await router.resume()
+        results = await answers(router, [asked(f"new{i}") for i in range(4)])
+        await router.close()
+        return fresh, results
+
+    fresh, results = run(main())
+    assert fresh.calls == ["pause", "update_weights 2", "resume", "close"]
+    assert len(fresh.requests) >= 2
+    assert all(result.weight_versions == (2, 2) for result in results.values())
+
+
+def test_a_replica_that_cannot_be_restarted_is_said(caplog):
+    async def main():
+        async def restart(index: int) -> FakeGeneration:
+            raise GenerationError("no memory")
+
+        router = ReplicatedGeneration([Mortal(answers=0), FakeGeneration()], restart=restart)
+        await answers(router, several(2))
+        await asyncio.gather(*router._background)
+        return len(router.replicas)
+
+    with caplog.at_level(logging.WARNING):
+        assert run(main()) == 1
+    assert "engine replica 0 could not be started anew: GenerationError: no memory" in caplog.messages
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lives=st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=4),
+    calls=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=5),
+    delays=st.lists(st.integers(0, 4), min_size=8, max_size=8),
+)
+def test_each_request_is_answered_exactly_once_while_an_engine_lives(lives, calls, delays):
+    async def latency(request: GenerationRequest) -> None:
+        for _ in range(delays[request.seed % len(delays)]):
+            await asyncio.sleep(0)
+
+    async def main():
+        engines = [Mortal(answers=life, latency=latency) for life in lives]
+        router = ReplicatedGeneration([*engines, Mortal(latency=latency)])
+        requests = [
+            [asked(f"c{c}r{r}", f"s{session}", seed=7 * c + r) for r, session in enumerate(call)]
+            for c, call in enumerate(calls)
+        ]
+        results = await asyncio.gather(*(answers(router, call) for call in requests))
+        await router.close()
+        return requests, results
+
+    requests, results = run(main())
+    for call, answered in zip(requests, results, strict=True):
+        for request in call:
+            result = answered[request.request_id]
+            if isinstance(result, FailedRequest):
+                assert len(lives) >= MAX_DEATHS
+            else:
+                assert result.token_ids == sample(request, 64).token_ids
+
+
+def test_an_engine_is_needed():
+    with pytest.raises(ValueError, match="no engine"):
+        ReplicatedGeneration([])
