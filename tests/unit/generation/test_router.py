@@ -177,6 +177,7 @@ def test_other_errors_reach_the_caller():
 def test_closing_the_iterator_cancels_what_is_left():
     async def main():
         cancelled: list[str] = []
+        all_cancelled = asyncio.Event()
 
         async def latency(request: GenerationRequest) -> None:
             try:
@@ -184,13 +185,15 @@ def test_closing_the_iterator_cancels_what_is_left():
                     await asyncio.Event().wait()
             except asyncio.CancelledError:
                 cancelled.append(request.request_id)
+                if len(cancelled) == 3:
+                    all_cancelled.set()
                 raise
 
         router = ReplicatedGeneration([FakeGeneration(latency=latency), FakeGeneration(latency=latency)])
         stream = router.generate(several(4))
         first = await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        await asyncio.gather(*(task for task in asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+        await all_cancelled.wait()
         return first, cancelled, router._seats._running
 
     first, cancelled, running = run(main())
