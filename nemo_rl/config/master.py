@@ -6,7 +6,8 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from nemo_rl.config.algorithm import GRPO
 from nemo_rl.config.data import Data
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection, EnvironmentSection
+from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
+from nemo_rl.config.environment import EnvironmentSection
 from nemo_rl.config.loss import LossFn
 from nemo_rl.config.policy import Policy
 from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, WeightSync

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.config.env import Batching
+from nemo_rl.config.environment import Batching
 from nemo_rl.environments.contract import StepResult, checked_step
 from nemo_rl.errors import EnvironmentFault
 from nemo_rl.interfaces import Environment

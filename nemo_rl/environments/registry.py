@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS, Batching, CustomSection, EnvironmentSection, Remote
+from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
+from nemo_rl.config.environment import Batching, EnvironmentSection, Remote
 from nemo_rl.environments.adapters import FunctionEnvironment, NemoRLEnvironment, is_nemo_rl_environment
 from nemo_rl.environments.batcher import BatchedEnvironment
 from nemo_rl.environments.contract import CheckedEnvironment

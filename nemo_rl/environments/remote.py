@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.env import EnvironmentSection
+from nemo_rl.config.environment import EnvironmentSection
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.environments.registry import make_environment, without_wrappers

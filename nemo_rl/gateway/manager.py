@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
 from nemo_rl.config.run import Gateway
+from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
 from nemo_rl.distributed.node import node_ip
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.envelope import RequestError
-from nemo_rl.gateway.file_limit import connections_below, raise_file_limit
 from nemo_rl.gateway.server import GatewayServer, ServerSettings
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.interfaces import Generation

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.env import Batching
+from nemo_rl.config.environment import Batching
 from nemo_rl.environments.batcher import BatchedEnvironment
 from nemo_rl.errors import EnvironmentFault
 from nemo_rl.types import EnvStep, Failure, Message

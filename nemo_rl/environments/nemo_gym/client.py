@@ -1,0 +1,182 @@
+"""Talks to a NeMo Gym stack: finds its agents, waits for them, gives them rows to run.
+
+A row is sent a second time only where nobody can have begun with it: refused connections and 503. An agent that came
+back elsewhere is found again through the head server.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import aiohttp
+
+from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
+from nemo_rl.environments.nemo_gym.discovery import NO_CONNECTION, GymServers, discover, reason, silent_servers
+from nemo_rl.environments.nemo_gym.errors import GymBrokenReply, GymError, GymRefused, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymReply, parse_reply
+from nemo_rl.errors import ConfigError
+
+__all__ = ["GymBrokenReply", "GymClient", "GymError", "GymRefused", "GymUnavailable"]
+
+POLL_S = 0.5  # between two looks at servers that are not up yet
+LONGEST_BACKOFF_S = 30.0
+NOT_TAKEN = (429, 503)  # statuses that say that nothing was begun
+GATEWAY_STATUSES = (502, 503, 504)
+TEXT_CHARACTERS = 500  # of a server's own words in an error
+
+log = logging.getLogger(__name__)
+
+
+class GymClient:
+    """One stack. Made in any thread, used in one event loop: `connect` first, `close` last."""
+
+    def __init__(self, section: NemoGymSection, *, head_url: str | None = None, key: str = "env.nemo_gym") -> None:
+        """`head_url` of a stack that the run started, else the section's; `key`: the entry's place in the config."""
+        url = head_url or section.head_url
+        if url is None:
+            raise ConfigError(f"{key}.head_url", None, "needed where no stack is started")
+        self._head_url = url.rstrip("/")
+        self._section = section
+        self._key = key
+        self._servers = GymServers({})
+        self._http: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(min(section.max_concurrency, connections_below(raise_file_limit())))
+
+    @property
+    def known_agents(self) -> tuple[str, ...]:
+        """Names of the stack's agents, once connected."""
+        return tuple(sorted(self._servers.agents))
+
+    async def connect(self, expected_agents: Collection[str], *, check: Callable[[], None] | None = None) -> None:
+        """Find the stack's servers and wait for the expected agents and all that these need to answer.
+
+        `check` is called between two looks and may raise: a started stack that has died. Raises ConfigError for an
+        agent that the stack does not have, GymUnavailable naming who is silent after `start_timeout_s`.
+        """
+        silent: tuple[str, ...] = ()
+        last: GymError | None = None
+        try:
+            async with asyncio.timeout(self._section.start_timeout_s):
+                while True:
+                    if check is not None:
+                        check()
+                    try:
+                        silent, last = await self._silent(expected_agents), None
+                        if not silent:
+                            return
+                    except GymUnavailable as error:
+                        last = error
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            within = f"within {self._key}.start_timeout_s = {self._section.start_timeout_s:g} s"
+            if last is not None:
+                raise GymUnavailable(f"{last.problem}, {within}", url=last.url) from error
+            text = f"no answer of {', '.join(silent) or 'its servers'} {within}"
+            raise GymUnavailable(text, url=self._head_url) from error
+
+    async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+        """One rollout of `row` by `agent`, retries included within `timeout_s`. Raises GymError.
+
+        A row that waits for its turn, with `max_concurrency` others under way, has not begun with its time.
+        """
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._section.timeout_s):
+                    return await self._run(agent, row)
+            except TimeoutError as error:
+                text = f"not answered within {self._key}.timeout_s = {self._section.timeout_s:g} s"
+                raise GymUnavailable(text, agent=agent, url=self._url(agent)) from error
+
+    async def close(self) -> None:
+        """Drop all connections. May be called twice."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _silent(self, expected_agents: Collection[str]) -> tuple[str, ...]:
+        self._servers = await discover(self._session(), self._head_url)
+        for agent in expected_agents:
+            if agent not in self._servers.agents:
+                problem = "the stack has no such agent"
+                raise ConfigError(f"{self._key}: agent_ref.name", agent, problem, known=self.known_agents)
+        return await silent_servers(self._session(), self._servers.behind(expected_agents))
+
+    async def _run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+        attempts = self._section.max_retries + 1
+        for attempt in range(attempts):
+            try:
+                return await self._post(agent, row)
+            except _NotTaken as error:
+                if attempt + 1 == attempts:
+                    raise error.as_unavailable(agent, self._url(agent), attempts) from error
+                log.warning("agent %r at %s: %s; trying again", agent, self._url(agent), error)
+            await asyncio.sleep(min(self._section.retry_backoff_s * 2**attempt, LONGEST_BACKOFF_S))
+            await self._look_again()
+        raise AssertionError("unreachable")
+
+    async def _post(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+        url = f"{self._url(agent)}/run"
+        try:
+            async with self._session().post(url, json=row, allow_redirects=False) as response:
+                status, body = response.status, await response.read()
+        except aiohttp.ClientConnectorError as error:
+            raise _NotTaken(reason(error)) from error
+        except NO_CONNECTION as error:
+            raise GymUnavailable(f"the connection was lost ({reason(error)})", agent=agent, url=url) from error
+        if status in NOT_TAKEN:
+            raise _NotTaken(f"HTTP {status}: {_text(body)}")
+        if status in GATEWAY_STATUSES:
+            raise GymUnavailable(f"HTTP {status}: {_text(body)}", agent=agent, url=url)
+        if status != 200:
+            raise GymRefused(f"HTTP {status}: {_text(body)}", agent=agent, url=url)
+        try:
+            return parse_reply(json.loads(body))
+        except GymBrokenReply as error:
+            raise GymBrokenReply(error.problem, agent=agent, url=url) from error
+        except ValueError as error:  # json's own
+            raise GymBrokenReply(f"the reply is no JSON ({reason(error)})", agent=agent, url=url) from error
+
+    async def _look_again(self) -> None:
+        """Addresses after a failure; a stack that is not all there keeps the old ones."""
+        try:
+            self._servers = await discover(self._session(), self._head_url)
+        except GymError as error:
+            log.warning("NeMo Gym's servers cannot be looked up: %s", error)
+
+    def _url(self, agent: str) -> str:
+        urls = self._servers.agents
+        if agent not in urls:
+            problem = "the stack has no such agent" if urls else "not connected to the stack"
+            raise GymRefused(f"{problem}; known: {', '.join(self.known_agents)}", agent=agent, url=self._head_url)
+        return urls[agent]
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            # A connection that was kept may be closed by its server just when it is used again, and nobody can then
+            # tell whether the row was begun. Rollouts take seconds, a new connection a fraction of a millisecond.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._http = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._http
+
+
+class _NotTaken(Exception):
+    """Nobody has begun with the row."""
+
+    def as_unavailable(self, agent: str, url: str, attempts: int) -> GymUnavailable:
+        return GymUnavailable(f"not taken in {attempts} attempts ({self})", agent=agent, url=url)
+
+
+def _text(body: bytes) -> str:
+    """A server's own words on one line; Gym answers 500 with a JSON string."""
+    text = body.decode(errors="replace")
+    try:
+        said = json.loads(text)
+        text = said if isinstance(said, str) else text
+    except ValueError:
+        pass
+    return " ".join(text.split())[:TEXT_CHARACTERS] or "no text"

@@ -1,0 +1,121 @@
+"""What a NeMo Gym agent answers to POST /run, checked: the reward and the model's calls, token for token.
+
+Items of `response.output` that end a call of the model carry the call's whole prompt, what was sampled and its
+log-probs. Whether calls belong to one chain is the gateway's record to say, not the reply's.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl.environments.nemo_gym.errors import GymBrokenReply
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+NO_EXTRAS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
+
+
+@dataclass(frozen=True, slots=True)
+class GymCall:
+    """One call of the model, as the agent reports it."""
+
+    prompt_token_ids: tuple[int, ...]
+    generation_token_ids: tuple[int, ...]
+    generation_log_probs: tuple[float, ...]  # finite, one a generated token
+
+
+@dataclass(frozen=True, slots=True)
+class GymReply:
+    """One rollout that an agent has run and scored."""
+
+    reward: float
+    calls: tuple[GymCall, ...]  # in order; of output items that carry tokens
+    is_incomplete: bool  # the last response was cut: by its token limit, or because the context is full
+    mask_sample: bool  # the environment wants no gradient from this rollout
+    output: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # the response's items: messages, reasoning, tool calls and their results
+    extras: Mapping[str, float | str] = field(default_factory=dict)  # the environment's own numbers and texts, by name
+
+
+def parse_reply(body: object) -> GymReply:
+    """The reply in a decoded JSON body; raises GymBrokenReply naming the first field that is wrong."""
+    if not isinstance(body, Mapping):
+        raise GymBrokenReply(f"the reply is no object but {_kind(body)}")
+    response = body.get("response")
+    if not isinstance(response, Mapping):
+        raise GymBrokenReply(f"response must be an object, not {_kind(response)}")
+    output = response.get("output")
+    if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
+        raise GymBrokenReply("response.output must be a list of objects")
+    mask_sample = body.get("mask_sample", False)
+    if not isinstance(mask_sample, bool):
+        raise GymBrokenReply(f"mask_sample must be true or false, not {mask_sample!r}")
+    calls = (_call(f"response.output.{i}", item) for i, item in enumerate(output))
+    return GymReply(
+        reward=_reward(body.get("reward")),
+        calls=tuple(call for call in calls if call is not None),
+        is_incomplete=bool(response.get("incomplete_details")),
+        mask_sample=mask_sample,
+        output=tuple(output),
+        extras={name: value for name, value in body.items() if name not in NO_EXTRAS and _is_plain(value)},
+    )
+
+
+def _reward(value: Any) -> float:
+    if not _is_number(value):
+        raise GymBrokenReply(f"reward must be a finite number, not {_short(value)}")
+    return float(value)
+
+
+def _call(where: str, item: Mapping[str, Any]) -> GymCall | None:
+    """The call that an item ends; None where it has no tokens: a tool's result, or an earlier item of the same call."""
+    values: list[Any] = [item.get(name) for name in TOKEN_FIELDS]
+    if all(value is None for value in values):
+        return None
+    for name, value in zip(TOKEN_FIELDS, values, strict=True):
+        if not isinstance(value, list):
+            raise GymBrokenReply(f"{where}.{name} must be a list, not {_kind(value)}")
+    prompt, generation, log_probs = values
+    call = GymCall(
+        _token_ids(f"{where}.{TOKEN_FIELDS[0]}", prompt),
+        _token_ids(f"{where}.{TOKEN_FIELDS[1]}", generation),
+        _log_probs(f"{where}.{TOKEN_FIELDS[2]}", log_probs),
+    )
+    if len(call.generation_token_ids) != len(call.generation_log_probs):
+        counts = f"{len(call.generation_token_ids)} tokens with {len(call.generation_log_probs)} log-probs"
+        raise GymBrokenReply(f"{where}: {counts}")
+    return call
+
+
+def _token_ids(where: str, values: Sequence[Any]) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or value < 0:  # a bool is an int too
+            raise GymBrokenReply(f"{where} holds {_short(value)}: no token id")
+    return tuple(values)
+
+
+def _log_probs(where: str, values: Sequence[Any]) -> tuple[float, ...]:
+    for value in values:  # NaN is null where the server's JSON knows no NaN
+        if not _is_number(value):
+            raise GymBrokenReply(f"{where} holds {_short(value)}: no finite log-prob")
+    return tuple(map(float, values))
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | bool) or _is_number(value)
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
+
+
+def _kind(value: object) -> str:
+    return "missing" if value is None else type(value).__name__
+
+
+def _short(value: object) -> str:
+    return "nothing" if value is None else repr(value)[:60]
