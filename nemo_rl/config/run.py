@@ -70,6 +70,7 @@ class Gateway(Section):
 
     num_servers: int = Field(default=1, gt=0)
     host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, lt=65536)  # of the first server; 0: a free one, as all others have
     token: str | None = None  # None: a random one where host is not a loopback address
     tool_parser: str | None = "hermes"
     reasoning_parser: str | None = None

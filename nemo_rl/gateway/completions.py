@@ -3,16 +3,18 @@
 import asyncio
 import itertools
 import logging
+import math
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import cast
+from typing import Any, cast
 from uuid import uuid4
 
 from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.echoes import EchoedCalls, UnknownEcho
+from nemo_rl.gateway.echo import Echo, UnknownEcho
+from nemo_rl.gateway.echoes import EchoedCalls
 from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.responses import Answer
@@ -50,26 +52,32 @@ class Completions:
         self._numbers = itertools.count()
         self._noted: set[str] = set()
 
-    async def in_session(self, request: ChatRequest, live: LiveSession) -> Answer:
-        """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session."""
+    async def in_session(self, request: ChatRequest, live: LiveSession, *, is_named: bool = False) -> Answer:
+        """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
+
+        `is_named`: by the request itself, on plain /v1, where echoed tokens tell the chain and answers carry theirs.
+        """
         messages = self._messages(request)
-        call = self._begin(lambda: live.session.begin(messages, request.tool_schemas()))
+        echo, behind = _echo(request, messages) if is_named else (None, 0)
+        call = self._begin(lambda: _begin_in(live, messages, request.tool_schemas(), echo, behind))
         place = live.take_place(call)
         try:
             seed = _seed(live.seed, array("q", call.prompt_token_ids).tobytes(), place)
-            sampling = self._sampling(request, call, live.sampling or self._rules.sampling)
-            answer = await self._answer_unless_closed(request, _asked(call, sampling, seed, live.session_id), live)
+            asked = _asked(call, self._sampling(request, call, live.sampling or self._rules.sampling), seed, live)
+            with_token_ids = is_named or bool(request.return_token_ids)
+            answer = await self._answer_unless_closed(request, asked, live, with_token_ids=with_token_ids)
             live.session.commit(call, answer.completion, answer.response.message, completion_id=answer.completion_id)
-        except BaseException:
+        except BaseException as error:
             live.give_place_back(call, place)
+            if isinstance(error, RequestError) and error.status == 500:
+                live.session.engine_error = str(error)
             raise
         return answer
 
     async def without_session(self, request: ChatRequest, calls: EchoedCalls) -> Answer:
         """Answer a call whose chain is told by the tokens on its last assistant message."""
         messages = self._messages(request)
-        behind = max((i + 1 for i, m in enumerate(messages) if m.role == "assistant"), default=0)
-        echo = request.messages[behind - 1].echo() if behind else None
+        echo, behind = _echo(request, messages)
         call = self._begin(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
         seed = _seed(self._rules.seed, b"without session", next(self._numbers))
         sampling = self._sampling(request, call, self._rules.sampling)
@@ -100,8 +108,10 @@ class Completions:
             text = " ".join(str(error).split())[:500]
             raise RequestError(400, f"the conversation cannot be encoded: {text}", param="messages") from error
 
-    async def _answer_unless_closed(self, request: ChatRequest, asked: GenerationRequest, live: LiveSession) -> Answer:
-        task = asyncio.create_task(self._answer(request, asked, with_token_ids=bool(request.return_token_ids)))
+    async def _answer_unless_closed(
+        self, request: ChatRequest, asked: GenerationRequest, live: LiveSession, *, with_token_ids: bool
+    ) -> Answer:
+        task = asyncio.create_task(self._answer(request, asked, with_token_ids=with_token_ids))
         live.running.add(task)
         closed = RequestError(409, "the session was closed during this call", code="session_closed")
         try:
@@ -131,7 +141,7 @@ class Completions:
             completion=completion,
             response=response,
             with_token_ids=with_token_ids,
-            with_logprobs=bool(request.logprobs),
+            with_logprobs=request.wants_logprobs if with_token_ids else bool(request.logprobs),
         )
 
     def _sampling(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> SamplingParams:
@@ -162,6 +172,8 @@ class Completions:
         if len(result.token_ids) != len(result.logprobs) or len(result.token_ids) > asked.sampling.max_new_tokens:
             counts = f"{len(result.token_ids)} tokens with {len(result.logprobs)} log-probs"
             raise RequestError(500, f"the engine gave {counts}", code="engine_failed")
+        if not all(map(math.isfinite, result.logprobs)):
+            raise RequestError(500, "the engine gave log-probs that are no numbers", code="engine_failed")
         return result
 
     async def _first_result(self, asked: GenerationRequest) -> Completion | FailedRequest:
@@ -172,7 +184,9 @@ class Completions:
         return FailedRequest(asked.request_id, "it gave no result")
 
     def _too_long(self, what: str) -> RequestError:
-        message = f"{what} a context of {self._rules.max_model_len} tokens: no room is left for a response"
+        # NeMo Gym takes "context length" in a 400 for the end of a rollout that was cut, and anything else for an error
+        limit = f"a context length of {self._rules.max_model_len} tokens"
+        message = f"{what} {limit}: no room is left for a response"
         return RequestError(400, message, param="messages", code="context_length_exceeded")
 
     def _note(self, names: Iterable[str]) -> None:
@@ -182,9 +196,24 @@ class Completions:
             log.info("clients' %s are ignored: the run decides how tokens are sampled", fresh)
 
 
-def _asked(call: Call, sampling: SamplingParams, seed: int, session_id: str | None = None) -> GenerationRequest:
+def _echo(request: ChatRequest, messages: tuple[Message, ...]) -> tuple[Echo | None, int]:
+    """What the last assistant message says about its tokens, and the index behind it."""
+    behind = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
+    return (request.messages[behind - 1].echo() if behind else None), behind
+
+
+def _begin_in(
+    live: LiveSession, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], echo: Echo | None, behind: int
+) -> Call:
+    if echo is None:
+        return live.session.begin(messages, tools)
+    return live.session.begin_behind(messages, tools, echo=echo, behind=behind)
+
+
+def _asked(call: Call, sampling: SamplingParams, seed: int, live: LiveSession | None = None) -> GenerationRequest:
     request_id = uuid4().hex
-    return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id or request_id)
+    session_id = live.session_id if live is not None else request_id
+    return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id)
 
 
 def _seed(seed: int, identity: bytes, place: int) -> int:

@@ -5,43 +5,35 @@ message and sends them with the next request. They name the call; its tokens, lo
 from here.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 from nemo_rl.gateway.canonical import history_digest, tools_digest
 from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.sessions import Call, Chain, Node, answer_call, chain_of, continue_chain, start_chain
+from nemo_rl.gateway.echo import Echo, UnknownEcho
+from nemo_rl.gateway.sessions import Call, Node, answer_call, continue_chain, start_chain
 from nemo_rl.types import Completion, Message
 
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """The tokens of an earlier call, as a client sent them back."""
-
-    prompt_token_ids: tuple[int, ...]
-    generation_token_ids: tuple[int, ...]
-
-
-class UnknownEcho(Exception):
-    """Tokens of a call that is not, or no longer, kept here."""
+MAX_TWINS = 1024  # calls that sampled the same tokens from the same prompt
 
 
 class EchoedCalls:
-    """The last `max_calls` calls of clients without a session, each kept for `ttl_s` seconds behind its last use."""
+    """The last `max_calls` calls of clients without a session, each kept for `ttl_s` seconds behind its last use.
+
+    Calls that sampled the same from the same prompt, as rollouts of one group do, are kept apart as twins.
+    """
 
     def __init__(self, codec: Codec, *, max_calls: int, ttl_s: float, clock: Callable[[], float]) -> None:
         self._codec = codec
         self._max_calls = max_calls
         self._ttl_s = ttl_s
         self._clock = clock
-        self._nodes: OrderedDict[bytes, tuple[float, Node]] = OrderedDict()  # (last use, call), oldest first
+        self._twins: OrderedDict[bytes, tuple[float, list[Node]]] = OrderedDict()  # (last use, calls), oldest first
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        """How many are kept, twins counted once."""
+        return len(self._twins)
 
     def begin(
         self,
@@ -61,42 +53,47 @@ class EchoedCalls:
             request = history_digest(request, message)
         if echo is None or behind >= len(messages):
             return start_chain(self._codec, messages, tools, request)
-        call = continue_chain(self._codec, self._node(echo), messages[behind:], tools, request)
+        nodes = self.find(echo)
+        if not nodes:
+            raise UnknownEcho(echo)
+        call = continue_chain(self._codec, nodes[-1], messages[behind:], tools, request)
         return start_chain(self._codec, messages, tools, request) if call is None else call
 
     def commit(self, call: Call, completion: Completion, message: Message) -> None:
         """Keep a completed call for the requests that will continue it."""
         self.expire()
-        key = _tokens_digest(call.prompt_token_ids, completion.token_ids)
-        self._nodes[key] = (self._clock(), answer_call(call, completion, message))
-        self._nodes.move_to_end(key)
-        if len(self._nodes) > self._max_calls:
-            self._nodes.popitem(last=False)
+        key = Echo(call.prompt_token_ids, completion.token_ids).digest()
+        _, twins = self._twins.get(key, (0.0, []))
+        twins.append(answer_call(call, completion, message))
+        del twins[:-MAX_TWINS]
+        self._twins[key] = (self._clock(), twins)
+        self._twins.move_to_end(key)
+        if len(self._twins) > self._max_calls:
+            self._twins.popitem(last=False)
 
-    def chain(self, echo: Echo) -> Chain:
-        """The chain that ends with an echoed call: its tokens, log-probs and weight versions. Raises UnknownEcho."""
-        return chain_of(self._node(echo))
+    def find(self, echo: Echo) -> tuple[Node, ...]:
+        """The calls of these tokens, in the order in which they were made; none where none is kept. They are used."""
+        key = echo.digest()
+        if key not in self._twins:
+            return ()
+        _, twins = self._twins[key]
+        self._twins[key] = (self._clock(), twins)
+        self._twins.move_to_end(key)
+        return tuple(twins)
+
+    def forget(self, echo: Echo, node: Node) -> None:
+        """Keep a call no longer: whoever reports it a second time is refused. Its twins stay."""
+        key = echo.digest()
+        if key not in self._twins:
+            return
+        used_at, twins = self._twins[key]
+        left = [twin for twin in twins if twin is not node]
+        if left:
+            self._twins[key] = (used_at, left)
+        else:
+            del self._twins[key]
 
     def expire(self) -> None:
         """Forget the calls that nobody has continued for long."""
-        while self._nodes and self._clock() - next(iter(self._nodes.values()))[0] > self._ttl_s:
-            self._nodes.popitem(last=False)
-
-    def _node(self, echo: Echo) -> Node:
-        key = _tokens_digest(echo.prompt_token_ids, echo.generation_token_ids)
-        if key not in self._nodes:
-            raise UnknownEcho(
-                f"no call of {len(echo.prompt_token_ids)} prompt and {len(echo.generation_token_ids)} generated tokens "
-                "is kept here: the tokens were changed, or the call is too old"
-            )
-        _, node = self._nodes[key]
-        self._nodes[key] = (self._clock(), node)
-        self._nodes.move_to_end(key)
-        return node
-
-
-def _tokens_digest(prompt: Sequence[int], generation: Sequence[int]) -> bytes:
-    """Of both and of where one ends: the same tokens split elsewhere are another call."""
-    digest = blake2b(len(prompt).to_bytes(8, "little"), digest_size=16)
-    digest.update(array("q", (*prompt, *generation)).tobytes())
-    return digest.digest()
+        while self._twins and self._clock() - next(iter(self._twins.values()))[0] > self._ttl_s:
+            self._twins.popitem(last=False)

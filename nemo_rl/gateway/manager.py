@@ -15,6 +15,7 @@ from nemo_rl.config.run import Gateway
 from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
 from nemo_rl.distributed.node import node_ip
 from nemo_rl.errors import ConfigError
+from nemo_rl.gateway.claims import Claim, chains_through, claimed_calls
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.envelope import RequestError
@@ -45,6 +46,7 @@ class FinishedSession:
 
     chains: tuple[Chain, ...]  # what to train on, in the order of their last calls; empty where no call went well
     rewards: Mapping[str, float]  # posted for the whole run, by name; those of one chain are the chain's
+    engine_error: str | None = None  # of the last call, where it was the engine that failed it
 
 
 class GatewayManager:
@@ -75,12 +77,33 @@ class GatewayManager:
         """Open sessions of each server."""
         return tuple(server.num_sessions for server in self._servers)
 
-    def open_session(self, *, seed: int, sampling: SamplingParams | None = None) -> SessionHandle:
-        """A session on the server with the fewest; raises RequestError 429 when all are full.
+    @property
+    def plain_url(self) -> str:
+        """Where clients without an address of their own call: the first server, ends in /v1."""
+        return f"{self._servers[0].base_url}/v1"
 
-        `sampling` takes the place of the run's for all calls of this session.
+    @property
+    def api_key(self) -> str:
+        """What such a client needs there."""
+        return self._servers[0].token or NO_TOKEN
+
+    @property
+    def num_echoed_calls(self) -> int:
+        """Calls without a session that are kept to be continued."""
+        return sum(len(server.echoed) for server in self._servers)
+
+    def open_session(
+        self, *, seed: int, sampling: SamplingParams | None = None, server: int | None = None
+    ) -> SessionHandle:
+        """A session on the server with the fewest, or on one of them; raises RequestError 429 when that is full.
+
+        `sampling` takes the place of the run's for all calls of this session. Clients that name their session in their
+        requests reach those of server 0 alone: `plain_url`.
         """
-        index = min(range(len(self._servers)), key=self.num_sessions.__getitem__)
+        index = server if server is not None else min(range(len(self._servers)), key=self.num_sessions.__getitem__)
+        return self._open_on(index, seed, sampling)
+
+    def _open_on(self, index: int, seed: int, sampling: SamplingParams | None) -> SessionHandle:
         server = self._servers[index]
         session_id = server.open_session(seed=seed, sampling=sampling)
         return SessionHandle(session_id, server.session_url(session_id), server.token or NO_TOKEN, index)
@@ -91,7 +114,20 @@ class GatewayManager:
         Raises RequestError 404 or 409 for one that has ended already, by its time to live for instance.
         """
         session = self._servers[handle.server].close_session(handle.id)
-        return FinishedSession(session.chains(), dict(session.rewards))
+        return FinishedSession(session.chains(), dict(session.rewards), session.engine_error)
+
+    async def finish_claimed(self, handle: SessionHandle, claims: Sequence[Claim]) -> FinishedSession:
+        """As `finish`, with the chains of the calls that a client reports alone.
+
+        They are looked for in the session, then among the calls without one. Raises UnknownEcho and ChangedLogprobs
+        too; the session is closed then as well.
+        """
+        server = self._servers[handle.server]
+        session = server.close_session(handle.id)
+        calls = claimed_calls(claims, lambda echo: session.find(echo) or server.echoed.find(echo))
+        for claim, call in zip(claims, calls, strict=True):
+            server.echoed.forget(claim.echo, call)
+        return FinishedSession(chains_through(calls), dict(session.rewards), session.engine_error)
 
     async def abandon(self, handle: SessionHandle) -> None:
         """Close a session and forget what it holds; nothing where it has ended already."""
@@ -118,6 +154,7 @@ def server_settings(section: Gateway, max_connections: int) -> tuple[ServerSetti
     return tuple(
         ServerSettings(
             host=section.host,
+            port=section.port if i == 0 else 0,
             advertised_host=node_ip() if section.host == ALL_ADDRESSES else None,
             token=section.token,
             max_sessions=sessions[i],

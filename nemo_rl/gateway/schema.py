@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from nemo_rl.gateway.echoes import Echo
+from nemo_rl.gateway.echo import Echo
 from nemo_rl.gateway.envelope import RequestError, unsupported
 from nemo_rl.types import Message, Role, ToolCall
 
@@ -21,6 +21,7 @@ REFUSED = frozenset(
     | {"prediction", "prompt_logprobs", "structured_outputs", "web_search_options"}
 )
 MAX_STOP_STRINGS = 16
+SESSION_FIELD = "nemo_rl_session"  # in `metadata`: the session of a client that cannot be given its address
 ModelT = TypeVar("ModelT", bound="Body")
 
 
@@ -69,8 +70,9 @@ class ChatMessage(Body):
         """The tokens of the call that this message came from, where the client sent them back."""
         if self.role != "assistant" or self.prompt_token_ids is None or self.generation_token_ids is None:
             return None
-        if not all(0 <= i < 2**31 for ids in (self.prompt_token_ids, self.generation_token_ids) for i in ids):
-            raise RequestError(400, "token ids lie in 0..2**31", param="messages")
+        for ids in (self.prompt_token_ids, self.generation_token_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+                raise RequestError(400, "token ids lie in 0..2**31", param="messages")
         return Echo(tuple(self.prompt_token_ids), tuple(self.generation_token_ids))
 
     def _text(self) -> str:
@@ -146,6 +148,18 @@ class ChatRequest(Body):
         """Fields that are ignored and that the client may wonder about: sampling parameters, unknown names."""
         names = self.extra.keys() - IGNORED - REFUSED
         return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
+
+    @property
+    def session_id(self) -> str | None:
+        """The session that the request names itself."""
+        metadata = (self.model_extra or {}).get("metadata")
+        named = metadata.get(SESSION_FIELD) if isinstance(metadata, dict) else None
+        return named if isinstance(named, str) else None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Not for clients that read tokens as ids: on plain /v1 their messages carry ids and log-probs already."""
+        return bool(self.logprobs) and not self.extra.get("return_tokens_as_token_ids")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@
     POST   /sessions/{id}/reward                {"reward"} or {"rewards": {name: number}}, "completion_id"?
     GET    /sessions/{id}                       its chains, token for token
     DELETE /sessions/{id}                       the same, and the session is closed
-    POST   /v1/chat/completions                 without a session: the chain is told by echoed token ids
+    POST   /v1/chat/completions                 the chain is told by echoed token ids, the session by `metadata`
     GET    /v1/models, /sessions/{id}/v1/models
     GET    /health
 
@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules, Completions
@@ -73,7 +74,7 @@ class GatewayServer:
         self._completions = Completions(generation, codec, rules)
         clock = time.monotonic
         self._sessions = Registry(codec, max_sessions=settings.max_sessions, ttl_s=settings.ttl_s, clock=clock)
-        self._echoed = EchoedCalls(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
+        self.echoed = EchoedCalls(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
         self.token = settings.token
         if self.token is None and not _is_loopback(settings.host):
             self.token = secrets.token_urlsafe(32)
@@ -167,7 +168,7 @@ class GatewayServer:
         """Consumes: nothing. Produces: closed sessions, once they are unused for long. Ends by cancellation."""
         while True:
             await asyncio.sleep(max(self._settings.ttl_s / 10, 0.05))
-            self._echoed.expire()
+            self.echoed.expire()
             if expired := self._sessions.expire():
                 log.warning("%d sessions were closed after %g s without use", len(expired), self._settings.ttl_s)
 
@@ -248,11 +249,15 @@ class GatewayServer:
 
     async def _chat_without_session(self, request: web.Request) -> web.Response:
         asked = parse_body(ChatRequest, await self._body(request))
-        return self._answered(asked, await self._completions.without_session(asked, self._echoed))
+        if (session_id := asked.session_id) is None:
+            return self._answered(asked, await self._completions.without_session(asked, self.echoed))
+        live = self._sessions.get(session_id)
+        return self._answered(asked, await self._completions.in_session(asked, live, is_named=True))
 
     def _answered(self, asked: ChatRequest, answer: Answer) -> web.Response:
         if not asked.stream:
-            return web.json_response(completion_body(answer, self._codec.encoder))
+            body = to_json(completion_body(answer, self._codec.encoder))
+            return web.Response(body=body, content_type="application/json")
         include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
         events = event_stream(answer, self._codec.encoder, include_usage=include_usage)
         return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -25,6 +25,7 @@ from typing import Any
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.gateway.canonical import history_digest, tools_digest
 from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.echo import Echo, UnknownEcho
 from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage
 
 
@@ -115,10 +116,12 @@ class Session:
 
     def __init__(self, codec: Codec) -> None:
         self.rewards: dict[str, float] = {}  # of the whole run, by name; posted twice: the last one counts
+        self.engine_error: str | None = None  # of the last call, where it was the engine that failed it
         self._codec = codec
         self._calls: dict[str, Node] = {}  # by completion id, in the order of their commits
         self._by_history: dict[bytes, list[Node]] = {}  # digest of everything up to and including the sampled message
         self._by_request: dict[tuple[int, bytes], list[Node]] = {}  # siblings: (parent, request) -> answers
+        self._by_tokens: dict[bytes, list[Node]] = {}  # an echo's digest -> calls that sampled the same
 
     @property
     def num_calls(self) -> int:
@@ -138,12 +141,35 @@ class Session:
                 break  # a shorter history would have to append the same messages, and more
         return start_chain(self._codec, messages, tools, digests[-1])
 
+    def begin_behind(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, echo: Echo, behind: int
+    ) -> Call:
+        """As `begin`, but the call that is continued is named by its tokens; the messages from `behind` on are new.
+
+        Raises UnknownEcho too.
+        """
+        nodes = self.find(echo)
+        if not nodes:
+            raise UnknownEcho(echo)
+        request = tools_digest(tools)
+        for message in messages:
+            request = history_digest(request, message)
+        new = messages[behind:]
+        call = continue_chain(self._codec, nodes[-1], new, tools, request) if new else None
+        return start_chain(self._codec, messages, tools, request) if call is None else call
+
+    def find(self, echo: Echo) -> Sequence[Node]:
+        """The calls of these tokens, in the order in which they were made; none where none is known."""
+        return self._by_tokens.get(echo.digest(), ())
+
     def commit(self, call: Call, completion: Completion, message: Message, *, completion_id: str) -> None:
         """Keep what was sampled for a call; `message` is what the agent is told and will send back."""
         node = answer_call(call, completion, message)
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
         self._by_request.setdefault((id(call.parent), call.request), []).append(node)
+        self._by_tokens.setdefault(Echo(call.prompt_token_ids, completion.token_ids).digest(), []).append(node)
+        self.engine_error = None
 
     def reward(self, rewards: Mapping[str, float], *, completion_id: str | None = None) -> None:
         """Rewards by name for the whole run, or for the chains through one call. Raises KeyError for an unknown one."""

@@ -66,7 +66,7 @@ def test_responses_are_as_long_as_client_run_and_context_allow(fields, room_of_r
 def test_a_conversation_without_room_is_refused():
     error = refusal(FakeGeneration(), request(), max_model_len=21)
     assert (error.status, error.code) == (400, "context_length_exceeded")
-    assert "21 tokens in a context of 21 tokens" in str(error)
+    assert "21 tokens in a context length of 21 tokens" in str(error)
 
 
 def test_a_text_that_cannot_fit_is_refused_without_encoding_it(monkeypatch):

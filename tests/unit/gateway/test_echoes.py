@@ -1,7 +1,9 @@
 import pytest
 
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway.echoes import Echo, EchoedCalls, UnknownEcho
+from nemo_rl.gateway.claims import chains_through
+from nemo_rl.gateway.echo import Echo, UnknownEcho
+from nemo_rl.gateway.echoes import EchoedCalls
 from nemo_rl.types import Message
 from tests.unit.gateway.engines import codec_of, completion_of, text_of, tokens_of
 
@@ -42,7 +44,7 @@ def test_an_echo_is_continued_whatever_the_client_made_of_the_text():
 def test_the_tokens_log_probs_and_versions_of_an_echoed_chain_are_kept():
     calls = calls_of()
     echo = asked(calls, [HI], "hello")
-    chain = calls.chain(echo)
+    (chain,) = chains_through(calls.find(echo))
     assert flat_token_ids(chain.message_log) == (*echo.prompt_token_ids, *echo.generation_token_ids)
     assert chain.message_log[-1].generation_logprobs == completion_of(echo.generation_token_ids).logprobs
     assert chain.weight_versions == (1, 2)
@@ -84,21 +86,31 @@ def test_calls_are_forgotten_by_number_and_by_age_and_kept_by_use():
     calls = calls_of(clock, max_calls=2)
     echoes = [asked(calls, [HI], text) for text in "abc"]
     assert len(calls) == 2
-    with pytest.raises(UnknownEcho):
-        calls.chain(echoes[0])
+    assert not calls.find(echoes[0])
     clock.now = 50.0
-    calls.chain(echoes[1])
+    assert calls.find(echoes[1])
     clock.now = 70.0
     calls.expire()
     assert len(calls) == 1
-    calls.chain(echoes[1])
-    with pytest.raises(UnknownEcho):
-        calls.chain(echoes[2])
+    assert calls.find(echoes[1])
+    assert not calls.find(echoes[2])
 
 
 def test_tokens_sampled_again_are_kept_as_the_newest():
     calls = calls_of(max_calls=2)
     a, b, _, _ = (asked(calls, [HI], text) for text in "abac")
-    calls.chain(a)
-    with pytest.raises(UnknownEcho):
-        calls.chain(b)
+    assert len(calls.find(a)) == 2
+    assert not calls.find(b)
+
+
+def test_a_forgotten_call_leaves_its_twin():
+    calls = calls_of()
+    echo = asked(calls, [HI], "a")
+    asked(calls, [HI], "a")
+    first, second = calls.find(echo)
+    calls.forget(echo, second)
+    assert calls.find(echo) == (first,)
+    calls.forget(echo, first)
+    assert not calls.find(echo)
+    assert len(calls) == 0
+    calls.forget(echo, first)
