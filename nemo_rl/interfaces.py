@@ -67,14 +67,17 @@ class Generation(Protocol):
         """Yield one result a request, as they finish. Closing the iterator cancels what is left."""
         ...
 
-    async def pause(self) -> None:
-        """Hold all running requests where they are, keeping their tokens; returns when none is being computed."""
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        """Hold all running requests where they are, keeping their tokens; returns when none is being computed.
+
+        Their keys and values are computed again behind `resume`, unless `keep_cache` leaves those of the old weights.
+        """
         ...
 
     async def resume(self) -> None: ...
 
     async def update_weights(self, manifest: "WeightManifest", weight_version: int) -> None:
-        """Load the weights of a manifest; only while paused or idle. Cached keys and values are dropped."""
+        """Load the weights of a manifest; only while paused or idle. What is sampled next has this version."""
         ...
 
     async def sleep(self) -> None:

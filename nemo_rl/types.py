@@ -37,12 +37,22 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Sampled tokens `start` to `end` (exclusive) of one completion, drawn under one version of the weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizedMessage:
     """A message with the tokens it was sampled or encoded with; they are never made again."""
 
     message: Message
     token_ids: tuple[int, ...]
     generation_logprobs: tuple[float, ...] | None = None  # one a token, exactly when the policy sampled it
+    weight_spans: tuple[WeightSpan, ...] = ()  # of a completion that an update cut in parts, those parts; else empty
 
     def __post_init__(self) -> None:
         logprobs = self.generation_logprobs
@@ -101,6 +111,7 @@ class Completion:
     logprobs: tuple[float, ...]  # of the sampled tokens, under log_softmax(logits / temperature)
     finish_reason: Literal["stop", "length"]
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest weights that it was sampled under
+    weight_spans: tuple[WeightSpan, ...] = ()  # where these differ: adjacent, from 0 to the end, oldest first
 
 
 @dataclass(frozen=True, slots=True)

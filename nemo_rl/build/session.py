@@ -79,6 +79,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             config.weight_sync,
             _engine_dtype(config),
             temperature=config.policy.generation.temperature,
+            keep_cache=not config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
         )
         stack.callback(weight_sync.close)
         progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)

@@ -28,6 +28,7 @@ from nemo_rl.types import (
     Timings,
     TokenizedMessage,
     Trajectory,
+    WeightSpan,
 )
 
 
@@ -133,7 +134,7 @@ class Episode:
             self.fail(FailureClass.INFRA, problem)
             return
         message = Message("assistant", self._encoder.decode(result.token_ids))
-        self._message_log.append(TokenizedMessage(message, result.token_ids, result.logprobs))
+        self._message_log.append(TokenizedMessage(message, result.token_ids, result.logprobs, result.weight_spans))
         self._conversation.append(message)
         self._response = result.token_ids
         self._response_truncated = result.finish_reason == "length"
@@ -280,7 +281,15 @@ def _problem_of_response(result: Completion, request: GenerationRequest) -> str 
     count, limit = len(result.token_ids), request.sampling.max_new_tokens
     if count != len(result.logprobs):
         return f"the engine gave {count} tokens with {len(result.logprobs)} log-probs"
-    return f"the engine gave {count} tokens where {limit} were allowed" if count > limit else None
+    if count > limit:
+        return f"the engine gave {count} tokens where {limit} were allowed"
+    return None if _are_whole(result.weight_spans, count) else "the engine gave weight spans with gaps"
+
+
+def _are_whole(spans: Sequence[WeightSpan], count: int) -> bool:
+    """Whether the spans follow each other from 0 to `count`; so do none at all."""
+    ends = [0, *(span.end for span in spans)]
+    return not spans or ([span.start for span in spans] == ends[:-1] and ends[-1] == count)
 
 
 def problem_of_rewards(rewards: Mapping[str, Any]) -> str | None:

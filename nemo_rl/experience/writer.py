@@ -22,7 +22,8 @@ class RolloutWriter:
 
     A line holds step, group_id, prompt_id, dataset, task_name, generation_index, stop_reason, reward (null when
     failed), rewards by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings
-    and messages, of an agent that has rewritten its history also other_chains, a list of messages each; with
+    and messages, of an agent that has rewritten its history also other_chains, a list of messages each. A message that
+    was sampled through an update of the weights holds weight_spans: [version, start, end] of its tokens. With
     `write_token_ids` each message also holds token_ids and, where sampled, generation_logprobs.
     """
 
@@ -88,6 +89,8 @@ class RolloutWriter:
             row["tool_calls"] = [asdict(call) for call in message.tool_calls]
         if message.tool_call_id is not None:
             row["tool_call_id"] = message.tool_call_id
+        if tokenized.weight_spans:
+            row["weight_spans"] = [[span.version, span.start, span.end] for span in tokenized.weight_spans]
         if self._write_token_ids:
             row["token_ids"] = list(tokenized.token_ids)
             if tokenized.generation_logprobs is not None:

@@ -107,7 +107,11 @@ def _chain(chain: Chain) -> dict[str, Any]:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
+    spans: list[
+        tuple[int, int, int]
+    ] = []  # (version, start, end) of messages that an update cut, in the chain's tokens
     for each in chain.message_log:
+        spans += ((span.version, len(ids) + span.start, len(ids) + span.end) for span in each.weight_spans)
         ids += each.token_ids
         mask += [int(each.is_generated)] * len(each.token_ids)
         logprobs += each.generation_logprobs or [0.0] * len(each.token_ids)
@@ -117,6 +121,7 @@ def _chain(chain: Chain) -> dict[str, Any]:
         "generation_logprobs": logprobs,
         "messages": [_plain(each.message) for each in chain.message_log],
         "weight_versions": chain.weight_versions,
+        "weight_spans": spans,
         "rewards": chain.rewards,
     }
 

@@ -96,7 +96,7 @@ def continue_chain(
 
 def answer_call(call: Call, completion: Completion, message: Message) -> Node:
     """The node that a completed call becomes."""
-    sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs)
+    sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs, completion.weight_spans)
     if call.parent is not None:
         call.parent.is_continued = True
     is_truncated = completion.finish_reason == "length"

@@ -39,8 +39,8 @@ class VllmInActor:
         async for result in self.engine.generate(requests):
             yield result
 
-    async def pause(self) -> None:
-        await self.engine.pause()
+    async def pause(self, *, keep_cache: bool) -> None:
+        await self.engine.pause(keep_cache=keep_cache)
 
     async def resume(self) -> None:
         await self.engine.resume()
@@ -103,8 +103,8 @@ class VllmActorGeneration:
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error
 
-    async def pause(self) -> None:
-        await self._call("pause")
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        await self._call("pause", keep_cache=keep_cache)
 
     async def resume(self) -> None:
         await self._call("resume")
@@ -133,8 +133,8 @@ class VllmActorGeneration:
         finally:
             self._actor.kill()
 
-    async def _call(self, name: str) -> None:
+    async def _call(self, name: str, **arguments: bool) -> None:
         try:
-            await self._actor.call(name)
+            await self._actor.call(name, **arguments)
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error

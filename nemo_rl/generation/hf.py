@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightManifest
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 
 MAX_SEED = 2**63 - 1
 
@@ -27,18 +28,44 @@ class Row:
     generator: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights, one a token
     stopped: bool = False
 
     @property
     def is_done(self) -> bool:
         return self.stopped or len(self.token_ids) >= self.max_new_tokens
 
+    def completion(self) -> Completion:
+        spans = spans_of(self.versions)
+        return Completion(
+            self.request.request_id,
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            "stop" if self.stopped else "length",
+            weight_versions=(spans[0].version, spans[-1].version),
+            weight_spans=spans if len(spans) > 1 else (),
+        )
+
+
+@dataclass(slots=True)
+class Batch:
+    """Requests that are sampled together, from their admission to their end."""
+
+    rows: list[Row]
+    next_logits: Iterator[torch.Tensor] | None = None  # holds the keys and values; None: not begun
+    pauses: int = 0  # of the engine, when they were computed
+
+    @property
+    def is_done(self) -> bool:
+        return all(row.is_done for row in self.rows)
+
 
 class HFGeneration:
     """Samples batches of at most `max_batch_size` requests, in their order, each request with its own generator.
 
     The same batch gives the same bits; another batch the same log-probs to rounding. A request whose prompt leaves no
-    room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on one thread of its own.
+    room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on one thread of its own. A pause
+    takes effect at the next token.
     """
 
     def __init__(
@@ -60,6 +87,8 @@ class HFGeneration:
         self._tokenizer: Any = None  # loaded when a request has stop strings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-generation")
         self._free = asyncio.Lock()  # held while a batch is computed, and while paused
+        self._pausing = threading.Event()
+        self._num_pauses = 0  # those that forget keys and values
 
     @property
     def is_async(self) -> bool:
@@ -71,17 +100,18 @@ class HFGeneration:
             yield FailedRequest(request_id, cause)
         accepted = [request for request in requests if request.request_id not in refused]
         for start in range(0, len(accepted), self._max_batch_size):
-            async with self._free:
-                batch = accepted[start : start + self._max_batch_size]
-                completions = await self._run_cancellable(batch)
-            for completion in completions:
-                yield completion
+            batch = Batch([self._row(request) for request in accepted[start : start + self._max_batch_size]])
+            while not batch.is_done:
+                async with self._free:
+                    await self._run_cancellable(batch)
+            for row in batch.rows:
+                yield row.completion()
 
-    async def _run_cancellable(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def _run_cancellable(self, batch: Batch) -> None:
         cancelled = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, requests, cancelled)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, batch, cancelled)
         try:
-            return await asyncio.shield(running)
+            await asyncio.shield(running)
         except asyncio.CancelledError:
             cancelled.set()
             await asyncio.wait([running])
@@ -99,30 +129,17 @@ class HFGeneration:
         return None
 
     @torch.inference_mode()
-    def _sample(self, requests: Sequence[GenerationRequest], cancelled: threading.Event) -> list[Completion]:
-        """Sample a batch until each row is done; finished rows are computed on, so that shapes stay the same."""
-        rows = [self._row(request) for request in requests]
-        next_logits = self._forward(rows)
-        while not cancelled.is_set():
-            logits = next(next_logits)  # [B, V] on the CPU
+    def _sample(self, batch: Batch, cancelled: threading.Event) -> None:
+        """Sample on until each row is done, or a pause; finished rows are computed on, so that shapes stay the same."""
+        if batch.next_logits is None or batch.pauses != self._num_pauses:
+            batch.next_logits, batch.pauses = self._forward(batch.rows), self._num_pauses
+        while not (batch.is_done or cancelled.is_set() or self._pausing.is_set()):
+            logits = next(batch.next_logits)  # [B, V] on the CPU
             if logits.isnan().any():
                 raise GenerationError("the model's logits are not numbers")
-            for row, row_logits in zip(rows, logits, strict=True):
+            for row, row_logits in zip(batch.rows, logits, strict=True):
                 if not row.is_done:
                     self._extend(row, row_logits)
-            if all(row.is_done for row in rows):
-                break
-        version = self._weight_version
-        return [
-            Completion(
-                row.request.request_id,
-                tuple(row.token_ids),
-                tuple(row.logprobs),
-                "stop" if row.stopped else "length",
-                (version, version),
-            )
-            for row in rows
-        ]
 
     def _row(self, request: GenerationRequest) -> Row:
         room = self._max_model_len - len(request.token_ids)
@@ -130,14 +147,14 @@ class HFGeneration:
         return Row(request, min(request.sampling.max_new_tokens, room), generator)
 
     def _forward(self, rows: Sequence[Row]) -> Iterator[torch.Tensor]:
-        """Logits of each row's next token, again and again; prompts are padded on the left."""
-        width = max(len(row.request.token_ids) for row in rows)
+        """Logits of each row's next token, again and again; what there is of a row is padded on the left."""
+        known = [(*row.request.token_ids, *row.token_ids) for row in rows]
+        width = max(len(each) for each in known)
         token_ids = torch.zeros(len(rows), width, dtype=torch.int64)  # [B, T]
         mask = torch.zeros(len(rows), width, dtype=torch.int64)  # [B, T]
-        for index, row in enumerate(rows):
-            length = len(row.request.token_ids)
-            token_ids[index, width - length :] = torch.tensor(row.request.token_ids)
-            mask[index, width - length :] = 1
+        for index, each in enumerate(known):
+            token_ids[index, width - len(each) :] = torch.tensor(each)
+            mask[index, width - len(each) :] = 1
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
         while True:
@@ -159,6 +176,7 @@ class HFGeneration:
         token, logprob = draw(logits, sampling, row.generator)
         row.token_ids.append(token)
         row.logprobs.append(logprob)
+        row.versions.append(self._weight_version)
         row.stopped = token in sampling.stop_token_ids or self._ends_with_stop_string(row)
 
     def _ends_with_stop_string(self, row: Row) -> bool:
@@ -169,8 +187,13 @@ class HFGeneration:
         text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
         return any(stop in text for stop in row.request.sampling.stop_strings)
 
-    async def pause(self) -> None:
-        await self._free.acquire()
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        self._pausing.set()
+        try:
+            await self._free.acquire()
+        finally:  # behind it the lock holds whatever runs; a pause that was cancelled must hold nothing
+            self._pausing.clear()
+        self._num_pauses += not keep_cache
 
     async def resume(self) -> None:
         self._free.release()
@@ -197,6 +220,15 @@ class HFGeneration:
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def spans_of(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
+    """Where the version of one token after the other changes."""
+    spans: list[WeightSpan] = []
+    for version, same in groupby(versions):
+        start = spans[-1].end if spans else 0
+        spans.append(WeightSpan(version, start, start + sum(1 for _ in same)))
+    return tuple(spans)
 
 
 def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:

@@ -13,7 +13,7 @@ from nemo_rl.config.generation import GenerationSection
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.vllm_start import importing_vllm, start_engine
 from nemo_rl.interfaces import WeightManifest
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -145,10 +145,12 @@ class VllmGeneration:
             skip_clone=True,
         )
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        """Kept: also what prompts of new requests have in common with those of requests that run."""
         self._admits.clear()
         if self._num_running:
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            # Not AsyncLLM.pause_generation, which sleeps another 20 ms so that outputs under way arrive first.
+            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
             self._paused_engine = True
 
     async def resume(self) -> None:
@@ -198,11 +200,14 @@ def completion_of(request_id: str, output: "RequestOutput", version: int) -> Com
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
         return FailedRequest(request_id, f"vLLM ended it with {sampled.finish_reason!r}")
-    versions = (version, version)
-    if spans := sampled.weight_versions:
-        versions = (int(spans[0].version), int(spans[-1].version))
+    spans = tuple(WeightSpan(int(s.version), s.start, s.end) for s in sampled.weight_versions or ())
     return Completion(
-        request_id, tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs), sampled.finish_reason, versions
+        request_id,
+        tuple(sampled.token_ids),
+        tuple(sampled.logprobs.logprobs),
+        sampled.finish_reason,
+        weight_versions=(spans[0].version, spans[-1].version) if spans else (version, version),
+        weight_spans=spans if len(spans) > 1 else (),
     )
 
 

@@ -18,17 +18,25 @@ class InProcessWeightSync:
     """Publishes by writing a weight file that the engine maps; one file, written again at each refit.
 
     The first refit is verified with `probes` (token ids of prompts), later ones where `section.verify` says so.
-    `dtype` is that of the engine's computation, `temperature` that which the policy divides its logits by.
+    `dtype` is that of the engine's computation, `temperature` that which the policy divides its logits by. With
+    `keep_cache` running requests go on with keys and values of the old weights.
     """
 
     def __init__(
-        self, probes: Sequence[Sequence[int]], section: WeightSyncSection, dtype: str, *, temperature: float = 1.0
+        self,
+        probes: Sequence[Sequence[int]],
+        section: WeightSyncSection,
+        dtype: str,
+        *,
+        temperature: float = 1.0,
+        keep_cache: bool = False,
     ) -> None:
         self._probes = [tuple(probe) for probe in probes[: section.num_probe_prompts]]
         self._verify_all = section.verify
         default = FLOAT32_TOLERANCE if dtype == "float32" else LOW_PRECISION_TOLERANCE
         self._tolerance = section.verify_tolerance or default
         self._temperature = temperature
+        self._keep_cache = keep_cache
         self._is_first = True
         self._file = WeightFile()
 
@@ -38,7 +46,7 @@ class InProcessWeightSync:
         Raises WeightSyncError; the engine then stays paused, since it may hold a part of the new weights.
         """
         manifest = await policy.with_weights(self._file.write)
-        await generation.pause()
+        await generation.pause(keep_cache=self._keep_cache)
         await generation.update_weights(manifest, weight_version)
         await generation.resume()
         if self._is_first or self._verify_all:

@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from nemo_rl.interfaces import WeightManifest
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 
 class FakeGeneration:
@@ -15,6 +16,7 @@ class FakeGeneration:
     `latency(request)` is awaited before a request is answered; requests finish in the order in which it returns.
     `failing_share` of the requests fail: which ones depends on their tokens and seed alone, so that a retry with
     the same seed fails again. `fails_first` makes each request id fail that many times, then succeed.
+    Of a request that weights change under, the first half of its tokens counts as sampled before.
     All requests that were ever asked are in `requests`; calls of the other methods, in order, in `calls`.
     """
 
@@ -61,10 +63,10 @@ class FakeGeneration:
         attempt = self._attempts[request.request_id] = self._attempts.get(request.request_id, 0) + 1
         if attempt <= self._fails_first or draws_of(request).random() < self._failing_share:
             return FailedRequest(request.request_id, f"attempt {attempt} of {request.request_id} was made to fail")
-        return sample(request, self.vocab_size, (oldest, self.weight_version))
+        return with_versions(sample(request, self.vocab_size), oldest, self.weight_version)
 
-    async def pause(self) -> None:
-        self.calls.append("pause")
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        self.calls.append("pause keep_cache" if keep_cache else "pause")
         self._running.clear()
 
     async def resume(self) -> None:
@@ -91,7 +93,16 @@ def draws_of(request: GenerationRequest) -> random.Random:
     return random.Random(hashlib.sha256(identity).digest())
 
 
-def sample(request: GenerationRequest, vocab_size: int, weight_versions: tuple[int, int] = (0, 0)) -> Completion:
+def with_versions(completion: Completion, oldest: int, newest: int) -> Completion:
+    """The completion as if weights changed once, from `oldest` to `newest`, behind half of its tokens."""
+    count = len(completion.token_ids)
+    if oldest == newest or count < 2:
+        return replace(completion, weight_versions=(oldest, oldest))
+    spans = (WeightSpan(oldest, 0, count // 2), WeightSpan(newest, count // 2, count))
+    return replace(completion, weight_versions=(oldest, newest), weight_spans=spans)
+
+
+def sample(request: GenerationRequest, vocab_size: int) -> Completion:
     """What the fake engine answers: uniform tokens until a stop id or the limit; log-probs in [-4, 0]."""
     draws, limits = draws_of(request), request.sampling
     draws.random()  # the one that decides about failing
@@ -101,5 +112,5 @@ def sample(request: GenerationRequest, vocab_size: int, weight_versions: tuple[i
         token_ids.append(draws.randrange(vocab_size))
         logprobs.append(-4 * draws.random())
         if token_ids[-1] in limits.stop_token_ids:
-            return Completion(request.request_id, tuple(token_ids), tuple(logprobs), "stop", weight_versions)
-    return Completion(request.request_id, tuple(token_ids), tuple(logprobs), "length", weight_versions)
+            return Completion(request.request_id, tuple(token_ids), tuple(logprobs), "stop")
+    return Completion(request.request_id, tuple(token_ids), tuple(logprobs), "length")

@@ -26,6 +26,7 @@ from nemo_rl.types import (
     StopReason,
     TokenizedMessage,
     ToolCall,
+    WeightSpan,
 )
 from tests.fakes.encoder import BEGIN, END, FakeEncoder
 
@@ -283,6 +284,26 @@ def test_weight_versions_span_all_turns():
     respond(e, 9, END, versions=(4, 6))
     e.take_step(EnvStep())
     assert e.trajectory().weight_versions == (3, 6)
+
+
+def test_message_that_an_update_cut_keeps_the_spans():
+    e = episode()
+    spans = (WeightSpan(3, 0, 1), WeightSpan(5, 1, 2))
+    e.take_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop", (3, 5), spans))
+    e.take_step(GO_ON)
+    respond(e, 9, END, versions=(5, 5))
+    e.take_step(EnvStep())
+    assert [m.weight_spans for m in e.trajectory().message_log if m.is_generated] == [spans, ()]
+
+
+@pytest.mark.parametrize("spans", [((3, 0, 1),), ((3, 0, 1), (4, 0, 2)), ((3, 1, 2),), ((3, 0, 1), (4, 1, 3))])
+def test_weight_spans_with_gaps_are_an_infra_failure(spans):
+    e = episode()
+    weight_spans = tuple(WeightSpan(*span) for span in spans)
+    e.take_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop", (3, 4), weight_spans))
+    failure = e.trajectory().failure
+    assert failure is not None
+    assert failure.failure_class is FailureClass.INFRA
 
 
 def test_engine_that_breaks_its_contract_is_an_infra_failure():

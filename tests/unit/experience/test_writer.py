@@ -16,6 +16,7 @@ from nemo_rl.types import (
     TokenizedMessage,
     ToolCall,
     Trajectory,
+    WeightSpan,
 )
 
 ROLLOUT = Trajectory(
@@ -90,6 +91,16 @@ def test_token_ids_and_logprobs_are_written_on_request(tmp_path):
     assert user["token_ids"] == [1, 2, 3]
     assert "generation_logprobs" not in user
     assert (assistant["token_ids"], assistant["generation_logprobs"]) == ([4, 0], [-0.5, -0.25])
+
+
+def test_message_that_an_update_cut_tells_which_tokens_are_whose(tmp_path):
+    spans = (WeightSpan(3, 0, 1), WeightSpan(4, 1, 2))
+    cut = replace(ROLLOUT.message_log[1], weight_spans=spans)
+    with RolloutWriter(tmp_path / "train.jsonl") as writer:
+        writer.write(0, [replace(ROLLOUT, message_log=(cut, ROLLOUT.message_log[2]))])
+    assistant, tool = lines(writer.path)[0]["messages"]
+    assert assistant["weight_spans"] == [[3, 0, 1], [4, 1, 2]]
+    assert "weight_spans" not in tool
 
 
 def test_further_histories_of_an_agent_are_written_where_there_are_some(tmp_path):

@@ -1,7 +1,7 @@
 """What agents do to their histories, and what is trained of it."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.parsers import without_thinking
+from nemo_rl.gateway.responses import session_body
 from nemo_rl.gateway.sessions import Chain, Session
-from nemo_rl.types import Message, ToolCall
+from nemo_rl.types import Message, ToolCall, WeightSpan
 from tests.unit.gateway.engines import CALL_TEXT, TOOL, codec_of, completion_of, text_of, tokens_of
 
 TEMPLATES = ("qwen2_5", "qwen3", "llama3", "llama3_1", "mistral_v3", "deepseek_r1", "chatml")
@@ -304,6 +305,20 @@ def test_a_chain_knows_its_oldest_and_newest_weights():
         session.commit(call, completion, said, completion_id=str(i))
         messages = (*messages, said, Message("user", "on"))
     assert session.chains()[0].weight_versions == (3, 6)
+
+
+def test_a_sampled_message_keeps_which_of_its_tokens_are_whose():
+    session = Session(codec_of("chatml"))
+    spans = (WeightSpan(4, 0, 1), WeightSpan(5, 1, 2))
+    completion = replace(completion_of(tokens_of("chatml", "a"), versions=(4, 5)), weight_spans=spans)
+    session.commit(session.begin((HI,)), completion, Message("assistant", "a"), completion_id="0")
+    (chain,) = session.chains()
+    assert chain.message_log[-1].weight_spans == spans
+    prompt_length = len(flat_token_ids(chain.message_log[:-1]))
+    assert session_body("s", session)["chains"][0]["weight_spans"] == [
+        (4, prompt_length, prompt_length + 1),
+        (5, prompt_length + 1, prompt_length + 2),
+    ]
 
 
 def test_messages_that_the_template_refuses_are_refused():

@@ -1,7 +1,7 @@
 import asyncio
 
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
-from tests.fakes.generation import FakeGeneration
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
+from tests.fakes.generation import FakeGeneration, with_versions
 
 
 def request(name: str, *, tokens=(1, 2, 3), seed=0, **sampling) -> GenerationRequest:
@@ -39,3 +39,11 @@ def test_fake_engine_fails_as_often_as_told():
     assert isinstance(answers(engine, request("a"))["a"], Completion)
     some = answers(FakeGeneration(failing_share=0.5), *(request(str(i), seed=i) for i in range(40)))
     assert 5 < sum(isinstance(answer, FailedRequest) for answer in some.values()) < 35
+
+
+def test_fake_engine_cuts_a_completion_that_weights_change_under():
+    completion = answers(FakeGeneration(), request("a"))["a"]
+    assert isinstance(completion, Completion)
+    cut = with_versions(completion, 3, 4)
+    assert (cut.weight_versions, cut.weight_spans) == ((3, 4), (WeightSpan(3, 0, 10), WeightSpan(4, 10, 20)))
+    assert with_versions(completion, 3, 3).weight_spans == ()

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.generation.hf import HFGeneration, draw, kept
-from nemo_rl.types import SamplingParams
+from nemo_rl.generation.hf import HFGeneration, draw, kept, spans_of
+from nemo_rl.types import SamplingParams, WeightSpan
 from tests.contracts.engines import answers, request, save_tiny_model
 
 
@@ -48,3 +48,24 @@ def test_same_batch_gives_the_same_bits(tmp_path: Path):
 
     first, second = asyncio.run(main())
     assert first == second
+
+
+def test_spans_are_where_the_version_of_a_token_changes():
+    assert spans_of([4, 4, 4]) == (WeightSpan(4, 0, 3),)
+    assert spans_of([4, 5, 5, 7]) == (WeightSpan(4, 0, 1), WeightSpan(5, 1, 3), WeightSpan(7, 3, 4))
+
+
+def test_cancelled_pause_holds_nothing(tmp_path: Path):
+    async def main():
+        engine = HFGeneration(str(save_tiny_model(tmp_path, tied=True)))
+        running = asyncio.create_task(answers(engine, [request("a", max_new_tokens=200)]))
+        await asyncio.sleep(0)
+        pausing = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0)
+        pausing.cancel()
+        await asyncio.wait([pausing])
+        result = await asyncio.wait_for(running, 60)
+        await engine.close()
+        return result
+
+    assert len(asyncio.run(main())["a"].token_ids) == 200

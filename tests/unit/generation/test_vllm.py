@@ -8,7 +8,7 @@ from nemo_rl.config.generation import GenerationSection
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.vllm import VllmGeneration, completion_of
 from nemo_rl.generation.vllm_start import importing_vllm
-from nemo_rl.types import Completion, FailedRequest
+from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request
 
 
@@ -18,10 +18,20 @@ def output(*, finish_reason: str, spans: Any = None) -> Any:
     return SimpleNamespace(outputs=[sampled])
 
 
+def span(version: int, start: int, end: int) -> Any:
+    return SimpleNamespace(version=str(version), start=start, end=end)
+
+
 def test_weight_versions_are_those_of_the_spans():
-    spans = [SimpleNamespace(version="3"), SimpleNamespace(version="4"), SimpleNamespace(version="5")]
+    spans = [span(3, 0, 1), span(5, 1, 2)]
     completion = completion_of("a", output(finish_reason="stop", spans=spans), version=9)
-    assert completion == Completion("a", (4, 5), (-0.5, -1.5), "stop", (3, 5))
+    kept = (WeightSpan(3, 0, 1), WeightSpan(5, 1, 2))
+    assert completion == Completion("a", (4, 5), (-0.5, -1.5), "stop", (3, 5), kept)
+
+
+def test_completion_under_one_version_has_no_spans():
+    completion = completion_of("a", output(finish_reason="stop", spans=[span(7, 0, 2)]), version=6)
+    assert completion == Completion("a", (4, 5), (-0.5, -1.5), "stop", (7, 7))
 
 
 def test_without_spans_the_version_is_that_of_the_start():

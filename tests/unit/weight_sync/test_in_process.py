@@ -27,11 +27,13 @@ class RecordingPolicy:
         return batch["generation_logprobs"] + self.off
 
 
-def publish(*versions: int, section: WeightSync, off: float = 0.0, probes: Any = ((1, 2),)) -> list[str]:
+def publish(
+    *versions: int, section: WeightSync, off: float = 0.0, probes: Any = ((1, 2),), keep_cache: bool = False
+) -> list[str]:
     async def main() -> list[str]:
         engine = FakeGeneration()
         policy = RecordingPolicy(engine.calls, off)
-        sync = InProcessWeightSync(probes, section, "float32")
+        sync = InProcessWeightSync(probes, section, "float32", keep_cache=keep_cache)
         try:
             for version in versions:
                 await sync.publish(policy, engine, weight_version=version)  # type: ignore[arg-type]
@@ -62,3 +64,7 @@ def test_tolerance_is_the_sections():
 
 def test_without_probes_nothing_is_verified():
     assert publish(1, section=WeightSync(), probes=()) == refit(1)
+
+
+def test_running_requests_keep_their_cache_where_that_is_asked_for():
+    assert publish(1, section=WeightSync(), probes=(), keep_cache=True)[1] == "pause keep_cache"

@@ -1,0 +1,120 @@
+"""Requests go on through updates of the weights; which tokens are whose is told, and their log-probs are exact."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config.run import WeightSync
+from nemo_rl.types import Completion
+from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
+from tests.contracts.test_weight_sync import PROBES, published
+
+NUM_TOKENS = 150
+NUM_UPDATES = 10  # so many that, whatever the machine's load, some come while the long requests are sampled
+PACE_S = 0.02  # so that the engine, in a process of its own, comes to some tokens between two
+PROMPT = (5, 6, 7)
+MODELS = [tiny_model(tied=True, seed=seed) for seed in (21, 22, 23)]
+
+
+def model_of(weight_version: int) -> Any:
+    return MODELS[weight_version % len(MODELS)]
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request: pytest.FixtureRequest, engines: Any, engine_loop: asyncio.Runner) -> Any:
+    """It starts with weights 0."""
+    engine = engines(request.param, "tied")
+    published(engine_loop, engine, model_of(0), weight_version=0)
+    return engine
+
+
+async def sampled_through_updates(engine: Any, *, keep_cache: bool = False) -> list[Completion]:
+    """Long completions of requests that ran while weights 1, 2, ... came."""
+    requests = [request(str(i), tokens=PROMPT, seed=i, max_new_tokens=NUM_TOKENS) for i in range(4)]
+    running = asyncio.create_task(answers(engine, requests))
+    for version in range(1, NUM_UPDATES + 1):
+        await publish(engine, version, keep_cache=keep_cache)
+        await asyncio.sleep(PACE_S)
+    return list((await running).values())
+
+
+async def publish(engine: Any, weight_version: int, *, keep_cache: bool = False) -> None:
+    sync = InProcessWeightSync(PROBES, WeightSync(), "float32", keep_cache=keep_cache)
+    sync._is_first = False  # not verified: the engine without overlapping calls would answer the probes last
+    try:
+        await sync.publish(UntrainedPolicy(model_of(weight_version)), engine, weight_version=weight_version)  # type: ignore[arg-type]
+    finally:
+        sync.close()
+
+
+def error_of(completion: Completion) -> float:
+    """How far a log-prob is at most from that of the weights that its token is said to be sampled under."""
+    oldest, newest = completion.weight_versions
+    whole = [(oldest, 0, len(completion.token_ids))]
+    spans = [(span.version, span.start, span.end) for span in completion.weight_spans] or whole
+    assert [spans[0][0], spans[-1][0]] == [oldest, newest]
+    logprobs, worst = torch.tensor(completion.logprobs), 0.0
+    for version, start, end in spans:
+        exact = exact_logprobs(model_of(version), PROMPT, completion.token_ids[:end], 1.0)
+        worst = max(worst, float((logprobs[:end] - exact)[start:].abs().max()))
+    return worst
+
+
+def cut_by_updates(completions: Sequence[Completion]) -> list[Completion]:
+    return [completion for completion in completions if completion.weight_spans]
+
+
+def test_tokens_on_both_sides_of_an_update_have_the_log_probs_of_their_own_weights(engine_loop, engine):
+    completions = engine_loop.run(sampled_through_updates(engine))
+    assert cut_by_updates(completions)
+    for completion in completions:
+        assert len(completion.token_ids) == NUM_TOKENS
+        assert error_of(completion) < 1e-4
+
+
+def test_greedy_outputs_after_each_update_are_those_of_the_new_weights(engine_loop, engine):
+    async def main() -> list[Completion]:
+        running = asyncio.create_task(answers(engine, [request("long", tokens=PROMPT, max_new_tokens=NUM_TOKENS)]))
+        greedy = []
+        for version in range(1, NUM_UPDATES + 1):
+            await publish(engine, version)
+            asked = request(f"greedy-{version}", tokens=PROMPT, temperature=0.0, max_new_tokens=6)
+            greedy += (await answers(engine, [asked])).values()
+        await running
+        return greedy
+
+    for version, completion in enumerate(engine_loop.run(main()), start=1):
+        assert completion.weight_versions == (version, version)
+        with torch.no_grad():
+            logits = model_of(version)(torch.tensor([[*PROMPT, *completion.token_ids]])).logits[0]
+        best = logits.log_softmax(-1).max(-1).values[len(PROMPT) - 1 : -1]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), best, atol=1e-4, rtol=0)
+
+
+def test_kept_keys_and_values_are_those_of_the_old_weights(engine_loop, engine):
+    completions = engine_loop.run(sampled_through_updates(engine, keep_cache=True))
+    assert max(error_of(completion) for completion in cut_by_updates(completions)) > 0.1
+
+
+def test_request_that_no_update_cuts_has_one_version(engine_loop, engine):
+    completion = engine_loop.run(answers(engine, [request("a")]))["a"]
+    assert (completion.weight_versions, completion.weight_spans) == ((0, 0), ())
+
+
+def test_pause_without_an_update_changes_nothing(engine_loop, engine):
+    async def main() -> tuple[Any, Any]:
+        asked = [request("a", max_new_tokens=NUM_TOKENS)]
+        alone = await answers(engine, asked)
+        running = asyncio.create_task(answers(engine, asked))
+        for _ in range(NUM_UPDATES):
+            await engine.pause()
+            await engine.resume()
+            await asyncio.sleep(PACE_S)
+        return alone["a"], (await running)["a"]
+
+    alone, paused = engine_loop.run(main())
+    assert (paused.token_ids, paused.weight_spans) == (alone.token_ids, ())
