@@ -77,6 +77,7 @@ class Prompt:
     env_state: Mapping[str, Any] = field(default_factory=dict)  # what the environment needs, e.g. the answer
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
     dataset: str = ""  # the data set's name, for metrics kept apart
+    agent_name: str = ""  # NeMo Gym: the agent that runs it; empty elsewhere
 
 
 @dataclass(frozen=True, slots=True)

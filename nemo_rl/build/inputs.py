@@ -60,5 +60,5 @@ def _check_context_length(config: GRPOConfig, model_path: str) -> None:
 
 def _check_tasks(config: GRPOConfig, prompt_sets: tuple[PromptSet, ...]) -> None:
     for prompt_set in prompt_sets:
-        for task in sorted({prompt.task_name for prompt in prompt_set.prompts} - config.env.keys()):
+        for task in sorted(prompt_set.task_names - config.env.keys()):
             raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)

@@ -172,13 +172,13 @@ def _check_dataset(key: str, values: dict[str, Any], config: GRPOConfig) -> None
     name = values["dataset_name"]
     if name is None:
         raise ConfigError(
-            f"{key}.dataset_name", None, "required: jsonl, huggingface, reasoning_gym or a registered name"
+            f"{key}.dataset_name", None, "required: jsonl, huggingface, reasoning_gym, nemo_gym or a registered name"
         )
-    if name in ("jsonl", "huggingface") and values["data_path"] is None:
+    if name in ("jsonl", "huggingface", "nemo_gym") and values["data_path"] is None:
         raise ConfigError(f"{key}.data_path", None, f"required by dataset_name: {name}")
     if name == "reasoning_gym" and values["task"] is None:
         raise ConfigError(f"{key}.task", None, "required by dataset_name: reasoning_gym")
-    files = ["prompt_file", "system_prompt_file", *(["data_path"] if name == "jsonl" else [])]
+    files = ["prompt_file", "system_prompt_file", *(["data_path"] if name in ("jsonl", "nemo_gym") else [])]
     for file_key in files:
         path = values[file_key]
         if path is not None and not Path(path).is_file():

@@ -10,9 +10,9 @@ from nemo_rl.config.section import Section
 class Dataset(Section):
     """One data set; what is None comes from `data.default`."""
 
-    dataset_name: str | None = None  # "jsonl", "huggingface", "reasoning_gym", a registered name or a dotted path
+    dataset_name: str | None = None  # jsonl, huggingface, reasoning_gym, nemo_gym, a registered name, a dotted path
     name: str | None = None  # in metrics; None: dataset_name, numbered where it is not unique
-    data_path: str | None = None  # jsonl: a file; huggingface: a hub name or a folder
+    data_path: str | None = None  # jsonl, nemo_gym: a file; huggingface: a hub name or a folder
     subset: str | None = None  # huggingface: the configuration's name
     split: str | None = None  # huggingface
     input_key: str | None = None  # the field with the question; None: "messages" where present, else "input"
@@ -20,7 +20,9 @@ class Dataset(Section):
     task: str | None = None  # reasoning_gym: the name of the task
     task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: its options
     size: int | None = Field(default=None, gt=0)  # rows at most (reasoning_gym: rows generated)
+    repeat: int | None = Field(default=None, gt=0)  # times that the set stands in its blend; None: once
     seed: int | None = None  # of generated rows; None: from grpo.seed and the set's place
+    agent_name: str | None = None  # nemo_gym: the agent of rows that name none
     env_name: str | None = None  # a key of `env`; None: the task or data set of that name
     processor: str | None = None  # a registered name or a dotted path; None: by the row's shape
     prompt_file: str | None = None  # text with {} where the question goes

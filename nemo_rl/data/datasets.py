@@ -3,16 +3,17 @@
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl.config.data import Data, Dataset
+from nemo_rl.data.blend import Blend, FilePrompts, HeldPrompts
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.nemo_gym import NEMO_GYM, open_gym_rows
 from nemo_rl.data.processors import make_prompts
 from nemo_rl.data.sources import json_able, load_rows, overlay, with_preset
 from nemo_rl.errors import ConfigError
-from nemo_rl.types import Message, Prompt
+from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +25,40 @@ class PromptSet:
     """Prompts that are drawn from, or measured, together."""
 
     name: str  # in metrics
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]  # those of files are made as they are asked for: iterate, rather than collect them
+
+    @property
+    def task_names(self) -> frozenset[str]:
+        """The entries of `env` that its prompts need."""
+        if isinstance(self.prompts, Blend):
+            return self.prompts.task_names
+        return frozenset(prompt.task_name for prompt in self.prompts)
+
+    @property
+    def agent_names(self) -> frozenset[str]:
+        """The agents of NeMo Gym that its prompts need."""
+        if isinstance(self.prompts, Blend):
+            return self.prompts.agent_names
+        return frozenset(prompt.agent_name for prompt in self.prompts if prompt.agent_name)
 
 
 def load_datasets(config: Data, run_seed: int) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """The training blend, named "train", and the validation sets.
 
     A set that names no seed gets one derived from `run_seed` and its place, the first training set `run_seed` itself.
-    With `config.disjoint`, training prompts whose messages occur in a validation set are left out.
+    With `config.disjoint`, training prompts whose messages occur in a validation set are left out; of NeMo Gym's rows,
+    those that are rows of a validation set.
     """
     train_sections, validation_sections = _sections(config.train), _sections(config.validation)
     seeds = (run_seed + SEED_STRIDE * place for place in range(len(train_sections) + len(validation_sections)))
-    train_sets = _load(train_sections, config.default, seeds, "data.train")
-    validation_sets = _load(validation_sections, config.default, seeds, "data.validation")
-    blend = [prompt for prompts in train_sets for prompt in prompts.prompts]
-    if config.disjoint:
-        blend = _without(blend, validation_sets)
-    train = PromptSet("train", _identified(blend))
-    return train, tuple(PromptSet(held_out.name, _identified(held_out.prompts)) for held_out in validation_sets)
+    train = _load(train_sections, config.default, seeds, "data.train")
+    held_out = _load(validation_sections, config.default, seeds, "data.validation")
+    held_parts = [part for loaded in held_out for part in loaded.parts]
+    train_parts = [part for loaded in train for part in loaded.parts]
+    repeated = _held_out_places(train_parts, held_parts) if config.disjoint else frozenset()
+    return PromptSet("train", Blend.of(train_parts, without=repeated)), tuple(
+        PromptSet(loaded.name, Blend.of(loaded.parts)) for loaded in held_out
+    )
 
 
 def check_prompt_lengths(prompt_sets: Iterable[PromptSet], encoder: ChatEncoder, max_input_tokens: int) -> None:
@@ -63,20 +80,36 @@ def _sections(sections: Dataset | list[Dataset] | None) -> list[Dataset]:
     return sections if isinstance(sections, list) else [sections]
 
 
-def _load(sections: Sequence[Dataset], default: Dataset, seeds: Iterator[int], key: str) -> list[PromptSet]:
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One set of the configuration; a set that is repeated has its part several times."""
+
+    name: str
+    parts: list[FilePrompts | HeldPrompts]
+
+
+def _load(sections: Sequence[Dataset], default: Dataset, seeds: Iterator[int], key: str) -> list[_Loaded]:
     names: set[str] = set()
-    prompt_sets = []
+    loaded = []
     for place, own in enumerate(sections):
         where = key if len(sections) == 1 else f"{key}[{place}]"
         section = overlay(default, with_preset(overlay(Dataset(dataset_name=default.dataset_name), own)))
         seed = next(seeds)
-        rows = load_rows(section, seed=seed if section.seed is None else section.seed, key=where)
         name = _unique(section.name or str(section.dataset_name), names)
         names.add(name)
-        prompts = tuple(replace(prompt, dataset=name) for prompt in make_prompts(rows, section, key=where))
-        logger.info("%s: %d prompts of %s", where, len(prompts), name)
-        prompt_sets.append(PromptSet(name, prompts))
-    return prompt_sets
+        part = _part(section, name, seed=seed if section.seed is None else section.seed, key=where)
+        logger.info("%s: %d prompts of %s", where, len(part), name)
+        loaded.append(_Loaded(name, [part] * (section.repeat or 1)))
+    return loaded
+
+
+def _part(section: Dataset, name: str, *, seed: int, key: str) -> FilePrompts | HeldPrompts:
+    """One set's prompts; those of NeMo Gym, whose files are large, stay in their file."""
+    if section.dataset_name == NEMO_GYM:
+        return open_gym_rows(section, name, key=key)
+    rows = load_rows(section, seed=seed, key=key)
+    prompts = [replace(prompt, dataset=name) for prompt in make_prompts(rows, section, key=key)]
+    return HeldPrompts(prompts, [_digest(prompt) for prompt in prompts])
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -88,32 +121,28 @@ def _unique(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _without(prompts: Sequence[Prompt], held_out: Sequence[PromptSet]) -> list[Prompt]:
-    seen: set[tuple[Message, ...]] = {prompt.messages for each in held_out for prompt in each.prompts}
-    kept = [prompt for prompt in prompts if prompt.messages not in seen]
-    if len(kept) < len(prompts):
-        logger.info(
-            "%d of %d training prompts are left out: they are validated on", len(prompts) - len(kept), len(prompts)
-        )
-    if not kept:
+def _held_out_places(
+    parts: Sequence[FilePrompts | HeldPrompts], held_out: Sequence[FilePrompts | HeldPrompts]
+) -> frozenset[int]:
+    """Places in the blend of `parts` of what is validated on."""
+    rows = {digest for part in held_out if isinstance(part, FilePrompts) for digest in part.digests}
+    asked = {prompt.messages for part in held_out if isinstance(part, HeldPrompts) for prompt in part.prompts}
+    repeated, start = [], 0
+    for part in parts:
+        if isinstance(part, FilePrompts):
+            repeated += [start + index for index, digest in enumerate(part.digests) if digest in rows]
+        else:
+            repeated += [start + index for index, prompt in enumerate(part.prompts) if prompt.messages in asked]
+        start += len(part)
+    if len(repeated) == start:
         raise ConfigError("data.disjoint", True, "every training prompt occurs in a validation set")
-    return kept
+    if repeated:
+        logger.info("%d of %d training prompts are left out: they are validated on", len(repeated), start)
+    return frozenset(repeated)
 
 
-def _identified(prompts: Iterable[Prompt]) -> tuple[Prompt, ...]:
-    """Prompts with ids: a hash of what they ask and carry, numbered where it repeats. A row keeps its id when others
-    are added, removed or moved."""
-    repeats: Counter[str] = Counter()
-    identified = []
-    for prompt in prompts:
-        digest = _digest(prompt)
-        number = repeats[digest]
-        repeats[digest] += 1
-        identified.append(replace(prompt, prompt_id=f"{digest}-{number}" if number else digest))
-    return tuple(identified)
-
-
-def _digest(prompt: Prompt) -> str:
+def _digest(prompt: Prompt) -> int:
+    """Of what a prompt asks and carries."""
     messages = [(m.role, m.content, [(c.id, c.name, c.arguments) for c in m.tool_calls]) for m in prompt.messages]
     content = [prompt.task_name, messages, json_able(dict(prompt.env_state)), json_able(list(prompt.tools))]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return int(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16], 16)

@@ -2,10 +2,12 @@
 
 import hashlib
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.data.blend import Blend
 from nemo_rl.errors import DataError
 from nemo_rl.types import Prompt
 
@@ -21,13 +23,14 @@ class LoadedPrompt:
 class PromptLoader:
     """Hands out each prompt once an epoch, for `max_epochs` epochs.
 
-    The order of an epoch is a function of (seed, epoch) alone, so the state is a count.
+    The order of an epoch is a function of (seed, epoch) alone, so the state is a count. Prompts are asked of `prompts`
+    when they are handed out, so those of a large file are never all in memory.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, max_epochs: int) -> None:
         if not prompts:
             raise DataError("there are no prompts to train on")
-        self._prompts = tuple(prompts)
+        self._prompts = prompts
         self._shuffle = shuffle
         self._seed = seed
         self._max_epochs = max_epochs
@@ -68,13 +71,16 @@ class PromptLoader:
         return LoadedPrompt(self._prompts[self._order[1][offset]], epoch)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        if not self._shuffle:
+            return range(len(self._prompts))
+        order = array("I", range(len(self._prompts)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> str:
     """Of what decides the order of training: which prompts, in which order, shuffled how."""
-    parts = [str(seed), str(shuffle), *(prompt.prompt_id for prompt in prompts)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{seed}\n{shuffle}".encode())
+    for prompt_id in prompts.prompt_ids() if isinstance(prompts, Blend) else (prompt.prompt_id for prompt in prompts):
+        digest.update(f"\n{prompt_id}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""Prompts that are not held in memory: those of a large file, and blends of them with others, as sequences.
+
+A prompt of a file is made from its row whenever it is asked for. What is needed of all prompts at once (ids, agents,
+environments) is known without reading rows again.
+"""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from typing import Any, overload
+
+import numpy as np
+
+from nemo_rl.data.row_file import RowFile
+from nemo_rl.errors import DataError
+from nemo_rl.types import Prompt
+
+
+class FilePrompts:
+    """One prompt a row of a file, without their ids.
+
+    Every row is read once, so that one that cannot be used is found at the start: DataError names file:line.
+    """
+
+    def __init__(self, file: RowFile, make_prompt: Callable[[dict[str, Any]], Prompt]) -> None:
+        self.digests = file.digests
+        self._file = file
+        self._make_prompt = make_prompt
+        tasks, agents = set(), set()
+        for index, row in enumerate(file.rows()):
+            prompt = self._made(index, row)
+            tasks.add(prompt.task_name)
+            agents.add(prompt.agent_name)
+        self.task_names = frozenset(tasks)
+        self.agent_names = frozenset(agents - {""})
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def at(self, index: int) -> Prompt:
+        return self._made(index, self._file.row(index))
+
+    def read(self, indices: Sequence[int]) -> Iterator[Prompt]:
+        """Those prompts, with the file opened once."""
+        for index, row in zip(indices, self._file.rows(indices), strict=True):
+            yield self._made(index, row)
+
+    def _made(self, index: int, row: dict[str, Any]) -> Prompt:
+        try:
+            return self._make_prompt(row)
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            problem = f"has no field {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{self._file.place(index)}: {problem}") from error
+
+
+class HeldPrompts:
+    """Prompts in memory, as a part of a blend."""
+
+    def __init__(self, prompts: Sequence[Prompt], digests: Sequence[int]) -> None:
+        self.digests = array("Q", digests)
+        self.task_names = frozenset(prompt.task_name for prompt in prompts)
+        self.agent_names = frozenset(prompt.agent_name for prompt in prompts if prompt.agent_name)
+        self.prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def at(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def read(self, indices: Sequence[int]) -> Iterator[Prompt]:
+        return (self.prompts[index] for index in indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Blend(Sequence[Prompt]):
+    """Prompts of several parts one after another, with ids: a digest of what they are made of, numbered where it
+    repeats. A prompt keeps its id when others are added, removed or moved. A slice is a blend too."""
+
+    parts: tuple[FilePrompts | HeldPrompts, ...]
+    places: "array[int]"  # of its prompts, counted over all parts
+    repeats: "array[int]"  # of each: how many prompts before it are made of the same
+
+    @classmethod
+    def of(cls, parts: Sequence[FilePrompts | HeldPrompts], *, without: Container[int] = ()) -> "Blend":
+        """All prompts of the parts but those at the places `without`."""
+        places = array("I", (place for place in range(sum(len(part) for part in parts)) if place not in without))
+        digests = np.concatenate([np.asarray(part.digests, dtype=np.uint64) for part in parts])
+        return cls(tuple(parts), places, _repeats(digests[np.asarray(places)]))
+
+    @property
+    def task_names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.task_names for part in self.parts))
+
+    @property
+    def agent_names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.agent_names for part in self.parts))
+
+    def prompt_ids(self) -> Iterator[str]:
+        """Of all prompts in order; no row is read."""
+        starts = self._starts()
+        for place, repeat in zip(self.places, self.repeats, strict=True):
+            number = bisect_right(starts, place) - 1
+            yield _prompt_id(self.parts[number].digests[place - starts[number]], repeat)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Blend": ...
+    def __getitem__(self, index: int | slice) -> "Prompt | Blend":
+        if isinstance(index, slice):
+            return Blend(self.parts, self.places[index], self.repeats[index])
+        place, starts = self.places[index], self._starts()
+        number = bisect_right(starts, place) - 1
+        part, row = self.parts[number], place - starts[number]
+        return replace(part.at(row), prompt_id=_prompt_id(part.digests[row], self.repeats[index]))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """One prompt is held at a time; a file is opened once for a stretch of its rows."""
+        starts, index = self._starts(), 0
+        for number, stretch in groupby(self.places, key=lambda place: bisect_right(starts, place) - 1):
+            part, rows = self.parts[number], array("I", (place - starts[number] for place in stretch))
+            for row, prompt in zip(rows, part.read(rows), strict=True):
+                yield replace(prompt, prompt_id=_prompt_id(part.digests[row], self.repeats[index]))
+                index += 1
+
+    def _starts(self) -> list[int]:
+        """The place at which each part begins."""
+        return list(accumulate((len(part) for part in self.parts[:-1]), initial=0))
+
+
+def _prompt_id(digest: int, repeat: int) -> str:
+    return f"{digest:016x}-{repeat}" if repeat else f"{digest:016x}"
+
+
+def _repeats(digests: np.ndarray) -> "array[int]":
+    """How many equal numbers stand before each: [7, 5, 7, 7] gives [0, 0, 1, 2]."""
+    order = np.argsort(digests, kind="stable")
+    ordered = digests[order]
+    is_first = np.ones(len(ordered), dtype=bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    ranks = np.arange(len(ordered), dtype=np.uint32)
+    repeats = np.empty(len(ordered), dtype=np.uint32)
+    repeats[order] = ranks - np.maximum.accumulate(np.where(is_first, ranks, 0))
+    return array("I", repeats.tobytes())
