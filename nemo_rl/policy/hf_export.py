@@ -1,42 +1,74 @@
-"""A model's weights under the names of its Hugging Face checkpoint: for engines, and as a folder on disk."""
+"""A model's weights under the names of its Hugging Face checkpoint: for engines, and as a folder on disk.
 
-from collections.abc import Iterator
+Where ranks share the weights all of them iterate together, since each tensor is gathered when its turn comes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl.policy.sharding import whole
 
-
-def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Name to tensor as in a checkpoint: persistent tensors, tied ones once, split as the files have them."""
-    seen: set[int] = set()
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = whole(tensor.detach())
-    return revert_weight_conversion(model, tensors)
+ResultT = TypeVar("ResultT")
 
 
 def named_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs for an engine, cast one at a time; in float32 they are the weights themselves."""
-    for name, tensor in checkpoint_tensors(model).items():
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+    """(name, tensor) pairs for an engine, gathered and cast one at a time.
+
+    Persistent tensors, tied ones once, split as the files have them. What one rank holds whole in `dtype` is not
+    copied: these are the weights themselves.
+    """
+    tensors = _persistent_tensors(model)
+    is_shared = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in tensors.values())
+    if not is_shared or _are_converted(model, tensors):  # experts: of several tensors the files make others
+        tensors = revert_weight_conversion(model, {name: whole(tensor) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        yield name, whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def save_weights(model: PreTrainedModel, folder: Path, *, config_dtype: str) -> None:
-    """Write config.json, generation_config.json and safetensors files.
+def use_on_first_rank(
+    use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT],
+    weights: Iterator[tuple[str, torch.Tensor]],
+    *,
+    is_first: bool,
+) -> ResultT | None:
+    """The result of `use` on the first rank, None on the others, which only take part in gathering.
+
+    All weights are gathered, also when `use` stops before the last one or raises.
+    """
+    try:
+        return use(weights) if is_first else None
+    finally:
+        for _ in weights:
+            pass
+
+
+def weight_copies(model: PreTrainedModel, *, is_first: bool = True) -> dict[str, torch.Tensor]:
+    """All weights as they are, on the CPU of the first rank; nothing on the others, which help to gather them."""
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in named_weights(model, torch.float32):
+        if is_first:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return copies
+
+
+def save_weights(
+    tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, folder: Path, *, config_dtype: str
+) -> None:
+    """Write config.json, generation_config.json and safetensors files of what `weight_copies` gave.
 
     The tensors are float32, so that training goes on exactly; `config_dtype` is what config.json names, which is what
     transformers and vLLM load them as unless told otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: _with_own_storage(t.cpu().contiguous()) for name, t in checkpoint_tensors(model).items()}
-    save_torch_state_dict(tensors, folder)
+    save_torch_state_dict(dict(tensors), folder)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [_architecture(model)]
     config.dtype = config_dtype
@@ -46,16 +78,29 @@ def save_weights(model: PreTrainedModel, folder: Path, *, config_dtype: str) -> 
 
 
 def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Overwrite the target's weights in place with those of an equal model."""
-    values = source.state_dict()
-    with torch.no_grad():
-        for name, tensor in target.state_dict(keep_vars=True).items():
-            whole(tensor.detach()).copy_(values[name])
+    """Overwrite the target's weights, or this rank's part of them, with those of an equal model.
+
+    Raises:
+        RuntimeError: the source is another model.
+    """
+    set_model_state_dict(target, source.state_dict(), options=StateDictOptions(full_state_dict=True))
 
 
-def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """safetensors refuses views, as which the experts of a mixture are taken from one tensor."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+def _are_converted(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the files hold other tensors than the model; asked of tensors without values."""
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    converted = revert_weight_conversion(model, dict(shapes))
+    return {n: t.shape for n, t in converted.items()} != {n: t.shape for n, t in shapes.items()}
 
 
 def _architecture(model: PreTrainedModel) -> str:

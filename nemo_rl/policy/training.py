@@ -1,23 +1,29 @@
-"""One training step on the policy's thread: micro-batches, gradients, clipping, the optimizer."""
+"""One optimizer step, on all ranks together: micro-batches, gradients, clipping, the optimizer."""
 
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_rl import batch as keys
 from nemo_rl.interfaces import LossFn, Metric, Normalizer
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid, micro_batches
+from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.sharding import whole
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
+
+Reduction = Literal["sum", "count", "min", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class OptimizerStep:
     """What one optimizer step reports."""
 
     metrics: dict[str, float]  # the loss function's, and `loss`
-    reductions: dict[str, str]  # of each metric: sum, count, min or max
+    reductions: dict[str, Reduction]  # of each metric: sum, count, min or max
     normalizer: Normalizer
     grad_norm: float | None  # before clipping; None: there was nothing to learn from
     is_skipped: bool
@@ -40,17 +46,26 @@ class Trainer:
     optimizer: Optimizer
     micro_batch_size: int
     max_grad_norm: float | None
+    layout: RankLayout = ALONE
 
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> OptimizerStep:
-        """Learn from these rows once. Not applied: a step without valid tokens, or with a non-finite gradient."""
+        """Learn from these rows once; what is reported is the same on every rank.
+
+        Not applied: a step without valid tokens, or with a non-finite gradient.
+        """
         normalizer = count_valid(batch, rows)
         if normalizer.num_valid_tokens == 0:
             logger.warning("an optimizer step of %d samples has no valid token and is skipped", len(rows))
             return OptimizerStep({"loss": 0.0}, {"loss": "sum"}, normalizer, grad_norm=None, is_skipped=True)
         metrics: dict[str, torch.Tensor] = {}
-        reductions: dict[str, str] = {}
-        for _, part in micro_batches(batch, rows, self.micro_batch_size):
-            for name, metric in self._backward(part, normalizer, loss_fn).items():
+        reductions: dict[str, Reduction] = {}
+        for own_rows, part in micro_batches(batch, rows, self.micro_batch_size, self.layout):
+            part = part.to(self.device)
+            logprobs = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0)
+            if len(own_rows) == 0:
+                logprobs.sum().backward()  # of no token: zeros, in step with the ranks that have samples left
+                continue
+            for name, metric in self._backward(logprobs, part, normalizer, loss_fn).items():
                 metrics[name] = reduced(metric, metrics.get(name))
                 reductions[name] = metric.reduction
         grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm)
@@ -61,13 +76,18 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         values = {name: float(value) for name, value in metrics.items()}
+        values, reductions = over_ranks(self.layout.gathered((values, reductions)))
         return OptimizerStep(values, reductions, normalizer, grad_norm, is_skipped)
 
-    def _backward(self, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn) -> dict[str, Metric]:
-        part = part.to(self.device)
-        logprobs = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0)
+    def _backward(
+        self, logprobs: torch.Tensor, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
+    ) -> dict[str, Metric]:
+        """Add this rank's part of the gradient. FSDP2 takes the mean over ranks, and what is wanted is the sum."""
         loss, metrics = loss_fn(logprobs, part, normalizer)
-        if loss.requires_grad:
+        num_ranks = self.layout.data_parallel_size
+        if num_ranks > 1:
+            (loss * num_ranks + logprobs.sum() * 0).backward()  # also where this rank's loss reads no log-prob
+        elif loss.requires_grad:
             loss.backward()
         return {**metrics, "loss": Metric(loss)}
 
@@ -82,19 +102,48 @@ def reduced(metric: Metric, so_far: torch.Tensor | None) -> torch.Tensor:
     return torch.minimum(so_far, value) if metric.reduction == "min" else torch.maximum(so_far, value)
 
 
+def over_ranks(
+    parts: list[tuple[dict[str, float], dict[str, Reduction]]],
+) -> tuple[dict[str, float], dict[str, Reduction]]:
+    """Metrics of all ranks from those of each, and their reductions; a rank without a sample has none."""
+    if len(parts) == 1:
+        return parts[0]
+    collected: dict[str, list[float]] = defaultdict(list)
+    reductions: dict[str, Reduction] = {}
+    for values, reductions_of_part in parts:
+        reductions |= reductions_of_part
+        for name, value in values.items():
+            collected[name].append(value)
+    combine = {"sum": sum, "count": sum, "min": min, "max": max}
+    return {name: combine[reductions[name]](values) for name, values in collected.items()}, reductions
+
+
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
-    """The gradients' norm before they are scaled to at most `max_norm`; None: measured only."""
-    with_gradient = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
+    """The gradients' norm over all ranks before they are scaled to at most `max_norm`; None: measured only.
+
+    Tensors of one mesh go together: with tensor parallelism some lie on both of its dimensions and some on one.
+    """
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+    norms = [whole(torch.nn.utils.get_total_norm([_gradient(p) for p in part])) for part in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
-    return float(whole(norm))
+        for part in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    return float(norm)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
     """One training step's metrics: sums are averaged over optimizer steps, counts and extremes are of all."""
     collected: dict[str, list[float]] = defaultdict(list)
-    reductions: dict[str, str] = {}
+    reductions: dict[str, Reduction] = {}
     for step in steps:
         reductions.update(step.reductions)
         for name, value in step.metrics.items():

@@ -230,7 +230,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_weights(name: str, models: d
     assert metrics["loss"] == pytest.approx(exact_metrics["loss"], abs=0.05)
     assert metrics["grad_norm"] == pytest.approx(exact_metrics["grad_norm"], rel=0.05)
     assert dtypes == {torch.bfloat16}
-    assert {p.dtype for p in policy._module.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy._rank.module.parameters()} == {torch.float32}
 
 
 def test_weights_have_the_names_of_the_checkpoint_with_tied_ones_once(models: dict[str, Path]) -> None:
@@ -244,7 +244,7 @@ def test_weights_have_the_names_of_the_checkpoint_with_tied_ones_once(models: di
 
 def test_float32_weights_are_not_copied(models: dict[str, Path]) -> None:
     async def use(policy: FSDP2Policy) -> bool:
-        own = {p.data_ptr() for p in policy._module.parameters()}
+        own = {p.data_ptr() for p in policy._rank.module.parameters()}
         return own == await policy.with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
 
     assert using(make_policy(models["qwen2"]), use)

@@ -1,0 +1,246 @@
+"""`RankPolicy`: the trained model on one rank, alone or among others that share its weights and samples."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_rl import batch as keys
+from nemo_rl.config.policy import Policy
+from nemo_rl.errors import PolicyError
+from nemo_rl.interfaces import LossFn
+from nemo_rl.policy.flops import matmul_parameters, train_flops
+from nemo_rl.policy.hf_export import named_weights, use_on_first_rank
+from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
+from nemo_rl.policy.logprobs import CausalLogprobs
+from nemo_rl.policy.micro_batches import expected_optimizer_steps, micro_batches, split_optimizer_steps
+from nemo_rl.policy.optim import make_optimizer, make_scheduler
+from nemo_rl.policy.ranks import RankLayout, join, resolve_device
+from nemo_rl.policy.saving import (
+    BackgroundSave,
+    load_optimizer,
+    load_schedule,
+    load_weights,
+    save_schedule,
+)
+from nemo_rl.policy.sharding import needs_sharding, shard
+from nemo_rl.policy.tensor_parallel import check_tensor_parallel
+from nemo_rl.policy.training import Trainer, over_optimizer_steps
+from nemo_rl.types import TrainingBatch
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+class RankPolicy:
+    """The model on one rank of a layout.
+
+    Every method is collective: it is called on all ranks, in the same order, with the same arguments, and a batch is
+    the whole batch, of which a rank computes its rows. One call at a time, all from one thread. A rank that raises
+    leaves the others waiting for it until the layout's deadline.
+
+    Weights are float32 and computation is in `precision`. FSDP2 wraps the model where it does something: among several
+    ranks, on CUDA, and for bfloat16, whose casts it does; float32 alone on a CPU is the bare model. Dropout is always
+    off, so that the same weights give the same log-probs whenever they are asked.
+
+    Args:
+        config: the section `policy`; `layout`, not `dtensor_cfg`, says how many ranks there are.
+        layout: this rank's place, and how it finds the others.
+        model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
+        temperature: of sampling; the logits are divided by it.
+        needs_reference: keep a frozen copy of the first weights for `reference_logprobs`.
+        num_samples_per_step: samples expected in a batch; with `train_global_batch_size`, the optimizer steps of one.
+        seed: of torch's random numbers, for optimizers that draw some.
+        tokenizer: saved beside the weights by the first rank; None: nothing is.
+
+    Raises:
+        ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
+        PolicyError: the other ranks did not come before the deadline.
+    """
+
+    def __init__(
+        self,
+        config: Policy,
+        *,
+        layout: RankLayout,
+        model_path: str,
+        temperature: float,
+        needs_reference: bool,
+        num_samples_per_step: int,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.device = resolve_device(config.device)
+        self.num_optimizer_steps = expected_optimizer_steps(num_samples_per_step, config.train_global_batch_size)
+        self._tokenizer = tokenizer
+        self._saving = BackgroundSave()
+        torch.manual_seed(seed)
+        if layout.tensor_parallel_size > 1:
+            check_tensor_parallel(layout.tensor_parallel_size, load_config(model_path, config.hf_config_overrides))
+        model = load_model(model_path, config.hf_config_overrides)
+        self._model: PreTrainedModel = model
+        self._num_matmul_parameters = matmul_parameters(model)
+        self.module = CausalLogprobs(model, temperature=temperature, chunk_size=config.logprob_chunk_size)
+        self._reference = self._frozen_copy() if needs_reference else None
+        if config.dtensor_cfg.activation_checkpointing:
+            recompute_activations(model)
+        if needs_sharding(config, layout, self.device):
+            shard(self.module, config, layout, self.device)
+        self.module.to(self.device)
+        self._optimizer = make_optimizer(config, self.module.parameters())
+        self._scheduler = make_scheduler(config, self._optimizer)
+        self._trainer = Trainer(
+            module=self.module,
+            device=self.device,
+            optimizer=self._optimizer,
+            micro_batch_size=config.train_micro_batch_size,
+            max_grad_norm=config.max_grad_norm,
+            layout=layout,
+        )
+
+    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """[B, T] float32 on the CPU: log_softmax(logits / temperature) of the tokens with a mask, else 0.
+
+        The whole batch's, on every rank.
+        """
+        return self._logprobs(self.module, batch)
+
+    def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """The same under the weights that training began with, also after `load`."""
+        if self._reference is None:
+            raise PolicyError("the policy was made without a reference")
+        return self._logprobs(self._reference, batch)
+
+    def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
+        """All optimizer steps of one batch, each over whole groups; then one step of the schedule.
+
+        Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
+        `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops` (of all
+        ranks together). A step whose gradient is not finite is skipped with a warning.
+
+        Raises:
+            PolicyError: the batch lacks a key that the loss reads.
+        """
+        missing = sorted(loss_fn.required_keys - set(batch.keys()))
+        if missing:
+            raise PolicyError(f"the loss reads {', '.join(missing)}, which the batch does not have")
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        parts = split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
+        steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
+        if self._scheduler is not None and not all(step.is_skipped for step in steps):
+            self._scheduler.step()
+        return {**over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
+
+    def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
+        """Call `use` with (name, tensor) pairs on the first rank; the others help to gather them and get None.
+
+        Each tensor is gathered when its turn comes. Alone in float32 they are the weights themselves: copy, do not
+        keep.
+        """
+        dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
+        return use_on_first_rank(use, named_weights(self._model, dtype), is_first=self._is_first)
+
+    def save(self, path: Path, *, save_optimizer: bool) -> None:
+        """Begin to write `weights/` in float32 (config.json names the policy's precision, which loaders follow),
+        `tokenizer/` and, if asked, `optimizer/`. Returns once all is copied, so that training may go on; an earlier
+        save is finished first."""
+        self.finish_save()
+        is_first = self._is_first
+        self._saving.begin_weights(self._model, path / "weights", config_dtype=self.config.precision, is_first=is_first)
+        if is_first and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(path / "weights")
+            self._tokenizer.save_pretrained(path / "tokenizer")
+        if not save_optimizer:
+            return
+        join(self.layout, self.device)
+        if is_first:
+            save_schedule(self._scheduler, path / "optimizer")
+        self._saving.begin_optimizer(self.module, self._optimizer, path / "optimizer")
+
+    def finish_save(self) -> None:
+        """Return once what `save` began is on the disk, the other ranks' files too.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._saving.finish()
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote, exactly, whatever the number of ranks was; without `optimizer/` from the
+        weights alone, with a warning.
+
+        Raises:
+            CheckpointError: nothing there, or of another model or optimizer.
+        """
+        self.finish_save()
+        load_weights(self._model, path / "weights")
+        folder = path / "optimizer"
+        if not folder.exists():
+            logger.warning("%s does not exist: optimizer and schedule start afresh", folder)
+            return
+        join(self.layout, self.device)
+        load_optimizer(self.module, self._optimizer, folder)
+        load_schedule(self._scheduler, folder)
+
+    def offload(self) -> None:
+        """Move everything off the accelerator. Nothing on a CPU, or where it lives on the CPU anyway."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def close(self) -> None:
+        """Finish what is being saved. The process stays in its group."""
+        self._saving.close()
+
+    def train_flops(self, batch: TrainingBatch) -> float:
+        """Floating-point operations of training on a batch once, over all ranks."""
+        return train_flops(self._num_matmul_parameters, self._model.config, batch[keys.LENGTHS].tolist())
+
+    @property
+    def _is_first(self) -> bool:
+        return self.layout.rank == 0
+
+    def _frozen_copy(self) -> CausalLogprobs:
+        """The model as it is, in the precision it is computed in (buffers such as rotary frequencies stay float32).
+
+        Among several ranks it is sharded as the policy is; alone there is nothing that FSDP2 would do for it.
+        """
+        module = copy.deepcopy(self.module).requires_grad_(False)
+        if self.config.precision == "bfloat16":
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        if self.layout.world_size > 1:
+            shard(module, self.config, self.layout, self.device)
+        return module.to(self.device)
+
+    @torch.no_grad()
+    def _logprobs(self, module: CausalLogprobs, batch: TrainingBatch) -> torch.Tensor:
+        result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
+        size = self.config.logprob_batch_size or self.config.train_micro_batch_size
+        inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+        for rows, part in micro_batches(inputs, torch.arange(len(result)), size, self.layout):
+            part = part.to(self.device)
+            logprobs = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0)
+            if len(rows) > 0:
+                result[rows, : logprobs.shape[1]] = logprobs.cpu()
+        return self.layout.summed(result)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu" or self.config.dtensor_cfg.cpu_offload:
+            return
+        for module in (self.module, self._reference):
+            if module is not None:
+                module.to(device)
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,126 @@
+"""Where one rank of the policy stands: its place among the ranks, its process group and meshes, its device.
+
+Ranks lie on a mesh of (data parallel x tensor parallel): the ranks of a row share every layer, the rows share the
+samples and the weights. Beside the collectives of FSDP2 and DTensor a few numbers are exchanged on the CPU.
+"""
+
+import atexit
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nemo_rl.errors import ConfigError, PolicyError
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The place of one rank, and how it finds the others."""
+
+    rank: int = 0  # data-parallel rank * tensor_parallel_size + tensor-parallel rank
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    init_method: str | None = None  # "tcp://host:port" of rank 0, or "file:///path"; None: a rank alone
+    timeout_s: float = 600.0  # deadline of joining and of each collective
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}")
+        if self.world_size > 1 and self.init_method is None:
+            raise ValueError(f"{self.world_size} ranks need an init_method to find each other")
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def speaks_for_its_row(self) -> bool:
+        """One of the ranks that hold the same samples: what it tells the others is counted once."""
+        return self.rank % self.tensor_parallel_size == 0
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over data-parallel ranks of a tensor on the CPU, in place; the same on every rank."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor if self.speaks_for_its_row else tensor.zero_())
+        return tensor
+
+    def gathered(self, value: ValueT) -> list[ValueT]:
+        """Each data-parallel rank's value, in their order; the same on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[ValueT | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return cast(list[ValueT], values[:: self.tensor_parallel_size])
+
+
+ALONE = RankLayout()
+
+
+def join(layout: RankLayout, device: torch.device) -> None:
+    """Be in the process group of all ranks; a rank alone needs no port. A process joins once.
+
+    Raises:
+        PolicyError: the process is in another group, or the others did not come before the deadline.
+    """
+    if dist.is_initialized():
+        place = (dist.get_rank(), dist.get_world_size())
+        if place != (layout.rank, layout.world_size):
+            raise PolicyError(
+                f"rank {layout.rank} of {layout.world_size}: the process is rank {place[0]} of {place[1]}"
+            )
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=layout.init_method,
+            store=dist.HashStore() if layout.init_method is None else None,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            timeout=timedelta(seconds=layout.timeout_s),
+        )
+    except dist.DistError as error:
+        raise PolicyError(
+            f"rank {layout.rank} of {layout.world_size} cannot join {layout.init_method}: {error}"
+        ) from error
+    atexit.register(_leave)
+
+
+def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
+    """All ranks on the dimensions "dp" and "tp"; to be asked for by all ranks in the same order."""
+    return _mesh(device.type, layout.data_parallel_size, layout.tensor_parallel_size)
+
+
+@lru_cache
+def checkpoint_group() -> dist.ProcessGroup:
+    """All ranks once more, on the CPU: a save goes on in the background while training uses the other groups."""
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+
+
+def resolve_device(name: str) -> torch.device:
+    """`policy.device`: auto is CUDA where there is one; the first device that the process sees."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("policy.device", name, "this machine has no CUDA device")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+@lru_cache
+def _mesh(device_type: str, data_parallel_size: int, tensor_parallel_size: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=("dp", "tp"))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
