@@ -9,7 +9,7 @@ NemoRLError
 ├── WeightSyncError     the engine does not hold the policy's weights
 ├── CheckpointError     a checkpoint that cannot be written or read
 ├── RolloutError        too many failed rollouts, or none that ever ends
-└── WorkerError         a process of ours died or did not answer
+└── WorkerError         a process of ours failed or did not answer; WorkerDied: it is gone
 
 What happens to one rollout is no exception: it is a `types.Failure` on its trajectory.
 """
@@ -73,6 +73,10 @@ class RolloutError(NemoRLError):
 
 class WorkerError(NemoRLError):
     """A process of ours died, or did not answer before its deadline."""
+
+
+class WorkerDied(WorkerError):
+    """The process itself is gone; what it was asked will never be answered."""
 
 
 def suggestion(key: str, known: Iterable[str], value: object = None) -> str:

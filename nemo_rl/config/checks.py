@@ -8,6 +8,7 @@ from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.async_checks import check_async
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.data import Dataset
+from nemo_rl.config.layout import layout_of
 from nemo_rl.config.loss_checks import check_advantages, check_loss
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.policy import SchedulerStage
@@ -22,7 +23,7 @@ def check(config: GRPOConfig) -> None:
         _check_sampling,
         _check_lengths,
         _check_engine,
-        _check_devices,
+        _check_layout,
         _check_scheduler,
         check_loss,
         check_async,
@@ -123,20 +124,10 @@ def _check_engine(config: GRPOConfig) -> None:
         raise ConfigError("policy.generation.vllm_kwargs", generation.vllm_kwargs, "needs backend: vllm")
 
 
-def _check_devices(config: GRPOConfig) -> None:
-    """The trainer is one process on one device, which the engine shares."""
-    cluster, generation = config.cluster, config.policy.generation
-    for key, value in (("num_nodes", cluster.num_nodes), ("gpus_per_node", cluster.gpus_per_node)):
-        if value > 1:
-            raise ConfigError(f"cluster.{key}", value, "a run uses one device; allowed: 1 or less")
-    if not generation.colocated.enabled:
-        raise ConfigError("policy.generation.colocated.enabled", False, "a run uses one device; allowed: true")
-    if generation.vllm_cfg.tensor_parallel_size > 1:
-        raise ConfigError(
-            "policy.generation.vllm_cfg.tensor_parallel_size",
-            generation.vllm_cfg.tensor_parallel_size,
-            "a run uses one device; allowed: 1",
-        )
+def _check_layout(config: GRPOConfig) -> None:
+    """Where the device is known; `auto` is looked at before a model loads, by whoever may ask torch."""
+    if config.policy.device != "auto":
+        layout_of(config, config.policy.device)
 
 
 def _check_scheduler(config: GRPOConfig) -> None:

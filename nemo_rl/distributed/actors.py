@@ -6,8 +6,6 @@ any other on the actor's threads (with `max_concurrency=1` always the same threa
 
 import asyncio
 import inspect
-import logging
-import os
 import traceback
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,31 +16,9 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from nemo_rl.errors import WorkerError
-
-LOGGER = logging.getLogger(__name__)
-OBJECT_STORE_BYTES = 256 * 1024 * 1024  # of a local cluster: only small messages pass, weights have their own way
-
-
-def connect(*, num_cpus: int | None = None) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start a local one; nothing where this process is connected.
-
-    `num_cpus` is what a local cluster may hand out; None: the machine's cores.
-    """
-    if ray.is_initialized():
-        return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
-    if address := os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        LOGGER.info("connected to the Ray cluster at %s", address)
-        return
-    ray.init(address="local", num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, **quiet)
-    LOGGER.info("started a local Ray cluster")
-
-
-def shutdown() -> None:
-    """Leave the cluster; actors of this process end, and so does a local cluster."""
-    ray.shutdown()
+from nemo_rl.distributed.cluster import connect
+from nemo_rl.distributed.placement import Seat
+from nemo_rl.errors import WorkerDied, WorkerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +36,8 @@ def _raised(error: BaseException) -> _Raised:
 class _Host:
     """Lives in the actor's process and calls the object that it was asked to make."""
 
-    def __init__(self, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(max_threads, thread_name_prefix=cls.__name__)
+    def __init__(self, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=cls.__name__)
         self._target: Any = None
         self._failed: _Raised | None = None
         try:
@@ -69,9 +45,10 @@ class _Host:
         except Exception as error:
             self._failed = _raised(error)
 
-    async def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, name: str, payload: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
         if self._failed is not None:
             return self._failed
+        args, kwargs = payload
         try:
             method = partial(getattr(self._target, name), *args, **kwargs)
             if inspect.iscoroutinefunction(method.func):
@@ -92,30 +69,38 @@ class _Host:
 
 
 class ActorHandle:
-    """An object in another process. Errors there arrive as WorkerError, with the traceback of that process."""
+    """An object in another process. Errors there arrive as WorkerError, with the traceback of that process.
 
-    def __init__(self, actor: Any, class_name: str) -> None:
+    `name` is what error messages call it.
+    """
+
+    def __init__(self, actor: Any, name: str) -> None:
         self._actor = actor
-        self._class_name = class_name
+        self.name = name
 
     async def call(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """The result of method `name`.
 
-        Raises WorkerError when the method raised, the process died, or `timeout_s` passed; a call that ran out of time
-        or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to its end).
+        Raises WorkerError when the method raised or `timeout_s` passed, WorkerDied when the process is gone; a call
+        that ran out of time or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to
+        its end).
         """
-        reference = self._actor.call.remote(name, args, kwargs)
+        return await self.call_with(name, (args, kwargs), timeout_s=timeout_s)
+
+    async def call_with(self, name: str, payload: Any, *, timeout_s: float | None = None) -> Any:
+        """`call` with (args, kwargs), or with what `put` made of them."""
+        reference = self._actor.call.remote(name, payload)
         try:
             async with asyncio.timeout(timeout_s):
                 return self._checked(name, await reference)
         except TimeoutError as error:
             ray.cancel(reference)
-            raise WorkerError(f"{self._class_name}.{name} did not answer in {timeout_s} s") from error
+            raise WorkerError(f"{self.name}.{name} did not answer in {timeout_s} s") from error
         except asyncio.CancelledError:
             ray.cancel(reference)
             raise
         except ray.exceptions.RayError as error:
-            raise WorkerError(f"{self._class_name}.{name}: {_first_line(error)}") from error
+            raise self._lost(name, error) from error
 
     async def stream(self, name: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items of the async generator method `name` as they come; closing the iterator cancels it there."""
@@ -127,7 +112,7 @@ class ActorHandle:
             finished = True
         except ray.exceptions.RayError as error:
             finished = True
-            raise WorkerError(f"{self._class_name}.{name}: {_first_line(error)}") from error
+            raise self._lost(name, error) from error
         finally:
             if not finished:
                 ray.cancel(references)
@@ -138,8 +123,17 @@ class ActorHandle:
 
     def _checked(self, name: str, result: Any) -> Any:
         if isinstance(result, _Raised):
-            raise WorkerError(f"{self._class_name}.{name} raised {result.summary}\n{result.worker_traceback}")
+            raise WorkerError(f"{self.name}.{name} raised {result.summary}\n{result.worker_traceback}")
         return result
+
+    def _lost(self, name: str, error: ray.exceptions.RayError) -> WorkerError:
+        is_gone = isinstance(error, ray.exceptions.RayActorError)
+        return (WorkerDied if is_gone else WorkerError)(f"{self.name}.{name}: {_in_short(error)}")
+
+
+def put(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Arguments for `call_with` of several actors, which are then sent to each machine once."""
+    return ray.put((args, kwargs))
 
 
 def spawn_actor(
@@ -151,16 +145,21 @@ def spawn_actor(
     max_restarts: int = 0,
     resources: Mapping[str, float] | None = None,
     env_vars: Mapping[str, str] | None = None,
+    seat: Seat | None = None,
+    num_threads: int | None = None,
+    label: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
     """Make `cls(*args, **kwargs)` in a process of its own, and return without waiting for it.
 
     `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
     run at once, more wait. A process that dies is made anew up to `max_restarts` times. `env_vars` are set before the
-    process imports anything. An error of the constructor is raised by every call. Connects to Ray where that has not
-    been done.
+    process imports anything. `seat`: on reserved resources (distributed/placement.py), seeing its GPUs. `num_threads`
+    is that of methods that are not `async`; None: `max_concurrency`. `label` stands in error messages; None: the
+    class's. An error of the constructor is raised by every call. Connects to Ray where that has not been done.
     """
     connect()
+    env_vars = {**(seat.env_vars if seat else {}), **(env_vars or {})}
     options: dict[str, Any] = {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
@@ -170,10 +169,12 @@ def spawn_actor(
     if resources:
         options["resources"] = dict(resources)
     if env_vars:
-        options["runtime_env"] = {"env_vars": dict(env_vars)}
-    # Each call holds at most one thread, so threads never run out.
-    actor = ray.remote(_Host).options(**options).remote(cls, args, kwargs, max_concurrency)
-    return ActorHandle(actor, cls.__name__)
+        options["runtime_env"] = {"env_vars": env_vars}
+    if seat:
+        options["scheduling_strategy"] = seat.strategy
+    # Each call holds at most one thread, so with as many threads as calls they never run out.
+    actor = ray.remote(_Host).options(**options).remote(cls, args, kwargs, num_threads or max_concurrency)
+    return ActorHandle(actor, label or cls.__name__)
 
 
 def undecorated(actor_class: Any) -> type:
@@ -181,6 +182,8 @@ def undecorated(actor_class: Any) -> type:
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _in_short(error: BaseException) -> str:
+    """Ray's reason in one line, without its advice."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    detail = [line.partition("Worker exit detail:")[2].strip() for line in lines if "Worker exit detail:" in line]
+    return " ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", *detail[:1]])

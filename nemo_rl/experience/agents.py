@@ -79,7 +79,7 @@ class TaskAgent:
     """A function by dotted path, each run in a process of its own: its crash, memory and locks are its own."""
 
     def __init__(self, name: str, path: str) -> None:
-        from nemo_rl.distributed.actors import connect  # loads Ray
+        from nemo_rl.distributed.cluster import connect  # loads Ray
 
         connect()  # takes seconds that no rollout should wait
         self._name = name

@@ -7,7 +7,7 @@ import torch
 
 from nemo_rl.config.generation import GenerationSection, VllmCfg
 from nemo_rl.config.run import WeightSync
-from nemo_rl.distributed.actors import shutdown
+from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.actor import VllmActorGeneration
 from nemo_rl.generation.make import make_generation

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from nemo_rl.distributed.actors import connect, spawn_actor
+from nemo_rl.distributed.actors import spawn_actor
+from nemo_rl.distributed.cluster import connect
 from nemo_rl.errors import WorkerError
 
 DEADLINE_S = 120.0

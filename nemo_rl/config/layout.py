@@ -1,0 +1,207 @@
+"""From the configuration to a layout: how many policy ranks and engines there are, on which node and GPUs each stands.
+
+A layout names nodes and GPUs by their place in the run; distributed/placement.py finds real ones for them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.policy import Policy
+from nemo_rl.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+DATA_PARALLEL = "policy.dtensor_cfg.data_parallel_size"
+TENSOR_PARALLEL = "policy.dtensor_cfg.tensor_parallel_size"
+ENGINE_TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
+REPLICAS = "policy.generation.num_replicas"
+RESOURCES = "policy.generation.colocated.resources"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one process stands."""
+
+    node: int  # of the run's nodes
+    gpus: tuple[int, ...] = ()  # of the GPUs that the run has on this node; empty on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What runs where."""
+
+    device: Device
+    num_nodes: int
+    gpus_per_node: int  # 0 on a CPU
+    ranks: tuple[Place, ...]  # of the policy, in the order of ranks; the tensor parallel ones are neighbours
+    engines: tuple[Place, ...]
+    is_split: bool  # policy and engines stand on GPUs or nodes of their own
+    needs_cluster: bool  # several processes: the policy's ranks and the engines are Ray actors
+
+    @property
+    def policy_nodes(self) -> tuple[int, ...]:
+        return tuple(sorted({place.node for place in self.ranks}))
+
+    @property
+    def engine_nodes(self) -> tuple[int, ...]:
+        return tuple(sorted({place.node for place in self.engines}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Nodes and the GPUs on each of them that one part of the run may use."""
+
+    nodes: range
+    gpus: range
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.nodes) * len(self.gpus)
+
+
+def layout_of(config: GRPOConfig, device: Device) -> Layout:
+    """The layout on `device`; raises ConfigError, with the key and what is allowed, for one that cannot be."""
+    cluster, policy, generation = config.cluster, config.policy, config.policy.generation
+    if device == "cuda" and cluster.gpus_per_node == 0:
+        raise ConfigError("cluster.gpus_per_node", 0, "policy.device is cuda; allowed: 1 or more, or policy.device=cpu")
+    policy_pool, engine_pool = _pools(config, device)
+    ranks = _ranks(policy, policy_pool, device)
+    engines = _engines(generation, engine_pool, device)
+    is_split = policy_pool != engine_pool
+    several = len(ranks) > 1 or len(engines) > 1 or cluster.num_nodes > 1 or cluster.address is not None
+    layout = Layout(
+        device=device,
+        num_nodes=cluster.num_nodes,
+        gpus_per_node=cluster.gpus_per_node if device == "cuda" else 0,
+        ranks=ranks,
+        engines=engines,
+        is_split=is_split,
+        needs_cluster=several or is_split,
+    )
+    _check_hf_engine(generation, layout)
+    _check_background_collection(config, layout)
+    return layout
+
+
+def _pools(config: GRPOConfig, device: Device) -> tuple[_Pool, _Pool]:
+    """The policy's and the engines' part of the cluster: the same where they are colocated."""
+    nodes = config.cluster.num_nodes
+    gpus = config.cluster.gpus_per_node if device == "cuda" else 0
+    whole = _Pool(range(nodes), range(gpus))
+    if config.policy.generation.colocated.enabled:
+        return whole, whole
+    wanted = config.policy.generation.colocated.resources
+    if wanted.num_nodes is not None and not wanted.num_nodes == nodes == 1:
+        if wanted.num_nodes >= nodes:
+            raise ConfigError(
+                f"{RESOURCES}.num_nodes",
+                wanted.num_nodes,
+                f"leaves the policy no node of cluster.num_nodes = {nodes}; allowed: less than that, "
+                "or null for nodes shared with the policy",
+            )
+        first = nodes - wanted.num_nodes
+        return _Pool(range(first), range(gpus)), _Pool(range(first, nodes), range(_of_a_node(config, gpus)))
+    if device == "cpu":
+        return whole, whole  # a CPU is not divided
+    own = wanted.gpus_per_node
+    if own is None or own >= gpus:
+        raise ConfigError(
+            f"{RESOURCES}.gpus_per_node",
+            own,
+            f"with policy.generation.colocated.enabled = false the engines take some of the GPUs of each node, and "
+            f"the policy has the others: cluster.gpus_per_node = {gpus}; "
+            + (f"allowed: 1 to {gpus - 1}" if gpus > 1 else "at least 2 are needed, or colocated.enabled: true"),
+        )
+    return _Pool(range(nodes), range(gpus - own)), _Pool(range(nodes), range(gpus - own, gpus))
+
+
+def _of_a_node(config: GRPOConfig, gpus: int) -> int:
+    """GPUs that the engines use on a node of their own."""
+    own = config.policy.generation.colocated.resources.gpus_per_node
+    if own is not None and gpus and own > gpus:
+        raise ConfigError(f"{RESOURCES}.gpus_per_node", own, f"allowed: at most cluster.gpus_per_node = {gpus}")
+    return min(own or gpus, gpus)
+
+
+def _ranks(policy: Policy, pool: _Pool, device: Device) -> tuple[Place, ...]:
+    data, tensor = policy.dtensor_cfg.data_parallel_size, policy.dtensor_cfg.tensor_parallel_size
+    if device == "cpu":
+        ranks = _spread((data or 1) * tensor, pool.nodes)
+    else:
+        if len(pool.gpus) % tensor:
+            raise ConfigError(
+                TENSOR_PARALLEL, tensor, f"must divide the {len(pool.gpus)} GPUs that the policy has on a node"
+            )
+        if data is not None and data * tensor > pool.num_gpus:
+            raise ConfigError(
+                DATA_PARALLEL,
+                data,
+                f"with {TENSOR_PARALLEL} = {tensor} these are {data * tensor} ranks, one GPU each; the policy has "
+                f"{pool.num_gpus} (cluster.num_nodes, cluster.gpus_per_node); allowed: "
+                f"at most {pool.num_gpus // tensor}",
+            )
+        gpus = [Place(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
+        ranks = tuple(gpus[: (data or pool.num_gpus // tensor) * tensor])
+    data = len(ranks) // tensor
+    if policy.train_global_batch_size % data:
+        raise ConfigError(
+            "policy.train_global_batch_size",
+            policy.train_global_batch_size,
+            f"must be a multiple of the {data} data parallel ranks, which share its samples",
+        )
+    return ranks
+
+
+def _engines(generation: GenerationSection, pool: _Pool, device: Device) -> tuple[Place, ...]:
+    wanted, tensor = generation.num_replicas, generation.vllm_cfg.tensor_parallel_size
+    if device == "cpu":
+        return _spread(wanted or 1, pool.nodes)
+    if tensor > len(pool.gpus):
+        raise ConfigError(
+            ENGINE_TENSOR_PARALLEL,
+            tensor,
+            f"an engine stands on one node, where the engines have {len(pool.gpus)} GPUs; allowed: at most that",
+        )
+    starts = range(pool.gpus.start, pool.gpus.stop - tensor + 1, tensor)
+    places = [Place(node, tuple(range(start, start + tensor))) for node in pool.nodes for start in starts]
+    if wanted is not None and wanted > len(places):
+        raise ConfigError(
+            REPLICAS,
+            wanted,
+            f"with {ENGINE_TENSOR_PARALLEL} = {tensor} the engines' {pool.num_gpus} GPUs hold {len(places)}; "
+            f"allowed: at most {len(places)}",
+        )
+    return tuple(places[:wanted])
+
+
+def _spread(count: int, nodes: range) -> tuple[Place, ...]:
+    """As many on each node as on any other, or one more; neighbours stay together."""
+    return tuple(Place(nodes[index * len(nodes) // count]) for index in range(count))
+
+
+def _check_hf_engine(generation: GenerationSection, layout: Layout) -> None:
+    """It lives in the driver's process, and reads the weights that ranks on the same machine publish."""
+    if generation.backend != "hf" or not layout.needs_cluster:
+        return
+    if len(layout.engines) > 1:
+        raise ConfigError(REPLICAS, len(layout.engines), "the hf backend is one engine; allowed: 1, or backend: vllm")
+    if layout.device == "cuda" or layout.num_nodes > 1:
+        raise ConfigError(
+            "policy.generation.backend",
+            "hf",
+            "runs in the driver's process: beside several ranks on one machine's CPU alone; allowed: vllm",
+        )
+
+
+def _check_background_collection(config: GRPOConfig, layout: Layout) -> None:
+    """An engine that samples while the policy trains cannot give it its memory."""
+    generation = config.policy.generation
+    sleeps = generation.backend == "vllm" and generation.vllm_cfg.enable_sleep_mode is not False
+    if config.grpo.async_grpo.enabled and layout.device == "cuda" and not layout.is_split and sleeps:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.enable_sleep_mode",
+            generation.vllm_cfg.enable_sleep_mode,
+            "grpo.async_grpo samples during training, and a colocated engine would sleep then; allowed: false, "
+            "or policy.generation.colocated.enabled: false",
+        )

@@ -1,0 +1,220 @@
+"""Processes that work together: one class, one rank each, failing as one.
+
+A collective operation waits for every rank, so a rank that fails leaves the others waiting, or failing of its loss.
+Here the first failure ends all of them at once, and the error is the cause, not its echo in another rank.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.distributed.actors import ActorHandle, put, spawn_actor
+from nemo_rl.distributed.placement import Seat
+from nemo_rl.distributed.worker import Worker
+from nemo_rl.errors import WorkerDied, WorkerError
+
+LOGGER = logging.getLogger(__name__)
+PROBE_S = 5.0  # for a living worker to say so, whatever else it does
+CALLS_AT_ONCE = 8  # a method of the object, the log, the probes
+TAIL_LINES = 20
+
+
+class WorkerGroup:
+    """`create` it; then `call_all`. After a failure no call is answered any more."""
+
+    def __init__(self, workers: Sequence[ActorHandle], log_files: Sequence[Path | None]) -> None:
+        self._workers = list(workers)
+        self._log_files = list(log_files)
+        self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
+        self._ended_by: WorkerError | None = None  # why calls are refused
+        self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(workers))]
+
+    @classmethod
+    async def create(
+        cls,
+        target: Callable[..., Any],
+        *args: Any,
+        seats: Sequence[Seat],
+        role: str,
+        timeout_s: float,
+        log_dir: Path | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> "WorkerGroup":
+        """Make `target(*args, **kwargs, rank=, world_size=, master_address=, master_port=)` in a process a seat.
+
+        The constructor and all methods run on one thread of the process. What a process writes goes to
+        `log_dir/<role>_<rank>.log`; rank 0's log records from INFO on, and the others' warnings, come here too.
+
+        Raises:
+            WorkerError: a constructor raised, or not all were there within `timeout_s`.
+        """
+        log_files = [_log_file(log_dir, role, rank) for rank in range(len(seats))]
+        workers = [
+            spawn_actor(
+                Worker,
+                log_files[rank],
+                logging.WARNING if rank else logging.INFO,
+                label=f"{role} rank {rank}",
+                seat=seat,
+                num_threads=1,
+                max_concurrency=CALLS_AT_ONCE,
+                env_vars=_environment(rank, seats) | dict(env_vars or {}),
+            )
+            for rank, seat in enumerate(seats)
+        ]
+        group = cls(workers, log_files)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await group._make(target, args, kwargs, seats)
+        except TimeoutError as error:
+            group.kill()
+            raise WorkerError(
+                f"the {len(seats)} {role} ranks were not ready within {timeout_s:g} s (cluster.start_timeout_s)"
+            ) from error
+        except BaseException:
+            group.kill()
+            raise
+        return group
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    async def call_all(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """The results of method `name` of every rank, in their order; the arguments are sent once.
+
+        Raises:
+            WorkerError: a rank raised, died, or did not answer in time: the one that was the cause, with its
+                traceback. All processes have been ended then.
+        """
+        return await self._call(self._workers, name, args, kwargs, timeout_s)
+
+    async def call_rank0(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """The same of rank 0 alone; for what is no collective operation."""
+        return (await self._call(self._workers[:1], name, args, kwargs, timeout_s))[0]
+
+    async def pids(self) -> list[int]:
+        """The processes' ids on their machines."""
+        return await self._call(self._workers, "pid", (), {}, PROBE_S)
+
+    @asynccontextmanager
+    async def ends_this_task(self) -> AsyncIterator[None]:
+        """Inside, a worker's death cancels the current task, whatever it waits for; its end raises the WorkerError."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_death(death: "asyncio.Future[WorkerError]") -> None:
+            if not death.cancelled():
+                task.cancel()
+
+        self._death.add_done_callback(on_death)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._death.done() or self._death.cancelled():
+                raise
+            task.uncancel()
+            raise self._death.result() from None
+        finally:
+            self._death.remove_done_callback(on_death)
+
+    def kill(self) -> None:
+        """End all processes at once; may be called again."""
+        self._ended_by = self._ended_by or WorkerError("the workers were ended")
+        self._death.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
+        for worker in self._workers:
+            worker.kill()
+
+    async def _make(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], seats: Sequence[Seat]
+    ) -> None:
+        address, port = await self.call_rank0("endpoint")
+        if len({seat.node_id for seat in seats}) == 1:
+            address = "127.0.0.1"
+        shared = {**kwargs, "world_size": len(seats), "master_address": address, "master_port": port}
+        calls = [
+            worker.call("make", target, args, {**shared, "rank": rank}) for rank, worker in enumerate(self._workers)
+        ]
+        await self._all(calls)
+
+    async def _call(
+        self,
+        workers: Sequence[ActorHandle],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float | None,
+    ) -> list[Any]:
+        if self._ended_by is not None:
+            raise WorkerError(f"{name} was asked of workers that are gone: {self._ended_by}") from self._ended_by
+        payload = put(args, kwargs) if len(workers) > 1 else (args, kwargs)
+        return await self._all([worker.call_with(name, payload, timeout_s=timeout_s) for worker in workers])
+
+    async def _all(self, calls: Sequence[Any]) -> list[Any]:
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [rank for rank, task in enumerate(tasks) if task.done() and task.exception() is not None]
+            if failed:
+                raise await self._fail(failed[0], tasks[failed[0]].exception())
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fail(self, rank: int, error: BaseException | None) -> BaseException:
+        """End all; the error to raise is that of a rank that has died where there is one."""
+        if not isinstance(error, WorkerError):
+            return error or WorkerError("unknown")
+        if not isinstance(error, WorkerDied):
+            rank, error = await self._first_death(rank, error)
+        if self._ended_by is None:
+            self._ended_by = self._explained(rank, error)
+        self.kill()
+        return self._ended_by
+
+    async def _first_death(self, rank: int, error: WorkerError) -> tuple[int, WorkerError]:
+        """A rank fails of the loss of another one before Ray tells of that: look who is still there."""
+        probes = [worker.call("pid", timeout_s=PROBE_S) for worker in self._workers]
+        answers = await asyncio.gather(*probes, return_exceptions=True)
+        return next(((r, answer) for r, answer in enumerate(answers) if isinstance(answer, WorkerDied)), (rank, error))
+
+    def _explained(self, rank: int, error: WorkerError) -> WorkerError:
+        """With the end of what a dead worker wrote."""
+        file = self._log_files[rank]
+        if not isinstance(error, WorkerDied) or file is None or not file.exists():
+            return error
+        lines = file.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        written = "\n".join(["; the last lines of " + str(file) + ":", *lines]) if lines else f"; {file} is empty"
+        return WorkerDied(f"{error}{written}")
+
+    async def _watch(self, rank: int) -> None:
+        """Consumes: the worker's log. Produces: log records here, and the group's end when the worker dies."""
+        try:
+            async for line in self._workers[rank].stream("log_lines"):
+                logging.getLogger(line.logger).log(line.level, "[%s] %s", self._workers[rank].name, line.message)
+        except WorkerError as error:
+            if self._ended_by is None:
+                self._ended_by = self._explained(rank, error)
+                if not self._death.done():
+                    self._death.set_result(self._ended_by)
+                for worker in self._workers:
+                    worker.kill()
+
+
+def _log_file(log_dir: Path | None, role: str, rank: int) -> Path | None:
+    """Absolute: workers stand in another directory."""
+    return log_dir.absolute() / f"{role}_{rank}.log" if log_dir else None
+
+
+def _environment(rank: int, seats: Sequence[Seat]) -> dict[str, str]:
+    """The cores of a node are shared by the ranks on it; Ray would allow each one thread."""
+    neighbours = [seat.node_id for seat in seats].count(seats[rank].node_id)
+    return {"OMP_NUM_THREADS": str(max(1, int(seats[rank].node_cpus) // neighbours))}
