@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from nemo_rl.environments.nemo_gym.errors import GymBrokenReply, GymUnavailable
 
@@ -66,7 +67,7 @@ async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
         raise GymBrokenReply(f"no head server of NeMo Gym: HTTP {status}", url=url)
     try:
         config = OmegaConf.to_container(OmegaConf.create(json.loads(body)), resolve=False)
-    except (ValueError, TypeError, OmegaConfBaseException) as error:
+    except (ValueError, TypeError, OmegaConfBaseException, YAMLError) as error:
         raise GymBrokenReply(f"no head server of NeMo Gym: {reason(error)}", url=url) from error
     if not isinstance(config, dict):
         raise GymBrokenReply("no head server of NeMo Gym: its configuration is no mapping", url=url)
