@@ -187,6 +187,7 @@ class Trajectory:
     failure: Failure | None = None
     timings: Timings = field(default_factory=Timings)
     other_chains: tuple[MessageLog, ...] = ()  # an agent's further histories, each trained on as a sample of its own
+    loss_weight: float = 1.0  # 0: in metrics and in the baseline, but without a gradient
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):

@@ -4,11 +4,10 @@ What an agent does wrong is a `Failure` of its own rollout. No session outlives 
 """
 
 import asyncio
-import contextlib
 import copy
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,27 +15,12 @@ from nemo_rl.environments.contract import RESPONSE_TRUNCATED
 from nemo_rl.errors import one_line
 from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.boundaries import step_environment
+from nemo_rl.experience.recorded import Recording, recorded_trajectory, rewarded, rollout_session, run_each
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
-from nemo_rl.experience.supervision import StallWatchdog, cancel_all, in_parallel
-from nemo_rl.experience.turns import (
-    EnvironmentCall,
-    problem_of_rewards,
-    problem_of_step,
-    request_seed,
-    role_and_content,
-)
+from nemo_rl.experience.supervision import StallWatchdog, cancel_all
+from nemo_rl.experience.turns import EnvironmentCall, problem_of_step, role_and_content
 from nemo_rl.gateway.sessions import Chain
-from nemo_rl.types import (
-    AgentResult,
-    Failure,
-    FailureClass,
-    MessageLog,
-    Prompt,
-    StopReason,
-    Timings,
-    TokenizedMessage,
-    Trajectory,
-)
+from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
@@ -55,17 +39,12 @@ async def run_agent_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext
     Waits for agents and the environments that score them; unblocked by either's results. A failure is a trajectory;
     RolloutError is raised on a stall alone.
     """
-    watchdog = StallWatchdog(context.limits.stall_timeout_s)
-    room = {name: asyncio.Semaphore(runtime.max_concurrency) for name, runtime in context.agents.items()}
 
-    async def alone(job: RolloutJob) -> Trajectory:
-        async with room[job.prompt.task_name]:
-            trajectory = await _AgentRollout(job, context, watchdog).run()
-        if context.progress is not None:
-            context.progress(trajectory)
-        return trajectory
+    async def run(job: RolloutJob, watchdog: StallWatchdog) -> Trajectory:
+        return await _AgentRollout(job, context, watchdog).run()
 
-    return tuple(await watchdog.guard(in_parallel(alone(job) for job in jobs)))
+    max_concurrency = {name: runtime.max_concurrency for name, runtime in context.agents.items()}
+    return await run_each(jobs, context, run, max_concurrency=max_concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +52,8 @@ class _Ended:
     """What is left when an agent has ended and its session is closed."""
 
     result: AgentResult | Failure
-    chains: tuple[Chain, ...] = ()
+    recording: Recording = field(default_factory=Recording)
     posted: Mapping[str, float] = field(default_factory=dict)
-    ran_out_of_room: bool = False
 
 
 class _AgentRollout:
@@ -92,31 +70,25 @@ class _AgentRollout:
         started_at = clock()
         ended = await self._in_session()
         agent_s = clock() - started_at
-        longest = _longest(ended.chains)
         result = ended.result
         if isinstance(result, AgentResult):
-            result = await self._rewarded(result, ended, longest)
+            result = await self._rewarded(result, ended, ended.recording.longest)
         total_s = clock() - started_at
-        return self._trajectory(result, ended, longest, Timings(agent_s, total_s - agent_s, total_s))
+        timings = Timings(agent_s, total_s - agent_s, total_s)
+        selection = self._runtime.trajectory_selection
+        return recorded_trajectory(self._job, result, ended.recording, timings, selection=selection)
 
     async def _in_session(self) -> _Ended:
         """The agent's run from the opening of its session to its close; nothing of the agent's is raised."""
-        job, context, sessions = self._job, self._context, self._runtime.sessions
-        seed = request_seed(context.seed, job.epoch, job.prompt.prompt_id, job.generation_index, 0)
-        handle = None
+        task_name, sessions = self._job.prompt.task_name, self._runtime.sessions
         try:
-            handle = sessions.open_session(seed=seed, sampling=context.sampling)
-            with self._watchdog.waiting_for(f"agent {job.prompt.task_name}"):
-                outcome = await self._outcome(handle)
-            finished = await sessions.finish(handle)
-            handle = None
-            return _ended(outcome, finished)
+            async with rollout_session(sessions, self._job, self._context) as handle:
+                with self._watchdog.waiting_for(f"agent {task_name}"):
+                    outcome = await self._outcome(handle)
+                return _ended(outcome, await sessions.finish(handle))
         except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live
-            logger.debug("a session of %s failed", job.prompt.task_name, exc_info=error)
+            logger.debug("a session of %s failed", task_name, exc_info=error)
             return _Ended(Failure(FailureClass.INFRA, f"gateway: {one_line(error)}"))
-        finally:
-            if handle is not None:
-                await self._abandon(handle)
 
     async def _outcome(self, handle: "SessionHandle") -> AgentResult | Exception:
         """What the agent returned or raised; a late end, and a cancellation from within, are errors of its own."""
@@ -135,10 +107,6 @@ class _AgentRollout:
         finally:
             await cancel_all((task,))
 
-    async def _abandon(self, handle: "SessionHandle") -> None:
-        with contextlib.suppress(Exception):
-            await self._runtime.sessions.abandon(handle)
-
     async def _rewarded(self, result: AgentResult, ended: _Ended, longest: Chain | None) -> AgentResult | Failure:
         """The result with its rewards: its own, else those posted, else those of the environment that scores it."""
         if longest is None:
@@ -148,11 +116,11 @@ class _AgentRollout:
         if not rewards and scored_by is not None:
             return await self._scored(result.answer, longest, scored_by)
         if not rewards:
-            if ended.ran_out_of_room:
+            if ended.recording.is_cut:
                 return Failure(FailureClass.AGENT, "the agent ran out of room and gave no reward")
             cause = f"no reward returned or posted, and env.{self._job.prompt.task_name}.scored_by names no environment"
             return Failure(FailureClass.REWARD, cause)
-        return _with_rewards(rewards, result.answer)
+        return rewarded(rewards, result.answer)
 
     async def _scored(self, answer: str | None, longest: Chain, environment: str) -> AgentResult | Failure:
         conversation = tuple(role_and_content(message.message) for message in longest.message_log)
@@ -168,41 +136,19 @@ class _AgentRollout:
             return step
         if problem := problem_of_step(step):
             return Failure(FailureClass.ENVIRONMENT, problem)
-        return _with_rewards(step.rewards, step.answer if answer is None else answer)
-
-    def _trajectory(
-        self, result: AgentResult | Failure, ended: _Ended, longest: Chain | None, timings: Timings
-    ) -> Trajectory:
-        job = self._job
-        failure = result if isinstance(result, Failure) else None
-        chains = ended.chains if self._runtime.trajectory_selection == "all" else [longest] if longest else []
-        is_truncated = ended.ran_out_of_room or (longest is not None and longest.is_truncated)
-        return Trajectory(
-            prompt=job.prompt,
-            group_id=job.group_id,
-            generation_index=job.generation_index,
-            message_log=longest.message_log if longest else _unanswered(job.prompt),
-            stop_reason=StopReason.FAILED if failure else StopReason.TRUNCATED if is_truncated else StopReason.DONE,
-            rewards=result.rewards if isinstance(result, AgentResult) else {},
-            answer=result.answer if isinstance(result, AgentResult) else None,
-            num_turns=sum(message.is_generated for message in longest.message_log) if longest else 0,
-            weight_versions=_span(chain.weight_versions for chain in chains),
-            failure=failure,
-            timings=timings,
-            other_chains=tuple(chain.message_log for chain in chains if chain is not longest),
-        )
+        return rewarded(step.rewards, step.answer if answer is None else answer)
 
 
 def _ended(outcome: AgentResult | Exception, finished: "FinishedSession") -> _Ended:
     """An agent that raises because no room was left is cut like any other rollout without room; else it has failed."""
     if not isinstance(outcome, Exception):
-        return _Ended(outcome, finished.chains, finished.rewards)
+        return _Ended(outcome, Recording(finished.chains), finished.rewards)
     text = _texts(outcome)
     if any(sign in text for sign in NO_ROOM_LEFT) and finished.chains:
-        return _Ended(AgentResult(), finished.chains, finished.rewards, ran_out_of_room=True)
+        return _Ended(AgentResult(), Recording(finished.chains, is_cut=True), finished.rewards)
     is_engines = any(sign in text for sign in ENGINE_FAILED)
     failure = Failure(FailureClass.INFRA if is_engines else FailureClass.AGENT, one_line(outcome))
-    return _Ended(failure, finished.chains, finished.rewards)
+    return _Ended(failure, Recording(finished.chains), finished.rewards)
 
 
 def _texts(error: BaseException) -> str:
@@ -215,25 +161,3 @@ def _texts(error: BaseException) -> str:
         texts.append(str(one))
         one = one.__cause__ or one.__context__
     return "\n".join(texts)
-
-
-def _longest(chains: Sequence[Chain]) -> Chain | None:
-    """The chain of most tokens; of equal ones the last."""
-    return max(reversed(chains), key=lambda chain: sum(len(m.token_ids) for m in chain.message_log), default=None)
-
-
-def _with_rewards(rewards: Mapping[str, float], answer: str | None) -> AgentResult | Failure:
-    if problem := problem_of_rewards(rewards):
-        return Failure(FailureClass.REWARD, problem)
-    return AgentResult({name: float(value) for name, value in rewards.items()}, answer)
-
-
-def _span(versions: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """The oldest and newest weights of several chains."""
-    spans = list(versions)
-    return (min(s[0] for s in spans), max(s[1] for s in spans)) if spans else (0, 0)
-
-
-def _unanswered(prompt: Prompt) -> MessageLog:
-    """A rollout without a single response: its prompt as text alone."""
-    return tuple(TokenizedMessage(message, ()) for message in prompt.messages)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class Sessions(Protocol):
     """What agents' rollouts need of the gateway; `gateway.manager.GatewayManager` has it."""
 
-    def open_session(self, *, seed: int, sampling: SamplingParams | None = None) -> "SessionHandle": ...
+    def open_session(
+        self, *, seed: int, sampling: SamplingParams | None = None, server: int | None = None
+    ) -> "SessionHandle": ...
 
     async def finish(self, handle: "SessionHandle") -> "FinishedSession":
         """Close the session and hand out what it holds."""

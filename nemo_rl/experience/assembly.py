@@ -78,18 +78,27 @@ def assemble_batch(
 def samples_of(
     trajectory: Trajectory, *, trajectory_id: int, group_id: int, reward: float
 ) -> tuple[TrainingSample, ...]:
-    """The token sequences to train on: one a history. They share the trajectory's reward."""
-    return tuple(
-        _sample(log, trajectory_id=trajectory_id, group_id=group_id, reward=reward) for log in trajectory.chains
-    )
+    """The token sequences to train on: one a history. They share the trajectory's reward and weight."""
+    place = _Place(trajectory_id, group_id, reward, trajectory.loss_weight)
+    return tuple(_sample(log, place) for log in trajectory.chains)
 
 
-def _sample(log: MessageLog, *, trajectory_id: int, group_id: int, reward: float) -> TrainingSample:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What the samples of a trajectory have in common."""
+
+    trajectory_id: int
+    group_id: int
+    reward: float
+    loss_weight: float
+
+
+def _sample(log: MessageLog, place: _Place) -> TrainingSample:
     generated = [m.generation_logprobs for m in log]
     lengths = [len(m.token_ids) for m in log]
     return TrainingSample(
-        trajectory_id=trajectory_id,
-        group_id=group_id,
+        trajectory_id=place.trajectory_id,
+        group_id=place.group_id,
         token_ids=tuple(chain.from_iterable(m.token_ids for m in log)),
         token_mask=tuple(
             chain.from_iterable((0 if g is None else 1,) * n for g, n in zip(generated, lengths, strict=True))
@@ -97,7 +106,8 @@ def _sample(log: MessageLog, *, trajectory_id: int, group_id: int, reward: float
         generation_logprobs=tuple(
             chain.from_iterable((0.0,) * n if g is None else g for g, n in zip(generated, lengths, strict=True))
         ),
-        reward=reward,
+        reward=place.reward,
+        loss_weight=place.loss_weight,
     )
 
 

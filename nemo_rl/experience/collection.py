@@ -1,9 +1,10 @@
-"""Rollouts of all kinds at once: prompts of agents to their agents, all others to a scheduler of turns."""
+"""Rollouts of all kinds at once: prompts of agents and of NeMo Gym to these, all others to a scheduler of turns."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
+from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
 from nemo_rl.experience.supervision import in_parallel
 from nemo_rl.types import Trajectory
@@ -15,10 +16,10 @@ async def run_rollouts(
     jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler
 ) -> tuple[Trajectory, ...]:
     """Trajectories in the order of `jobs`; `scheduler` is one of rollouts.py and runs those that no agent runs."""
+    runners = dict.fromkeys(context.agents, run_agent_rollouts) | dict.fromkeys(context.gyms, run_nemo_gym_rollouts)
     places: dict[Scheduler, list[int]] = {}
     for place, job in enumerate(jobs):
-        is_of_agent = job.prompt.task_name in context.agents
-        places.setdefault(run_agent_rollouts if is_of_agent else scheduler, []).append(place)
+        places.setdefault(runners.get(job.prompt.task_name, scheduler), []).append(place)
 
     async def run(part: Scheduler) -> tuple[Trajectory, ...]:
         return await part([jobs[place] for place in places[part]], context)

@@ -11,6 +11,7 @@ With an engine that samples by the requests' seeds, the three give the same traj
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
@@ -27,6 +28,9 @@ from nemo_rl.experience.turns import (
 )
 from nemo_rl.interfaces import Environment, Generation
 from nemo_rl.types import Failure, GenerationRequest, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class RolloutContext:
     seed: int  # of the run
     progress: Callable[[Trajectory], None] | None = None  # called with each rollout as it ends; what it raises ends all
     agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
+    gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # stacks of NeMo Gym, likewise
 
     def environment_timeout_s(self, task_name: str) -> float | None:
         """The deadline of one call of a task's environment; None: it keeps its own."""

@@ -1,0 +1,148 @@
+"""Rollouts by NeMo Gym: a session, the row sent to its agent, the calls that the reply names as a trajectory.
+
+Loop, tools and reward are Gym's; tokens, log-probs and weight versions are the gateway's record. What goes wrong is a
+`Failure` of its own rollout. No session outlives its rollout.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nemo_rl.environments.nemo_gym.errors import GymError, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymCall, GymReply
+from nemo_rl.errors import one_line
+from nemo_rl.experience.agents import Sessions
+from nemo_rl.experience.nemo_gym_rows import SentRows
+from nemo_rl.experience.recorded import Recording, Selection, recorded_trajectory, rewarded, rollout_session, run_each
+from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.gateway.claims import ChangedLogprobs, Claim
+from nemo_rl.gateway.echo import Echo, UnknownEcho
+from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
+
+if TYPE_CHECKING:
+    from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+    from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
+
+GYMS_SERVER = 0  # of the gateway: `GatewayManager.plain_url`, which all of Gym calls
+ROW = "row"  # in a prompt's env_state: the data row as Gym wants it
+ANSWER = "extracted_answer"  # in a reply: what many of Gym's environments understood as the answer
+
+logger = logging.getLogger(__name__)
+
+
+class GymAgents(Protocol):
+    """Who runs rows; `environments.nemo_gym.client.GymClient` does. Keeps its own deadline."""
+
+    async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+        """Raises GymError."""
+        ...
+
+
+class ClaimedSessions(Sessions, Protocol):
+    """Sessions whose calls a client reports; `gateway.manager.GatewayManager` has them."""
+
+    async def finish_claimed(self, handle: "SessionHandle", claims: Sequence[Claim]) -> "FinishedSession":
+        """Close the session and hand out the chains of these calls. Raises UnknownEcho, ChangedLogprobs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GymRuntime:
+    """A stack of NeMo Gym with what its rollouts need."""
+
+    client: GymAgents
+    sessions: ClaimedSessions  # of the server that Gym's model server calls
+    max_concurrency: int  # rollouts at once
+    trajectory_selection: Selection = "all"  # which histories are trained on
+    rows: SentRows = field(default_factory=SentRows)
+
+
+async def run_nemo_gym_rollouts(jobs: "Sequence[RolloutJob]", context: "RolloutContext") -> tuple[Trajectory, ...]:
+    """Each job's row by its agent, at most `max_concurrency` of a stack at once. Trajectories in the order of `jobs`.
+
+    Waits for Gym's agents; unblocked by their replies. A failure is a trajectory; RolloutError is raised on a stall
+    alone.
+    """
+
+    async def run(job: "RolloutJob", watchdog: StallWatchdog) -> Trajectory:
+        return await _GymRollout(job, context, watchdog).run()
+
+    max_concurrency = {name: runtime.max_concurrency for name, runtime in context.gyms.items()}
+    return await run_each(jobs, context, run, max_concurrency=max_concurrency)
+
+
+class _GymRollout:
+    """One rollout."""
+
+    def __init__(self, job: "RolloutJob", context: "RolloutContext", watchdog: StallWatchdog) -> None:
+        self._job = job
+        self._context = context
+        self._watchdog = watchdog
+        self._runtime: GymRuntime = context.gyms[job.prompt.task_name]
+
+    async def run(self) -> Trajectory:
+        started_at = time.perf_counter()
+        try:
+            sessions = self._runtime.sessions
+            async with rollout_session(sessions, self._job, self._context, server=GYMS_SERVER) as handle:
+                result, recording = await self._in_session(handle)
+        except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
+            result, recording = Failure(FailureClass.INFRA, f"gateway: {one_line(error)}"), Recording()
+        total_s = time.perf_counter() - started_at
+        timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
+        selection = self._runtime.trajectory_selection
+        return recorded_trajectory(self._job, result, recording, timings, selection=selection)
+
+    async def _in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, Recording]:
+        reply = await self._reply(handle)
+        sessions = self._runtime.sessions
+        if isinstance(reply, Failure):
+            finished = await sessions.finish(handle)
+            return _by_the_engine(reply, finished), Recording(finished.chains)
+        if not reply.calls:
+            await sessions.finish(handle)
+            return _without_calls(reply), Recording()
+        try:
+            finished = await sessions.finish_claimed(handle, [_claim(call) for call in reply.calls])
+        except (UnknownEcho, ChangedLogprobs) as error:
+            return Failure(FailureClass.AGENT, f"{self._job.prompt.agent_name}: {one_line(error)}"), Recording()
+        recording = Recording(
+            finished.chains, is_cut=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
+        )
+        answer = reply.extras.get(ANSWER)
+        reward = {self._job.prompt.task_name: reply.reward}
+        return rewarded(reward, None if answer is None else str(answer)), recording
+
+    async def _reply(self, handle: "SessionHandle") -> GymReply | Failure:
+        prompt = self._job.prompt
+        try:
+            row = self._runtime.rows.of(prompt.env_state[ROW], handle.id)
+            with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
+                return await self._runtime.client.run(prompt.agent_name, row)
+        except GymUnavailable as error:
+            return Failure(FailureClass.INFRA, one_line(error))
+        except GymError as error:
+            return Failure(FailureClass.ENVIRONMENT, one_line(error))
+        except Exception as error:  # a row that no JSON can be made of, and what else may be wrong with it
+            logger.debug("the row of prompt %s failed", prompt.prompt_id, exc_info=error)
+            return Failure(FailureClass.ENVIRONMENT, f"{prompt.agent_name}: {one_line(error)}")
+
+
+def _claim(call: GymCall) -> Claim:
+    return Claim(Echo(call.prompt_token_ids, call.generation_token_ids), call.generation_log_probs)
+
+
+def _by_the_engine(failure: Failure, finished: "FinishedSession") -> Failure:
+    """What Gym says about a rollout whose last call the engine failed is the engine's fault."""
+    if finished.engine_error is None or failure.failure_class is FailureClass.INFRA:
+        return failure
+    return replace(failure, failure_class=FailureClass.INFRA, cause=f"{finished.engine_error} ({failure.cause})")
+
+
+def _without_calls(reply: GymReply) -> Failure:
+    if reply.is_incomplete:
+        return Failure(FailureClass.ENVIRONMENT, "the row's prompt leaves no room for a response")
+    return Failure(FailureClass.AGENT, "the reply names no call of the model by its tokens")
