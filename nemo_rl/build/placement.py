@@ -1,26 +1,66 @@
 """What runs where."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
+from nemo_rl.build.workers import engine_dtype, find_layout
 from nemo_rl.config.env import AgentSection
+from nemo_rl.config.layout import Layout, Place
 from nemo_rl.config.master import GRPOConfig
-from nemo_rl.policy.fsdp2 import resolve_device
 
 
 def placement_plan(config: GRPOConfig) -> str:
-    """One line a part of the run: what it is, where it runs, in which precision."""
-    device = resolve_device(config.policy.device).type
-    generation = config.policy.generation
-    engine_process = "in a Ray actor" if generation.in_actor else "started by the driver"
-    engine_precision = generation.vllm_cfg.precision
-    engine_precision = config.policy.precision if engine_precision == "auto" else engine_precision
+    """One line a part of the run: what it is, where it runs, in which precision; raises ConfigError."""
+    layout = find_layout(config)
     reference = config.loss_fn.reference_policy_kl_penalty > 0
     agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
     lines = [
         "# placement",
-        f"#   policy: {config.policy.model_name}, FSDP2, 1 rank on {device}, {config.policy.precision}",
+        *([f"#   cluster: {_cluster(config, layout)}"] if layout.needs_cluster else []),
+        f"#   policy: {config.policy.model_name}, {_ranks(config, layout)}, {config.policy.precision}",
         f"#   reference policy: {'a frozen copy beside the policy' if reference else 'none (no KL penalty)'}",
-        f"#   generation: {generation.backend} on {device}, {engine_process}, {engine_precision}",
+        f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
         f"#   environments: {', '.join(sorted(config.env.keys() - set(agents))) or 'none'}",
         *([f"#   agents: {', '.join(agents)}; gateway on {config.gateway.host}"] if agents else []),
         "#   weight sync: shared memory",
     ]
     return "\n".join(lines)
+
+
+def _cluster(config: GRPOConfig, layout: Layout) -> str:
+    gpus = f" with {layout.gpus_per_node} GPUs each" if layout.gpus_per_node else ""
+    where = f"Ray at {config.cluster.address}" if config.cluster.address else "Ray, of RAY_ADDRESS or local"
+    return f"{where}, {_count(layout.num_nodes, 'node')}{gpus}"
+
+
+def _ranks(config: GRPOConfig, layout: Layout) -> str:
+    text = f"FSDP2, {_count(len(layout.ranks), 'rank')}"
+    if (size := config.policy.dtensor_cfg.tensor_parallel_size) > 1:
+        text += f" ({len(layout.ranks) // size} data x {size} tensor parallel)"
+    return f"{text} on {_where(layout, layout.ranks)}"
+
+
+def _engines(config: GRPOConfig, layout: Layout) -> str:
+    section = config.policy.generation
+    if section.backend == "hf" or not (section.in_actor or layout.needs_cluster):
+        return f"{section.backend} on {layout.device}, started by the driver"
+    if not layout.needs_cluster:
+        return f"{section.backend} on {layout.device}, in a Ray actor"
+    count = _count(len(layout.engines), "engine")
+    shared = "" if layout.is_split or layout.device == "cpu" else ", shared with the policy"
+    return f"{section.backend}, {count} on {_where(layout, layout.engines)}{shared}"
+
+
+def _where(layout: Layout, places: Sequence[Place]) -> str:
+    """Example: "cuda: node 0 GPUs 0 1; node 1 GPU 0"; without a cluster the device alone."""
+    if not layout.needs_cluster:
+        return layout.device
+    nodes: list[str] = []
+    for node, on_node in groupby(places, key=lambda place: place.node):
+        gpus = [str(gpu) for place in on_node for gpu in place.gpus]
+        nodes.append(f"node {node}" + (f" GPU{'s' if len(gpus) > 1 else ''} {' '.join(gpus)}" if gpus else ""))
+    return f"{layout.device}: {'; '.join(nodes)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -18,24 +18,23 @@ from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
 from nemo_rl.build.agents import make_agents, make_codec, open_gateway
-from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
+from nemo_rl.build.inputs import load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
+from nemo_rl.build.workers import engine_dtype, find_layout, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.generation.make import make_generation
-from nemo_rl.interfaces import AdvantageEstimator, Environment, Generation
+from nemo_rl.interfaces import AdvantageEstimator, Environment
 from nemo_rl.observability.jsonl import METRICS_FILE
 from nemo_rl.observability.loggers import make_loggers
 from nemo_rl.observability.logging_setup import configure_logging
 from nemo_rl.observability.progress import make_progress
 from nemo_rl.observability.run_directory import make_run_directory
 from nemo_rl.observability.summary import read_history, summary
-from nemo_rl.policy.fsdp2 import FSDP2Policy, resolve_device
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.optim import check_optimizer
 from nemo_rl.weight_sync.in_process import InProcessWeightSync
@@ -58,6 +57,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     """Everything that the loop uses; what can be refused is refused before a model is loaded."""
     console = configure_logging()
     disable_progress_bar()  # transformers' own, which would break the display
+    layout = find_layout(config)
     check_optimizer(config.policy)
     loss_fn = PolicyGradientLoss(config.loss_fn)
     prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
@@ -72,12 +72,12 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         logger.info("run directory: %s", run_dir)
         metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
         stack.callback(metrics_logger.close)
-        policy = _open_policy(config, inputs, model_path, stack)
-        generation = await _open_generation(config, model_path, stack)
+        workers = await open_workers(config, inputs, model_path, layout, log_dir=run_dir / "logs", stack=stack)
+        policy, generation = workers.policy, workers.generation
         weight_sync = InProcessWeightSync(
             inputs.probes,
             config.weight_sync,
-            _engine_dtype(config),
+            engine_dtype(config),
             temperature=config.policy.generation.temperature,
             keep_cache=not config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
         )
@@ -103,7 +103,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             source=source,
             generation=generation,
             policy=policy,
-            placement=Placement(policy, generation, shares_device=_shares_device(config)),
+            placement=Placement(policy, generation, shares_device=workers.shares_device),
             weight_sync=weight_sync,
             loss_fn=loss_fn,
             advantage_estimator=estimator,
@@ -124,33 +124,6 @@ def _open_environments(config: GRPOConfig, stack: AsyncExitStack) -> dict[str, E
             environments[name] = make_environment(name, section)
             stack.push_async_callback(environments[name].close)
     return environments
-
-
-def _open_policy(config: GRPOConfig, inputs: Inputs, model_path: str, stack: AsyncExitStack) -> FSDP2Policy:
-    policy = FSDP2Policy(
-        config.policy,
-        model_path=model_path,
-        temperature=config.policy.generation.temperature,
-        needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        num_samples_per_step=config.grpo.num_samples_per_step,
-        seed=config.grpo.seed,
-        tokenizer=inputs.tokenizer,
-    )
-    stack.push_async_callback(policy.close)
-    return policy
-
-
-async def _open_generation(config: GRPOConfig, model_path: str, stack: AsyncExitStack) -> Generation:
-    section = config.policy.generation
-    generation = await make_generation(
-        section,
-        model_path=model_path,
-        dtype=_engine_dtype(config),
-        max_model_len=section.vllm_cfg.max_model_len or config.policy.max_total_sequence_length,
-        device=resolve_device(config.policy.device).type,
-    )
-    stack.push_async_callback(generation.close)
-    return generation
 
 
 def _rollout_writer(config: GRPOConfig, path: Path, stack: AsyncExitStack) -> RolloutWriter | None:
@@ -176,18 +149,6 @@ def _checkpoints(config: GRPOConfig, run_dir: Path) -> CheckpointStore | None:
         return None
     directory = config.checkpointing.checkpoint_dir
     return CheckpointStore(config.checkpointing, Path(directory) if directory else run_dir / "checkpoints")
-
-
-def _engine_dtype(config: GRPOConfig) -> str:
-    precision = config.policy.generation.vllm_cfg.precision
-    return config.policy.precision if precision == "auto" else precision
-
-
-def _shares_device(config: GRPOConfig) -> bool:
-    """Policy and engine take turns on one CUDA device, unless the engine was told not to sleep."""
-    section = config.policy.generation
-    may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False
-    return may_sleep and section.colocated.enabled and resolve_device(config.policy.device).type == "cuda"
 
 
 def _num_steps(config: GRPOConfig, num_prompts: int) -> int:

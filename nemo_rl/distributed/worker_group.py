@@ -211,7 +211,10 @@ class WorkerGroup:
 
 def _log_file(log_dir: Path | None, role: str, rank: int) -> Path | None:
     """Absolute: workers stand in another directory."""
-    return log_dir.absolute() / f"{role}_{rank}.log" if log_dir else None
+    if log_dir is None:
+        return None
+    log_dir.mkdir(parents=True, exist_ok=True)
+    return log_dir.absolute() / f"{role}_{rank}.log"
 
 
 def _environment(rank: int, seats: Sequence[Seat]) -> dict[str, str]:

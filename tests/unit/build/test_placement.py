@@ -30,3 +30,43 @@ def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:
 )
 def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line: str) -> None:
     assert line in placement_plan(recipe(override)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            ("policy.dtensor_cfg={data_parallel_size: 2, tensor_parallel_size: 2}", "cluster.num_nodes=2"),
+            [
+                "#   cluster: Ray, of RAY_ADDRESS or local, 2 nodes",
+                "#   policy: m, FSDP2, 4 ranks (2 data x 2 tensor parallel) on cpu: node 0; node 1, float32",
+                "#   generation: vllm, 1 engine on cpu: node 0, float32",
+            ],
+        ),
+        (
+            ("policy.device=cuda", "cluster={gpus_per_node: 2, address: auto}"),
+            [
+                "#   cluster: Ray at auto, 1 node with 2 GPUs each",
+                "#   policy: m, FSDP2, 2 ranks on cuda: node 0 GPUs 0 1, float32",
+                "#   generation: vllm, 2 engines on cuda: node 0 GPUs 0 1, shared with the policy, float32",
+            ],
+        ),
+        (
+            (
+                "policy.device=cuda",
+                "cluster.gpus_per_node=3",
+                "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+            ),
+            [
+                "#   policy: m, FSDP2, 2 ranks on cuda: node 0 GPUs 0 1, float32",
+                "#   generation: vllm, 1 engine on cuda: node 0 GPU 2, float32",
+            ],
+        ),
+    ],
+    ids=["two CPU nodes", "colocated", "split"],
+)
+def test_the_plan_of_a_cluster_names_nodes_and_gpus(
+    recipe: Recipe, overrides: tuple[str, ...], lines: list[str]
+) -> None:
+    plan = placement_plan(recipe("policy.model_name=m", "policy.generation.backend=vllm", *overrides)).splitlines()
+    assert set(lines) <= set(plan)

@@ -1,0 +1,45 @@
+"""The policy's ranks on a Ray cluster, and seats for the engines there. Importing this loads Ray."""
+
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.layout import Layout
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.distributed.cluster import cluster_address, connect
+from nemo_rl.distributed.placement import Reservation, Seat, reserve
+from nemo_rl.policy.group import PolicyGroup
+
+logger = logging.getLogger(__name__)
+
+
+async def open_ranks(
+    config: GRPOConfig, layout: Layout, arguments: dict[str, Any], *, log_dir: Path, stack: AsyncExitStack
+) -> tuple[PolicyGroup, list[Seat]]:
+    """Join or start a cluster and set aside what the layout needs; `arguments` are those of a policy rank.
+
+    `stack` gives it all back. From here to its end the death of a rank ends the current task with WorkerError.
+    """
+    connect(config.cluster.address)
+    reservation = await _reserve(config, layout)
+    stack.callback(reservation.release)
+    policy = await PolicyGroup.create(
+        config.policy.model_copy(update={"device": layout.device}),
+        seats=[reservation.seat(place) for place in layout.ranks],
+        timeout_s=config.cluster.start_timeout_s,
+        log_dir=log_dir,
+        **arguments,
+    )
+    stack.push_async_callback(policy.close)
+    await stack.enter_async_context(policy.ends_this_task())
+    logger.info("policy ranks: %d, their output in %s", policy.num_ranks, log_dir)
+    return policy, [reservation.seat(place) for place in layout.engines]
+
+
+async def _reserve(config: GRPOConfig, layout: Layout) -> Reservation:
+    return await reserve(
+        layout,
+        timeout_s=config.cluster.start_timeout_s,
+        may_grow=cluster_address(config.cluster.address) is not None,
+    )

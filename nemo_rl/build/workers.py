@@ -1,0 +1,93 @@
+"""Policy and engines, in this process or on the nodes and GPUs of a cluster, as the configuration's layout asks."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.build.inputs import Inputs
+from nemo_rl.config.layout import Layout, layout_of
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.generation.make import make_generation
+from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.hf_model import load_config
+from nemo_rl.policy.ranks import resolve_device
+from nemo_rl.policy.tensor_parallel import check_tensor_parallel
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.placement import Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    policy: Policy
+    generation: Generation
+    shares_device: bool  # they take turns on CUDA devices
+
+
+def find_layout(config: GRPOConfig) -> Layout:
+    """The layout on the device that there is; raises ConfigError for one that cannot be.
+
+    With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
+    """
+    device = config.policy.device
+    if device == "auto":
+        device = "cuda" if resolve_device("auto").type == "cuda" else "cpu"
+    layout = layout_of(config, device)
+    if not layout.needs_cluster:
+        resolve_device(device)
+    return layout
+
+
+async def open_workers(
+    config: GRPOConfig, inputs: Inputs, model_path: str, layout: Layout, *, log_dir: Path, stack: AsyncExitStack
+) -> Workers:
+    """Start them; takes seconds. `stack` closes them, and raises WorkerError when a policy rank dies in between."""
+    check_tensor_parallel(
+        config.policy.dtensor_cfg.tensor_parallel_size, load_config(model_path, config.policy.hf_config_overrides)
+    )
+    arguments = {
+        "model_path": model_path,
+        "temperature": config.policy.generation.temperature,
+        "needs_reference": config.loss_fn.reference_policy_kl_penalty > 0,
+        "num_samples_per_step": config.grpo.num_samples_per_step,
+        "seed": config.grpo.seed,
+        "tokenizer": inputs.tokenizer,
+    }
+    seats: Sequence[Seat] = ()
+    if layout.needs_cluster:
+        from nemo_rl.build.cluster import open_ranks  # loads Ray
+
+        policy, seats = await open_ranks(config, layout, arguments, log_dir=log_dir, stack=stack)
+    else:
+        policy = FSDP2Policy(config.policy, **arguments)
+        stack.push_async_callback(policy.close)
+    generation = await _open_generation(config, model_path, layout, seats)
+    stack.push_async_callback(generation.close)
+    return Workers(policy, generation, shares_device=_shares_device(config, layout))
+
+
+def engine_dtype(config: GRPOConfig) -> str:
+    """The precision that the engines compute in."""
+    precision = config.policy.generation.vllm_cfg.precision
+    return config.policy.precision if precision == "auto" else precision
+
+
+async def _open_generation(config: GRPOConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]") -> Generation:
+    section = config.policy.generation
+    return await make_generation(
+        section,
+        model_path=model_path,
+        dtype=engine_dtype(config),
+        max_model_len=section.vllm_cfg.max_model_len or config.policy.max_total_sequence_length,
+        device=layout.device,
+    )
+
+
+def _shares_device(config: GRPOConfig, layout: Layout) -> bool:
+    """Unless they are split, or the engine was told not to sleep."""
+    section = config.policy.generation
+    may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False
+    return may_sleep and not layout.is_split and layout.device == "cuda"
