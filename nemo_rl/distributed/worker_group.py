@@ -84,6 +84,10 @@ class WorkerGroup:
     def num_workers(self) -> int:
         return len(self._workers)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._ended_by is None
+
     async def call_all(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """The results of method `name` of every rank, in their order; the arguments are sent once.
 

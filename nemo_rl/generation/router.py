@@ -181,9 +181,9 @@ class ReplicatedGeneration:
             return GenerationError("the engines are closed")
         return GenerationError(f"no engine replica is left of {self._num_replicas}; the last: {self._last_death}")
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep_cache: bool = False) -> None:
         self._paused = True
-        await self._on_all(lambda engine: engine.pause())
+        await self._on_all(lambda engine: engine.pause(keep_cache=keep_cache))
 
     async def resume(self) -> None:
         self._paused = False

@@ -43,9 +43,9 @@ class Mortal(FakeGeneration):
         if self.dead:
             raise GenerationError("it died")
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep_cache: bool = False) -> None:
         self._check("pause")
-        await super().pause()
+        await super().pause(keep_cache=keep_cache)
 
     async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
         self._check("update_weights")
@@ -214,11 +214,12 @@ def test_a_refit_pauses_all_updates_all_and_resumes_all():
         await router.resume()
         await router.sleep()
         await router.wake()
+        await router.pause(keep_cache=True)
         await router.close()
         await router.close()
         return calls
 
-    names = ["pause", "update_weights 3", "resume", "sleep", "wake", "close"]
+    names = ["pause", "update_weights 3", "resume", "sleep", "wake", "pause keep_cache", "close"]
     assert run(main()) == [name for name in names for _ in range(2)]
 
 
@@ -264,7 +265,7 @@ def test_weights_that_an_engine_refuses_are_no_death():
 
 def test_a_replica_that_does_not_answer_in_time_is_taken_out():
     class Stuck(FakeGeneration):
-        async def pause(self) -> None:
+        async def pause(self, *, keep_cache: bool = False) -> None:
             await asyncio.Event().wait()
 
     async def main():

@@ -1,0 +1,132 @@
+"""`PolicyGroup`: the policy on several ranks, each a process of its own on this machine or another."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nemo_rl.config.policy import Policy
+from nemo_rl.distributed.placement import Seat
+from nemo_rl.distributed.worker_group import WorkerGroup
+from nemo_rl.errors import WorkerError
+from nemo_rl.interfaces import LossFn
+from nemo_rl.policy.rank import RankPolicy
+from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.types import TrainingBatch
+
+ResultT = TypeVar("ResultT")
+
+CALL_S = 3600.0  # deadline of one call; a rank that is gone is noticed at once
+CLOSE_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyGroup:
+    """Every call is made on all ranks, and rank 0's result is the result; satisfies `interfaces.Policy`.
+
+    Batches and losses are sent to the ranks, so they are pickled; so is what `with_weights` is asked to use. The
+    failure of one rank ends all: WorkerError, with that rank's own traceback.
+    """
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        """Use `create`."""
+        self._workers = workers
+
+    @classmethod
+    async def create(
+        cls,
+        config: Policy,
+        *,
+        seats: Sequence[Seat],
+        timeout_s: float,
+        log_dir: Path | None = None,
+        **arguments: Any,
+    ) -> "PolicyGroup":
+        """A rank on each seat; `arguments` are those of `RankPolicy` but its layout.
+
+        Ranks write to `log_dir/policy_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
+        """
+        make = _MakeRank(config, tensor_parallel_size=config.dtensor_cfg.tensor_parallel_size)
+        workers = await WorkerGroup.create(
+            make, seats=seats, role="policy", timeout_s=timeout_s, log_dir=log_dir, **arguments
+        )
+        return cls(workers)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._workers.num_workers
+
+    def ends_this_task(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the death of a rank ends the task that entered, also while it waits for something else."""
+        return self._workers.ends_this_task()
+
+    async def pids(self) -> list[int]:
+        """The ranks' process ids on their machines."""
+        return await self._workers.pids()
+
+    async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        return await self._call("logprobs", batch)
+
+    async def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        return await self._call("reference_logprobs", batch)
+
+    async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
+        return await self._call("train_step", batch, loss_fn)
+
+    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+        """Call `use` in rank 0's process, while the other ranks help to gather the weights."""
+        return await self._call("with_weights", use)
+
+    async def save(self, path: Path, *, save_optimizer: bool) -> None:
+        """Write it all, to a folder that every rank reaches; returns once it is on the disk."""
+        await self._call("save", _absolute(path), save_optimizer=save_optimizer)
+        await self._call("finish_save")
+
+    async def load(self, path: Path) -> None:
+        await self._call("load", _absolute(path))
+
+    async def offload(self) -> None:
+        await self._call("offload")
+
+    async def onload(self) -> None:
+        await self._call("onload")
+
+    async def close(self) -> None:
+        """End the ranks' processes; may be called twice, and after a failure."""
+        if self._workers.is_alive:
+            try:
+                await self._workers.call_all("close", timeout_s=CLOSE_S)
+            except WorkerError as error:
+                logger.warning("the policy's ranks did not close: %s", error)
+        self._workers.kill()
+
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return (await self._workers.call_all(name, *args, timeout_s=CALL_S, **kwargs))[0]
+
+
+def _absolute(path: Path) -> Path:
+    """The ranks stand in another directory."""
+    return Path(path).absolute()
+
+
+class _MakeRank:
+    """Makes a worker's `RankPolicy` from what a WorkerGroup tells it of its place."""
+
+    def __init__(self, config: Policy, *, tensor_parallel_size: int) -> None:
+        self._config = config
+        self._tensor_parallel_size = tensor_parallel_size
+
+    def __call__(
+        self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
+    ) -> RankPolicy:
+        layout = RankLayout(
+            rank=rank,
+            data_parallel_size=world_size // self._tensor_parallel_size,
+            tensor_parallel_size=self._tensor_parallel_size,
+            init_method=f"tcp://{master_address}:{master_port}" if world_size > 1 else None,
+        )
+        return RankPolicy(self._config, layout=layout, **arguments)
