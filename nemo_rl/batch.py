@@ -18,4 +18,5 @@ TRUNCATED = "truncated"  # [B] bool; the rollout was cut
 
 PREV_LOGPROBS = "prev_logprobs"  # [B, T] float32; of the training backend before the first optimizer step
 REFERENCE_LOGPROBS = "reference_logprobs"  # [B, T] float32
+ADVANTAGE_OVERRIDE = "advantage_override"  # [B, T] float32; in place of the estimator's, NaN elsewhere; gone after it
 ADVANTAGES = "advantages"  # [B, T] float32

@@ -71,7 +71,7 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
             await run.placement.for_training()
             await add_logprobs(batch, policy, run.logprobs_needed)
         with timer("advantage_calculation"):
-            metrics = {**estimate_advantages(run, batch), **collected.metrics}
+            metrics = {**estimate_advantages(run, batch), **rewards.faults.metrics, **collected.metrics}
         with timer("policy_training"):
             metrics |= await policy.train_step(batch, run.loss_fn)
         step += 1

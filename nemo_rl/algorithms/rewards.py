@@ -1,9 +1,9 @@
-"""What happens to rewards between the environment and the advantages: scaling, shaping, overlong filtering.
+"""What happens to rewards between the environment and the advantages: penalties, scaling, shaping, overlong filtering.
 
 The environment's own rewards stay on the trajectories; dynamic sampling and the reward components see those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from nemo_rl import batch as keys
 from nemo_rl.config.algorithm import GRPO, RewardScaling, RewardShaping
@@ -13,14 +13,19 @@ from nemo_rl.types import TrainingBatch, TrajectoryGroup
 
 
 def shaped_rewards(
-    groups: Sequence[TrajectoryGroup], config: GRPO, max_response_length: int | None
+    groups: Sequence[TrajectoryGroup],
+    config: GRPO,
+    max_response_length: int | None,
+    *,
+    without_reward: Container[TrajectoryKey] = frozenset(),
 ) -> dict[TrajectoryKey, float]:
     """The rewards to train on of all trajectories that did not fail: scaled, then shaped, where enabled.
 
+    Penalised rollouts, `without_reward`, have the reward 0 before that, unless their own is lower.
     `max_response_length`, in tokens, stands in for `reward_shaping.max_response_length` where that is None.
     """
     survivors = [t for group in groups for t in group.survivors]
-    rewards = [t.reward for t in survivors]
+    rewards = [min(t.reward, 0.0) if trajectory_key(t) in without_reward else t.reward for t in survivors]
     if config.reward_scaling.enabled:
         rewards = scale_rewards(rewards, config.reward_scaling)
     if config.reward_shaping.enabled:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.penalties import Penalties
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.checkpoint import CheckpointStore
@@ -40,6 +41,7 @@ class GRPORun:
     progress: Progress
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
+    penalties: Penalties | None = None  # of faults in replies
 
     @property
     def generation_phase(self) -> str:

@@ -1,10 +1,14 @@
 """The stages of a step between rollouts and optimizer; each adds its keys to the batch."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.logprob_errors import mask_logprob_errors
 from nemo_rl.algorithms.metrics import batch_metrics
+from nemo_rl.algorithms.penalties import StepFaults
 from nemo_rl.algorithms.rewards import filter_overlong, shaped_rewards
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
 from nemo_rl.experience.assembly import TrajectoryKey, assemble_batch
@@ -12,16 +16,36 @@ from nemo_rl.interfaces import CollectedGroups, Policy
 from nemo_rl.types import TrainingBatch
 
 
-def train_rewards(run: GRPORun, collected: CollectedGroups) -> dict[TrajectoryKey, float]:
-    """The rewards to train on: scaled and shaped where asked."""
-    return shaped_rewards(collected.groups, run.config.grpo, run.config.policy.max_response_length)
+@dataclass(frozen=True, slots=True)
+class TrainRewards:
+    """The rewards to train on, and the faults that some of them were lost for."""
+
+    by_trajectory: Mapping[TrajectoryKey, float]
+    faults: StepFaults
 
 
-def make_batch(run: GRPORun, collected: CollectedGroups, rewards: Mapping[TrajectoryKey, float]) -> TrainingBatch:
+def train_rewards(run: GRPORun, collected: CollectedGroups) -> TrainRewards:
+    """The rewards to train on: penalised, scaled and shaped where asked."""
+    faults = StepFaults() if run.penalties is None else run.penalties.faults(collected.groups)
+    rewards = shaped_rewards(
+        collected.groups,
+        run.config.grpo,
+        run.config.policy.max_response_length,
+        without_reward=faults.without_reward,
+    )
+    return TrainRewards(rewards, faults)
+
+
+def make_batch(run: GRPORun, collected: CollectedGroups, rewards: TrainRewards) -> TrainingBatch:
     """Assemble the batch; truncated rollouts lose their gradient where asked."""
-    batch = assemble_batch(collected.groups, rewards, min_group_size=run.config.min_group_size)
+    groups, smallest = collected.groups, run.config.min_group_size
+    batch = assemble_batch(groups, rewards.by_trajectory, min_group_size=smallest)
     if run.config.grpo.overlong_filtering:
         filter_overlong(batch)
+    shape = batch[keys.TOKEN_IDS].shape
+    override = rewards.faults.advantage_override(groups, min_group_size=smallest, shape=shape)
+    if override is not None:
+        batch[keys.ADVANTAGE_OVERRIDE] = override
     return batch
 
 
@@ -37,4 +61,8 @@ def estimate_advantages(run: GRPORun, batch: TrainingBatch) -> dict[str, float]:
     threshold = run.config.grpo.seq_logprob_error_threshold
     metrics = {} if threshold is None else mask_logprob_errors(batch, threshold)
     batch[keys.ADVANTAGES] = run.advantage_estimator(batch)
+    if batch.get(keys.ADVANTAGE_OVERRIDE, None) is not None:
+        override = batch[keys.ADVANTAGE_OVERRIDE]
+        batch[keys.ADVANTAGES] = torch.where(override.isnan(), batch[keys.ADVANTAGES], override)
+        del batch[keys.ADVANTAGE_OVERRIDE]
     return metrics | batch_metrics(batch)

@@ -1,5 +1,6 @@
 """A GRPO run from its configuration: everything opened in order, closed in reverse, and a summary at the end."""
 
+import functools
 import gc
 import logging
 import math
@@ -15,6 +16,7 @@ from nemo_rl.algorithms.advantage import make_advantage_estimator
 from nemo_rl.algorithms.grpo import Training, train
 from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
 from nemo_rl.algorithms.loss import PolicyGradientLoss
+from nemo_rl.algorithms.penalties import make_penalties
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
 from nemo_rl.build.agents import make_agents, make_codec, open_gateway
@@ -114,6 +116,9 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             progress=progress,
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
             interrupt=Interrupt(),
+            penalties=make_penalties(
+                config.reward_penalties, config.grpo, functools.partial(inputs.encoder.decode, keep_special=True)
+            ),
         )
 
 

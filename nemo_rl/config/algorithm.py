@@ -60,6 +60,8 @@ class GRPO(Section):
     adv_estimator: AdvEstimator = AdvEstimator()
     advantage_clip_low: float | None = None
     advantage_clip_high: float | None = None
+    invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs
+    malformed_thinking_advantage: float | None = None  # of replies whose thinking tags do not open and close once
     reward_scaling: RewardScaling = RewardScaling()
     reward_shaping: RewardShaping = RewardShaping()
     overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline

@@ -73,6 +73,9 @@ RULES: tuple[Rule, ...] = (
     defaulted("grpo.reward_shaping", None),
     defaulted("grpo.reward_scaling", None),
     defaulted("grpo.adv_estimator", None),
+    defaulted("reward_penalties", None),
+    defaulted("reward_penalties.token_ids", None),
+    defaulted("reward_penalties.token_ids.unwanted", None),
     # policy
     defaulted("policy.tokenizer.chat_template", "default"),
     defaulted("policy.tokenizer.chat_template_kwargs", None),
@@ -145,7 +148,10 @@ RULES: tuple[Rule, ...] = (
     refused("data.system_prompt_file", "write data.default.system_prompt_file"),
     refused("data.*.split_validation_size", "describe the validation set in data.validation; data.disjoint keeps its "
             "prompts out of training", 0),
-    defaulted("data.*.processor", "math_hf_data_processor", "math_data_processor"),
+    defaulted("data.*.processor", "math_hf_data_processor", "math_data_processor", "nemo_gym_data_processor"),
+    refused("data.train_jsonl_fpath", "write data.train.data_path, with dataset_name: nemo_gym"),
+    refused("data.validation_jsonl_fpath", "write data.validation.data_path, with dataset_name: nemo_gym"),
+    refused("data.agent_name", "write data.default.agent_name"),
     defaulted("data.default", None),
     # env
     refused("env.should_use_nemo_gym", "there is no NeMo Gym client", False),

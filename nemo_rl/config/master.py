@@ -9,6 +9,7 @@ from nemo_rl.config.data import Data
 from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
 from nemo_rl.config.environment import EnvironmentSection
 from nemo_rl.config.loss import LossFn
+from nemo_rl.config.penalties import RewardPenalties
 from nemo_rl.config.policy import Policy
 from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, WeightSync
 from nemo_rl.config.section import Section
@@ -19,6 +20,7 @@ class GRPOConfig(Section):
 
     grpo: GRPO
     loss_fn: LossFn = LossFn()
+    reward_penalties: RewardPenalties = RewardPenalties()
     policy: Policy
     data: Data
     env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)

@@ -104,11 +104,13 @@ class ChatEncoder:
             token_ids = token_ids[1:]
         return _segment(new_messages, token_ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled tokens, without the stop token at their end and other special tokens."""
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of sampled tokens, without the stop token at their end and, unless kept, other special tokens."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
             token_ids = token_ids[:-1]
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+        )
         return text if isinstance(text, str) else "".join(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Consumes what a GroupSource hands over and the shaped rewards; produces the rollout's part of the keys in batch.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
@@ -62,17 +62,23 @@ def assemble_batch(
     (group_id, generation_index); None takes the trajectories' own. Raises RolloutError, with the first cause, when
     nothing is left.
     """
-    kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
-    if not kept:
-        raise RolloutError(_why_empty(groups, min_group_size))
     trajectories: list[Trajectory] = []
     samples: list[TrainingSample] = []
+    for group_id, trajectory in kept_trajectories(groups, min_group_size):
+        reward = trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
+        samples += samples_of(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
+        trajectories.append(trajectory)
+    if not trajectories:
+        raise RolloutError(_why_empty(groups, min_group_size))
+    return _batch(samples, trajectories)
+
+
+def kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
+    """What is trained on, in the order of the batch's rows, with the group's place in the batch."""
+    kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
     for group_id, group in enumerate(kept):
         for trajectory in sorted(group.survivors, key=lambda t: t.generation_index):
-            reward = trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
-            samples += samples_of(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
-            trajectories.append(trajectory)
-    return _batch(samples, trajectories)
+            yield group_id, trajectory
 
 
 def samples_of(

@@ -10,19 +10,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics by name, without prefix; nothing for no rollouts.
 
     Rates are shares of all rollouts, and `failures/<class>` are counts. Turns, tokens and rewards are those of the
-    rollouts that did not fail. `env/<task>/reward_mean` is there for each task, and with several tasks all other
-    metrics too, as `env/<task>/...`; `reward/<name>` where rewards have several names.
+    rollouts that did not fail. `env/<name>/...` are those of one environment, or of one of NeMo Gym's agents: a few
+    always, and with several environments all of them; `reward/<name>` where rewards have several names.
     """
     if not trajectories:
         return {}
-    by_task: dict[str, list[Trajectory]] = {}
+    by_environment: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        by_task.setdefault(trajectory.prompt.task_name, []).append(trajectory)
+        name = trajectory.prompt.agent_name or trajectory.prompt.task_name
+        by_environment.setdefault(name, []).append(trajectory)
     metrics = _metrics_of(trajectories)
-    for task_name, of_task in sorted(by_task.items()):
-        metrics |= {f"env/{task_name}/{name}": value for name, value in _reward_mean(of_task).items()}
-        if len(by_task) > 1:
-            metrics |= {f"env/{task_name}/{name}": value for name, value in _metrics_of(of_task).items()}
+    for environment, of_one in sorted(by_environment.items()):
+        several = _metrics_of(of_one) if len(by_environment) > 1 else {}
+        metrics |= {f"env/{environment}/{name}": value for name, value in (several | _in_brief(of_one)).items()}
     return metrics
 
 
@@ -73,9 +73,20 @@ def _named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
     return {f"reward/{n}": statistics.fmean(t.rewards[n] for t in survivors if n in t.rewards) for n in names}
 
 
-def _reward_mean(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.failure is None]
-    return {"reward_mean": statistics.fmean(rewards)} if rewards else {}
+def _in_brief(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What tells environments apart at a glance."""
+    survivors = [t for t in trajectories if t.failure is None]
+    metrics = {
+        "truncation_rate": _share(trajectories, StopReason.TRUNCATED),
+        "num_failed": float(len(trajectories) - len(survivors)),
+    }
+    if survivors:
+        metrics |= {
+            "reward_mean": statistics.fmean(t.reward for t in survivors),
+            "turns": statistics.fmean(t.num_turns for t in survivors),
+            "tokens": statistics.fmean(t.num_generated_tokens for t in survivors),
+        }
+    return metrics
 
 
 def _share(trajectories: Sequence[Trajectory], reason: StopReason) -> float:

@@ -34,6 +34,17 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             "grpo.reward_scaling.source_min",
             "below source_max",
         ),
+        (
+            ["reward_penalties.penalize_unwanted_tokens=true"],
+            "reward_penalties.token_ids.unwanted",
+            "needed by penalize_unwanted_tokens",
+        ),
+        (
+            ["reward_penalties.penalize_empty_final_answer=true", "grpo.adv_estimator.name=gdpo"],
+            "reward_penalties.penalize_empty_final_answer",
+            "gdpo reads",
+        ),
+        (["reward_penalties.thinking_tags=[a,a]"], "reward_penalties.thinking_tags", "opening and the closing"),
         (["policy.generation.temperature=0"], "policy.generation.temperature", "val_temperature"),
         (["policy.generation.top_p=0.9"], "policy.generation.top_p", "1.0"),
         (["policy.generation.top_k=50"], "policy.generation.top_k", "null"),

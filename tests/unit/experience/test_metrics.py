@@ -47,6 +47,10 @@ def test_metrics_of_one_environment():
         "max_gen_tokens_per_sample": 8,
         "mean_env_tokens_per_sample": 1.0,
         "env/game/reward_mean": 1 / 3,
+        "env/game/turns": 5 / 3,
+        "env/game/tokens": 17 / 3,
+        "env/game/truncation_rate": 0.25,
+        "env/game/num_failed": 1,
     }
 
 
@@ -75,6 +79,20 @@ def test_several_environments_have_all_metrics_each():
     assert metrics["env/math/mean_gen_tokens_per_sample"] == 3
     assert metrics["env/tools/failures/environment"] == 1
     assert "env/tools/reward_mean" not in metrics
+
+
+def test_agents_of_nemo_gym_are_environments_of_their_own():
+    deal, ask = (
+        replace(rollout([sampled(n)], StopReason.DONE, {"r": r}), prompt=Prompt("p", "nemo_gym", (), agent_name=agent))
+        for agent, n, r in (("blackjack", 3, 1.0), ("mcqa", 5, 0.5))
+    )
+    failed = rollout([], StopReason.FAILED, task="math", failure=Failure(FailureClass.AGENT, "x"))
+    metrics = rollout_metrics([deal, ask, failed])
+    assert (metrics["env/blackjack/reward_mean"], metrics["env/mcqa/reward_mean"]) == (1.0, 0.5)
+    assert (metrics["env/blackjack/tokens"], metrics["env/mcqa/tokens"]) == (3, 5)
+    assert (metrics["env/math/num_failed"], metrics["env/mcqa/num_failed"]) == (1, 0)
+    assert metrics["env/math/failures/agent"] == 1
+    assert not any(name.startswith("env/nemo_gym") for name in metrics)
 
 
 def test_no_rollouts_have_no_metrics():
