@@ -1,8 +1,8 @@
 """What an update of the weights costs generation that runs: the quickstart's model on real vLLM, all places taken.
 
-`pause`, `load` and `resume` are the three calls of a refit, `held` their sum: how long the engine is kept from
-sampling [bar 50 ms]; `pause` waits for the step under way. `gap` is the time from the last token before to the first one
-behind, with it the recomputation of keys and values; `step` is the usual time between two tokens of a request.
+`pause`, `load` and `resume` are the three calls of a refit, `held` their sum: how long the engine is kept from sampling
+[bar 50 ms]; `pause` waits for the step under way. `gap` is the time from the last token before to the first one behind,
+with it the recomputation of keys and values; `step` is the usual time between two tokens of a request.
 
     uv run benchmarks/refit_pause.py
     uv run benchmarks/refit_pause.py --rounds 50 --requests 64
@@ -50,14 +50,15 @@ class WatchedGeneration(VllmGeneration):
 
     async def _sample(self, request: GenerationRequest) -> Any:
         prompt = self._tokens_input(list(request.token_ids))
-        last, output = None, None
+        last, latest = None, None
         async for output in self._engine.generate(prompt, self._params(request), request.request_id):
+            latest = output
             self.last_token = time.perf_counter()
             self.has_token.set()
             if last is not None:
                 self.gaps.append(self.last_token - last)
             last = self.last_token
-        return output
+        return latest
 
     async def pause(self, *, keep_cache: bool = False) -> None:
         await self._timed("pause", super().pause(keep_cache=keep_cache))
@@ -118,11 +119,17 @@ async def measure(engine: WatchedGeneration, policy: Weights, num_requests: int,
     calls = [engine.seconds[name] for name in ("pause", "load", "resume")]
     held = [sum(times) for times in zip(*calls, strict=True)]
     cells = [statistics.median(times) * 1e3 for times in (*calls, held, gaps, steps)]
-    worst = max(held) * 1e3
-    kind = "kept" if keep_cache else "recomputed"
     pause, load, resume, whole, gap, step = (f"{cell:.1f}" for cell in cells)
-    verdict = "yes" if cells[3] <= BAR_MS else "no"
-    return f"| {num_requests} | {kind} | {pause} | {load} | {resume} | {whole} ({worst:.0f}) | {gap} | {step} | {verdict} |"
+    row = [
+        num_requests,
+        "kept" if keep_cache else "recomputed",
+        pause,
+        load,
+        resume,
+        f"{whole} ({max(held) * 1e3:.0f})",
+    ]
+    row += [gap, step, "yes" if cells[3] <= BAR_MS else "no"]
+    return "| " + " | ".join(map(str, row)) + " |"
 
 
 async def main(rounds: int, numbers: Iterable[int]) -> None:

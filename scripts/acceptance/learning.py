@@ -2,6 +2,7 @@
 
 uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
 uv run scripts/acceptance/learning.py agent         the same through an agent that knows only a base URL
+uv run scripts/acceptance/learning.py async         with rollouts in the background (examples/configs/async.yaml)
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 """
 
@@ -31,6 +32,8 @@ AGENT = (
     "data.default.env_name=asker",
 )
 
+ASYNC = ("--config", "examples/configs/async.yaml")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -46,12 +49,12 @@ class Outcome:
         return f"| {self.name} | {s0:.3f} -> {s1:.3f} | {g0:.3f} -> {g1:.3f} | {self.seconds:.0f} | {verdict} |"
 
 
-def run(name: str, *overrides: str) -> Outcome:
+def run(name: str, *arguments: str) -> Outcome:
     """One run in a process of its own; its time includes the start and the making of the model."""
     with tempfile.TemporaryDirectory() as log_dir, tempfile.TemporaryDirectory() as cache:
         started = time.monotonic()
         subprocess.run(
-            [sys.executable, "examples/run_grpo.py", f"logger.log_dir={log_dir}", *overrides],
+            [sys.executable, "examples/run_grpo.py", *arguments, f"logger.log_dir={log_dir}"],
             cwd=ROOT,
             check=True,
             stdout=subprocess.DEVNULL,
@@ -70,11 +73,11 @@ def run(name: str, *overrides: str) -> Outcome:
     )
 
 
-def learning(seeds: tuple[int, ...], name: str = "quickstart", overrides: tuple[str, ...] = ()) -> bool:
+def learning(seeds: tuple[int, ...], name: str = "quickstart", arguments: tuple[str, ...] = ()) -> bool:
     passed = True
     for seed in seeds:
         model = f"policy.model_name=nemo_rl/quickstart-{seed}"
-        outcome = run(f"{name}, seed {seed}", f"grpo.seed={seed}", model, *overrides)
+        outcome = run(f"{name}, seed {seed}", *arguments, f"grpo.seed={seed}", model)
         verdict = (
             outcome.sampled[0] < SAMPLED_START_BELOW
             and outcome.sampled[1] >= SAMPLED_END
@@ -112,7 +115,7 @@ def controls() -> bool:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["learning", "agent", "controls"], default="learning")
+    parser.add_argument("what", nargs="?", choices=["learning", "agent", "async", "controls"], default="learning")
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     arguments = parser.parse_args()
     print("| run | sampled | greedy | s | as it should |\n|---|---|---|---|---|", flush=True)
@@ -120,6 +123,8 @@ if __name__ == "__main__":
         passed = controls()
     elif arguments.what == "agent":
         passed = learning(tuple(arguments.seeds), "through an agent", AGENT)
+    elif arguments.what == "async":
+        passed = learning(tuple(arguments.seeds), "async", ASYNC)
     else:
         passed = learning(tuple(arguments.seeds))
     sys.exit(0 if passed else 1)

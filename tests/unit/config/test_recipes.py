@@ -101,6 +101,17 @@ def test_quickstart_is_the_measured_one() -> None:
     assert config.data.train.task_kwargs == {"min_word_len": 3, "max_word_len": 5}
 
 
+def test_async_is_the_quickstart_collected_in_the_background() -> None:
+    config, quickstart = load("async.yaml"), load("quickstart.yaml")
+    section = config.grpo.async_grpo
+    assert (section.enabled, section.max_trajectory_age_steps, section.in_flight_weight_updates) == (True, 1, True)
+    assert section.recompute_kv_cache_after_weight_updates
+    loss = config.loss_fn
+    assert loss.use_importance_sampling_correction
+    assert (loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio) == ("tis", 2.0)
+    assert (config.policy, config.data) == (quickstart.policy, quickstart.data)
+
+
 def test_quickstarts_batches_follow_the_number_of_prompts() -> None:
     policy = load("quickstart.yaml", "grpo.num_prompts_per_step=4").policy
     assert policy.train_global_batch_size == policy.train_micro_batch_size == 32
