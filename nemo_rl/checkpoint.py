@@ -8,6 +8,7 @@ two renames. Inside:
     config.yaml          the run's resolved configuration
     policy/              weights/, tokenizer/, optimizer/: what `Policy.save` writes
     train_dataloader.pt  the source's state
+    replay_buffer.pt     of an asynchronous run: complete groups, and prompts whose rollouts ran
     rng_state.pt         the driver's random states
 """
 
@@ -37,6 +38,7 @@ INFO_FILE = "training_info.json"
 CONFIG_FILE = "config.yaml"
 POLICY_DIRECTORY = "policy"
 DATALOADER_FILE = "train_dataloader.pt"
+REPLAY_BUFFER_FILE = "replay_buffer.pt"
 RNG_FILE = "rng_state.pt"
 
 _DIRECTORY = re.compile(r"(tmp_|old_|)step_(\d+)")

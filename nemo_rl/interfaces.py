@@ -235,7 +235,10 @@ class GroupSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, among them `consumed_prompts` and `epoch`; what was drawn before is not drawn again."""
+        """Plain values, among them `consumed_prompts` and `epoch`; what was drawn before is not drawn again.
+
+        Taken after every step. `replay_buffer`, of a source that has one, refers to its frozen groups.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

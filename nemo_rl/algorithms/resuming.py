@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.run import GRPORun
@@ -11,6 +12,7 @@ from nemo_rl.checkpoint import (
     CONFIG_FILE,
     DATALOADER_FILE,
     POLICY_DIRECTORY,
+    REPLAY_BUFFER_FILE,
     RNG_FILE,
     Checkpoint,
     TrainingInfo,
@@ -20,6 +22,7 @@ from nemo_rl.checkpoint import (
     save_state,
 )
 from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ async def restore(run: GRPORun) -> Position:
     if latest is None:
         return Position(0, run.source.state_dict())
     await run.policy.load(latest.path / POLICY_DIRECTORY)
-    run.source.load_state_dict(load_state(latest.path / DATALOADER_FILE))
+    run.source.load_state_dict(_read_source_state(latest.path))
     restore_rng_state(latest.path / RNG_FILE)
     logger.info("resumed from %s", latest.path)
     return Position(latest.step, run.source.state_dict())
@@ -55,7 +58,7 @@ async def save(run: GRPORun, position: Position, metrics: Mapping[str, float]) -
     path = store.begin(position.step)
     await run.policy.save(path / POLICY_DIRECTORY, save_optimizer=run.config.checkpointing.save_optimizer)
     (path / CONFIG_FILE).write_text(resolved_yaml(run.config))
-    save_state(path / DATALOADER_FILE, position.source_state)
+    await asyncio.to_thread(_write_source_state, path, position.source_state)
     save_rng_state(path / RNG_FILE)
     info = TrainingInfo(
         step=position.step,
@@ -66,3 +69,15 @@ async def save(run: GRPORun, position: Position, metrics: Mapping[str, float]) -
     checkpoint = await asyncio.to_thread(store.commit, path, info)
     logger.info("saved %s", checkpoint.path)
     return checkpoint
+
+
+def _write_source_state(path: Path, state: Mapping[str, Any]) -> None:
+    """The replay buffer, which the state refers to, in a file of its own."""
+    save_state(path / DATALOADER_FILE, {key: value for key, value in state.items() if key != REPLAY_BUFFER})
+    if REPLAY_BUFFER in state:
+        save_state(path / REPLAY_BUFFER_FILE, to_plain(state[REPLAY_BUFFER]))
+
+
+def _read_source_state(path: Path) -> dict[str, Any]:
+    state, buffer_file = load_state(path / DATALOADER_FILE), path / REPLAY_BUFFER_FILE
+    return state | {REPLAY_BUFFER: load_state(buffer_file)} if buffer_file.exists() else state

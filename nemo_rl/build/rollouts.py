@@ -9,6 +9,7 @@ from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.agents import AgentRuntime
+from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.sources import FilteredSource, SyncSource, prompts_per_batch
 from nemo_rl.experience.writer import RolloutWriter
@@ -65,7 +66,7 @@ def make_sampling(config: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
 def make_source(
     config: GRPOConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
 ) -> GroupSource:
-    """Synchronous collection, filtered where dynamic sampling is on."""
+    """Collection before each step or in the background, filtered where dynamic sampling is on."""
     grpo = config.grpo
     loader = PromptLoader(
         inputs.train.prompts, shuffle=config.data.shuffle, seed=grpo.seed, max_epochs=grpo.max_num_epochs
@@ -73,18 +74,33 @@ def make_source(
     num_prompts = grpo.num_prompts_per_step
     if grpo.use_dynamic_sampling:
         num_prompts = prompts_per_batch(num_prompts, grpo.batch_multiplier)
-    source = SyncSource(
-        loader,
-        context,
-        num_prompts_per_step=num_prompts,
-        num_generations_per_prompt=grpo.num_generations_per_prompt,
-        failures=config.rollout,
-        writer=writer,
-    )
+    background = grpo.async_grpo
+    if background.enabled:
+        source = AsyncSource(
+            loader,
+            context,
+            num_prompts_per_step=num_prompts,
+            num_generations_per_prompt=grpo.num_generations_per_prompt,
+            max_age_steps=background.max_trajectory_age_steps,
+            stale_groups=background.stale_groups,
+            max_generation_failures=background.max_generation_failures,
+            failures=config.rollout,
+            writer=writer,
+        )
+    else:
+        source = SyncSource(
+            loader,
+            context,
+            num_prompts_per_step=num_prompts,
+            num_generations_per_prompt=grpo.num_generations_per_prompt,
+            failures=config.rollout,
+            writer=writer,
+        )
     if not grpo.use_dynamic_sampling:
         return source
     return FilteredSource(
         source,
+        give_back=source.give_back if isinstance(source, AsyncSource) else None,
         is_informative=is_informative,
         min_group_size=config.min_group_size,
         num_prompts_per_step=grpo.num_prompts_per_step,

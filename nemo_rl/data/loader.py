@@ -3,7 +3,7 @@
 import hashlib
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,20 @@ class LoadedPrompt:
 
     prompt: Prompt
     epoch: int
+    place: int  # in the training order, over all epochs
+
+    @property
+    def group_id(self) -> str:
+        """Holds the place, since data sets may share prompt ids."""
+        return f"{self.epoch}:{self.prompt.prompt_id}:{self.place}"
 
 
 class PromptLoader:
     """Hands out each prompt once an epoch, for `max_epochs` epochs.
 
-    The order of an epoch is a function of (seed, epoch) alone, so the state is a count. Prompts are asked of `prompts`
-    when they are handed out, so those of a large file are never all in memory.
+    The order of an epoch is a function of (seed, epoch) alone, so the state is a count, and the places of prompts that
+    were put back. Prompts are asked of `prompts` when they are handed out, so those of a large file are never all in
+    memory.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, max_epochs: int) -> None:
@@ -34,41 +41,61 @@ class PromptLoader:
         self._shuffle = shuffle
         self._seed = seed
         self._max_epochs = max_epochs
-        self._consumed = 0
+        self._next = 0
+        self._put_back: tuple[int, ...] = ()  # places below the next that are to be handed out again
         self._order: tuple[int, Sequence[int]] = (0, self._order_of(0))
         self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed)  # once: the state is asked each step
 
     @property
     def consumed(self) -> int:
-        """Prompts handed out, over all epochs."""
-        return self._consumed
+        """Prompts handed out and not put back, over all epochs."""
+        return self._next - len(self._put_back)
 
     @property
     def epoch(self) -> int:
-        """Of the next prompt; `max_epochs` once all are spent."""
-        return self._consumed // len(self._prompts)
+        """Whole epochs handed out; `max_epochs` once all are spent."""
+        return self.epoch_after(self.consumed)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether `take` has nothing left."""
+        return not self._put_back and self._next >= self._max_epochs * len(self._prompts)
+
+    def epoch_after(self, num_prompts: int) -> int:
+        """Whole epochs in so many prompts."""
+        return num_prompts // len(self._prompts)
 
     def take(self, count: int) -> tuple[LoadedPrompt, ...]:
-        """The next `count` prompts, on into the next epoch; fewer at the end of the last one, none after it."""
-        end = min(self._consumed + count, self._max_epochs * len(self._prompts))
-        taken = tuple(self._at(place) for place in range(self._consumed, end))
-        self._consumed = max(self._consumed, end)
+        """The next `count` prompts, on into the next epoch; fewer at the end of the last one, none after it.
+
+        What was put back comes first.
+        """
+        again, self._put_back = self._put_back[:count], self._put_back[count:]
+        end = min(self._next + count - len(again), self._max_epochs * len(self._prompts))
+        taken = tuple(self.at(place) for place in (*again, *range(self._next, end)))
+        self._next = max(self._next, end)
         return taken
 
+    def put_back(self, places: Iterable[int]) -> None:
+        """Hand these out again, in the training order, before all others."""
+        self._put_back = tuple(sorted({*self._put_back, *places}))
+
+    def at(self, place: int) -> LoadedPrompt:
+        """The prompt of a place in the training order, whether or not it was handed out."""
+        epoch, offset = divmod(place, len(self._prompts))
+        if self._order[0] != epoch:
+            self._order = (epoch, self._order_of(epoch))
+        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch, place)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self._consumed, "data": self._fingerprint}
+        return {"consumed": self._next, "put_back": list(self._put_back), "data": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; raises DataError when the prompts, their order or the seed differ."""
         if state["data"] != self._fingerprint:
             raise DataError("the checkpoint was made with other training prompts, another seed or another data.shuffle")
-        self._consumed = state["consumed"]
-
-    def _at(self, place: int) -> LoadedPrompt:
-        epoch, offset = divmod(place, len(self._prompts))
-        if self._order[0] != epoch:
-            self._order = (epoch, self._order_of(epoch))
-        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch)
+        self._next = state["consumed"]
+        self._put_back = tuple(state["put_back"])
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:

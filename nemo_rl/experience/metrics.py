@@ -27,9 +27,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def age_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """`avg_trajectory_age`: steps from the oldest weights that sampled a rollout to those that it trains, its mean."""
+    """Steps from the oldest weights that sampled a rollout to those that it trains: mean and maximum."""
     ages = [weight_version - t.weight_versions[0] for t in trajectories if t.failure is None]
-    return {"avg_trajectory_age": statistics.fmean(ages)} if ages else {}
+    return {"avg_trajectory_age": statistics.fmean(ages), "max_trajectory_age": float(max(ages))} if ages else {}
 
 
 def _metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 Each has a session that samples from its own seed and does not outlive it; the session's chains become its trajectory.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from nemo_rl.experience.agents import Sessions
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
-from nemo_rl.experience.supervision import StallWatchdog, in_parallel
+from nemo_rl.experience.supervision import StallWatchdog, Supervision, in_parallel
 from nemo_rl.experience.turns import problem_of_rewards, request_seed
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import (
@@ -43,17 +42,17 @@ async def run_each(
 
     A failure is a trajectory; RolloutError is raised on a stall alone.
     """
-    watchdog = StallWatchdog(context.limits.stall_timeout_s)
-    room = {name: asyncio.Semaphore(count) for name, count in max_concurrency.items()}
+    supervision = context.supervision or Supervision(context.limits.stall_timeout_s)
 
     async def alone(job: RolloutJob) -> Trajectory:
-        async with room[job.prompt.task_name]:
-            trajectory = await run(job, watchdog)
+        task_name = job.prompt.task_name
+        async with supervision.room(task_name, max_concurrency[task_name]):
+            trajectory = await run(job, supervision.watchdog)
         if context.progress is not None:
             context.progress(trajectory)
         return trajectory
 
-    return tuple(await watchdog.guard(in_parallel(alone(job) for job in jobs)))
+    return tuple(await supervision.watchdog.guard(in_parallel(alone(job) for job in jobs)))
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.boundaries import Retries, generate, step_environment
-from nemo_rl.experience.supervision import StallWatchdog, in_parallel
+from nemo_rl.experience.supervision import Supervision, in_parallel
 from nemo_rl.experience.turns import (
     EncodedPrompt,
     EnvironmentCall,
@@ -61,6 +61,7 @@ class RolloutContext:
     progress: Callable[[Trajectory], None] | None = None  # called with each rollout as it ends; what it raises ends all
     agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
     gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # stacks of NeMo Gym, likewise
+    supervision: Supervision | None = None  # of several calls that run at once; None: each call has its own
 
     def environment_timeout_s(self, task_name: str) -> float | None:
         """The deadline of one call of a task's environment; None: it keeps its own."""
@@ -152,7 +153,7 @@ class _Run:
         for task_name in sorted({job.prompt.task_name for job in jobs} - context.environments.keys()):
             raise ConfigError(f"env.{task_name}", None, "prompts name it as their task", known=context.environments)
         limits = context.limits
-        self.watchdog = StallWatchdog(limits.stall_timeout_s)
+        self.watchdog = (context.supervision or Supervision(limits.stall_timeout_s)).watchdog
         self._context = context
         self._rules = TurnRules(limits.max_turns, limits.max_total_length, context.sampling, context.seed)
         self._retries = Retries(limits.max_retries, limits.retry_backoff_s)

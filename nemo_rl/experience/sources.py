@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl.config.run import Rollout
-from nemo_rl.data.loader import LoadedPrompt, PromptLoader
+from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.buffer_state import replay_buffer_state
 from nemo_rl.experience.collection import run_rollouts
+from nemo_rl.experience.groups import grouped, jobs_of, trajectories_of
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.rollouts import (
     RolloutContext,
@@ -21,6 +23,19 @@ from nemo_rl.experience.supervision import FailureBudget
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import Trajectory, TrajectoryGroup
+
+
+class GiveBack(Protocol):
+    """A source that can take groups back for a later step (AsyncSource.give_back)."""
+
+    def __call__(self, groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
+        """Returns those that are too old to be trained on at `next_version`."""
+        ...
+
+
+def keep_none(groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
+    """The `GiveBack` of a synchronous run: at the next version all would be too old."""
+    return groups
 
 
 class SyncSource:
@@ -52,21 +67,22 @@ class SyncSource:
         Groups hold their failed rollouts too. Raises RolloutError with the first cause when too many fail, and when
         nothing progresses.
         """
-        num_drawn = self._loader.consumed
         loaded = self._loader.take(self._num_prompts)
         if not loaded:
             raise StopAsyncIteration
-        trajectories = await self._run(self._jobs(loaded, num_drawn))
+        trajectories = await self._run(jobs_of(loaded, self._num_generations))
         if self._writer is not None:
             self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)
-        return CollectedGroups(_grouped(trajectories, self._num_generations), metrics)
+        return CollectedGroups(grouped(trajectories, self._num_generations), metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict() | {"consumed_prompts": self._loader.consumed, "epoch": self._loader.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What an asynchronous run had in its buffer is collected afresh, before all else."""
         self._loader.load_state_dict(state)
+        self._loader.put_back(replay_buffer_state(state, self._loader).places)
 
     def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
         """Nothing runs between two calls."""
@@ -74,14 +90,6 @@ class SyncSource:
 
     async def close(self) -> None:
         """Nothing runs between two calls."""
-
-    def _jobs(self, loaded: Sequence[LoadedPrompt], num_drawn: int) -> list[RolloutJob]:
-        """A group's id holds the prompt's place among all drawn, since data sets may share prompt ids."""
-        return [
-            RolloutJob(one.prompt, f"{one.epoch}:{one.prompt.prompt_id}:{num_drawn + offset}", index, one.epoch)
-            for offset, one in enumerate(loaded)
-            for index in range(self._num_generations)
-        ]
 
     async def _run(self, jobs: Sequence[RolloutJob]) -> tuple[Trajectory, ...]:
         budget = FailureBudget(num_rollouts=len(jobs), max_failed_share=self._failures.max_failed_share)
@@ -96,6 +104,11 @@ class SyncSource:
         return await run_rollouts(jobs, replace(self._context, progress=count), run)
 
 
+# Metrics of a background source: over the batches of a step
+SUMMED = ("efficiency/exposed_wait_s/", "replay_buffer/dropped_groups")
+AS_AT_LAST = ("efficiency/", "replay_buffer/")
+
+
 @dataclass(slots=True)
 class _Filling:
     """What dynamic sampling has gathered for one step."""
@@ -103,6 +116,17 @@ class _Filling:
     kept: list[TrajectoryGroup] = field(default_factory=list)
     seen: list[TrajectoryGroup] = field(default_factory=list)
     num_batches: int = 0
+    background: dict[str, float] = field(default_factory=dict)  # metrics of a source that collects in the background
+
+    def add(self, collected: CollectedGroups, is_kept: Callable[[TrajectoryGroup], bool]) -> None:
+        self.num_batches += 1
+        self.seen += collected.groups
+        self.kept += (group for group in collected.groups if is_kept(group))
+        for name, value in collected.metrics.items():
+            if name.startswith(SUMMED):
+                self.background[name] = self.background.get(name, 0.0) + value
+            elif name.startswith(AS_AT_LAST):
+                self.background[name] = value
 
 
 class FilteredSource:
@@ -110,19 +134,22 @@ class FilteredSource:
 
     Batches of `inner` are drawn until `num_prompts_per_step` groups have `min_group_size` survivors and are
     informative: their raw rewards differ. After `max_gen_batches` batches it gives up. What is left over in the last
-    batch is dropped and counted. `inner` may draw more prompts at once than a step has: `prompts_per_batch`.
+    batch is given back where `inner` can train on it later, else dropped and counted. `inner` may draw more prompts at
+    once than a step has: `prompts_per_batch`.
     """
 
     def __init__(
         self,
         inner: GroupSource,
         *,
+        give_back: GiveBack | None = None,
         is_informative: Callable[[TrajectoryGroup], bool],
         num_prompts_per_step: int,
         max_gen_batches: int,
         min_group_size: int,
     ) -> None:
         self._inner = inner
+        self._give_back = give_back or keep_none
         self._is_informative = is_informative
         self._num_prompts = num_prompts_per_step
         self._max_gen_batches = max_gen_batches
@@ -131,20 +158,15 @@ class FilteredSource:
     async def next_groups(self, weight_version: int) -> CollectedGroups:
         """A full step, or what the end of the data set leaves. Raises RolloutError after `max_gen_batches` batches."""
         filling = _Filling()
-        while len(filling.kept) < self._num_prompts:
-            if filling.num_batches == self._max_gen_batches:
-                raise RolloutError(self._too_few(filling))
-            try:
-                collected = await self._inner.next_groups(weight_version)
-            except StopAsyncIteration:
-                if not filling.kept:
-                    raise
-                break
-            filling.num_batches += 1
-            filling.seen += collected.groups
-            filling.kept += (group for group in collected.groups if self._is_kept(group))
-        kept = filling.kept[: self._num_prompts]
-        return CollectedGroups(tuple(kept), self._metrics(filling) | age_metrics(_trajectories(kept), weight_version))
+        try:
+            await self._fill(filling, weight_version)
+        except BaseException:
+            self._give_back(filling.kept, next_version=weight_version)
+            raise
+        kept, surplus = filling.kept[: self._num_prompts], filling.kept[self._num_prompts :]
+        lost = self._give_back(surplus, next_version=weight_version + 1)
+        metrics = self._metrics(filling, kept, lost) | age_metrics(trajectories_of(kept), weight_version)
+        return CollectedGroups(tuple(kept), metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
@@ -158,15 +180,28 @@ class FilteredSource:
     async def close(self) -> None:
         await self._inner.close()
 
+    async def _fill(self, filling: _Filling, weight_version: int) -> None:
+        while len(filling.kept) < self._num_prompts:
+            if filling.num_batches == self._max_gen_batches:
+                raise RolloutError(self._too_few(filling))
+            try:
+                filling.add(await self._inner.next_groups(weight_version), self._is_kept)
+            except StopAsyncIteration:
+                if not filling.kept:
+                    raise
+                return
+
     def _is_kept(self, group: TrajectoryGroup) -> bool:
         return len(group.survivors) >= self._min_group_size and self._is_informative(group)
 
-    def _metrics(self, filling: _Filling) -> dict[str, float]:
+    def _metrics(
+        self, filling: _Filling, kept: Sequence[TrajectoryGroup], lost: Sequence[TrajectoryGroup]
+    ) -> dict[str, float]:
         """Those of all rollouts, and how the filter fared: `reward` is before it, `filtered_reward` after it."""
-        kept, surplus = filling.kept[: self._num_prompts], filling.kept[self._num_prompts :]
-        return rollout_metrics(_trajectories(filling.seen)) | {
+        return rollout_metrics(trajectories_of(filling.seen)) | {
+            **filling.background,
             "dynamic_sampling_num_gen_batches": float(filling.num_batches),
-            "dynamic_sampling_num_discarded_valid_samples": float(len(_trajectories(surplus))),
+            "dynamic_sampling_num_discarded_valid_samples": float(len(trajectories_of(lost))),
             "reward": _mean_reward(filling.seen),
             "filtered_reward": _mean_reward(kept),
         }
@@ -182,18 +217,6 @@ class FilteredSource:
 def prompts_per_batch(num_prompts_per_step: int, batch_multiplier: float) -> int:
     """How many prompts dynamic sampling draws at once: `grpo.batch_multiplier` times a step's, rounded up."""
     return math.ceil(num_prompts_per_step * batch_multiplier)
-
-
-def _grouped(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
-    groups = []
-    for start in range(0, len(trajectories), num_generations):
-        members = tuple(trajectories[start : start + num_generations])
-        groups.append(TrajectoryGroup(members[0].group_id, members[0].prompt, members))
-    return tuple(groups)
-
-
-def _trajectories(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def _mean_reward(groups: Sequence[TrajectoryGroup]) -> float:

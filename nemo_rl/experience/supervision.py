@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_rl.errors import RolloutError
-from nemo_rl.types import Failure, Trajectory
+from nemo_rl.types import Failure, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,18 @@ class _Waiting:
         self._watchdog.progressed()
 
 
+class Supervision:
+    """What rollouts have in common that run at once, in one call or in several: a watchdog, and room by task."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.watchdog = StallWatchdog(stall_timeout_s)
+        self._room: dict[str, asyncio.Semaphore] = {}
+
+    def room(self, task_name: str, max_concurrency: int) -> asyncio.Semaphore:
+        """Held by each rollout of a task while it runs; of the size that was asked for first."""
+        return self._room.setdefault(task_name, asyncio.Semaphore(max_concurrency))
+
+
 async def in_parallel(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """All results, in order. The first error ends the others and is raised as it is."""
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -130,3 +142,26 @@ class FailureBudget:
         first = f"; first cause: {self._first.failure_class}: {self._first.cause}" if self._first else ""
         counts = f" ({by_class})" if by_class else ""
         return f"{self._by_class.total()} of {self._num_rollouts} rollouts failed{counts}{first}"
+
+
+class WholeFailures:
+    """Stops background collection when more than `max_in_a_row` groups, one after the other, have no survivor."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._num_in_a_row = 0
+        self._first: Failure | None = None
+
+    def record(self, group: TrajectoryGroup) -> None:
+        """Count a group that has ended. Raises RolloutError with the first cause above the limit."""
+        if group.survivors:
+            self._num_in_a_row, self._first = 0, None
+            return
+        self._num_in_a_row += 1
+        self._first = self._first or group.trajectories[0].failure
+        if self._num_in_a_row > self._max_in_a_row and self._first is not None:
+            raise RolloutError(
+                f"{self._num_in_a_row} groups in a row failed whole, more than "
+                f"grpo.async_grpo.max_generation_failures = {self._max_in_a_row} allows; "
+                f"first cause: {self._first.failure_class}: {self._first.cause}"
+            )

@@ -41,6 +41,7 @@ METRICS: dict[str, dict[str, str]] = {
         "train/dynamic_sampling_num_gen_batches": "batches generated to fill the step (dynamic sampling)",
         "train/dynamic_sampling_num_discarded_valid_samples": "rollouts worth training on that did not fit the step",
         "train/avg_trajectory_age": "mean steps between the weights that sampled a rollout and those it trains",
+        "train/max_trajectory_age": "most such steps of a rollout",
         "train/failures/<class>": "rollouts that failed: infra, environment, agent, reward, cancelled",
         "train/env/<environment>/reward_mean": "mean reward of the rollouts of one environment, or agent of NeMo Gym",
         "train/env/<environment>/turns": "mean turns of its rollouts that did not fail",
@@ -79,6 +80,11 @@ METRICS: dict[str, dict[str, str]] = {
         "train/max_gen_tokens_per_sample": "most sampled tokens of a rollout",
         "train/mean_env_tokens_per_sample": "mean tokens that environments added to a rollout",
     },
+    "Background collection": {
+        "train/replay_buffer/size": "complete groups that wait (async_grpo), after this step's are taken",
+        "train/replay_buffer/in_flight": "groups whose rollouts still run then",
+        "train/replay_buffer/dropped_groups": "groups dropped since the last step: late, or older than the bound",
+    },
     "Validation": {
         "validation/accuracy": "mean reward at the validation temperature; with several sets the mean over them",
         "validation/greedy_accuracy": "mean reward at temperature 0 (grpo.val_greedy)",
@@ -103,7 +109,8 @@ METRICS: dict[str, dict[str, str]] = {
     "Efficiency": {
         "efficiency/training_busy_pct": "share of the step in which the policy computed log-probs or trained",
         "efficiency/exposed_wait_s/<cause>": "seconds that the trainer waited for generation, weight_sync, validation, "
-        "checkpointing",
+        "checkpointing; of generation, for too_few_groups that are complete, or for a late_group at the age bound",
+        "efficiency/generation_busy_pct": "share of the time since the last step's groups in which rollouts ran",
     },
     "Throughput": {
         "performance/samples_per_sec": "trained samples a second of the step",

@@ -103,5 +103,5 @@ def test_age_counts_from_the_oldest_weights_of_rollouts_that_did_not_fail():
     done = rollout([sampled(1)], StopReason.DONE)
     failed = rollout([], StopReason.FAILED, failure=Failure(FailureClass.INFRA, "x"))
     rollouts = [replace(done, weight_versions=(3, 7)), replace(done, weight_versions=(6, 7)), failed]
-    assert age_metrics(rollouts, weight_version=7) == {"avg_trajectory_age": 2.5}
+    assert age_metrics(rollouts, weight_version=7) == {"avg_trajectory_age": 2.5, "max_trajectory_age": 4.0}
     assert age_metrics([failed], weight_version=7) == {}

@@ -1,0 +1,281 @@
+"""Groups collected in the background, while the policy trains, never older than a bound (AReaL, arXiv 2505.24298)."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from nemo_rl.config.run import Rollout
+from nemo_rl.data.loader import LoadedPrompt, PromptLoader
+from nemo_rl.errors import RolloutError
+from nemo_rl.experience.buffer_state import REPLAY_BUFFER, replay_buffer_state
+from nemo_rl.experience.collection import run_rollouts
+from nemo_rl.experience.collection_meter import CollectionMeter
+from nemo_rl.experience.groups import grouped, jobs_of, trajectories_of
+from nemo_rl.experience.metrics import age_metrics, rollout_metrics
+from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBuffer, ReplayBufferState, Wait
+from nemo_rl.experience.rollouts import (
+    RolloutContext,
+    RolloutLimits,
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout,
+)
+from nemo_rl.experience.supervision import FailureBudget, Supervision, WholeFailures, cancel_all
+from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.interfaces import CollectedGroups
+from nemo_rl.types import TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncSource:
+    """A task a group, from the first `next_groups` on; with an engine that is not async, one batch after another.
+
+    Consumes: prompts of the loader. Produces: complete groups in a ReplayBuffer. Waits for: room in it, and the end of
+    a hold. Unblocked by: a group that ends, a step that is handed out, a hold that ends.
+
+    A group counts as sampled under the version last passed to `next_groups`, until its rollouts tell. None that is
+    older than `max_age_steps` is handed out. With `max_age_steps` 0 nothing runs between two steps, and the groups are
+    those of a SyncSource.
+    """
+
+    def __init__(
+        self,
+        loader: PromptLoader,
+        context: RolloutContext,
+        *,
+        num_prompts_per_step: int,
+        num_generations_per_prompt: int,
+        max_age_steps: int,
+        stale_groups: Literal["wait", "drop"],
+        max_generation_failures: int,
+        failures: Rollout,
+        writer: RolloutWriter | None = None,
+    ) -> None:
+        self._loader = loader
+        self._context = replace(context, limits=_behind_other_steps(context.limits, max_age_steps))
+        self._num_prompts = num_prompts_per_step
+        self._num_generations = num_generations_per_prompt
+        self._max_age = max_age_steps
+        self._drops_late_groups = stale_groups == "drop"
+        self._failures = failures
+        self._writer = writer
+        self._buffer = ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
+        self._handed_out: dict[str, BufferedGroup] = {}  # at this version, by group id
+        self._dropped: tuple[DroppedGroup, ...] = ()
+        self._whole_failures = WholeFailures(max_generation_failures)
+        self._tasks: dict[asyncio.Task[None], tuple[int, ...]] = {}  # the places that each collects
+        self._weight_version: int | None = None  # None: not started
+        self._is_trainer_waiting = False
+        self._num_holds = 0
+        self._is_closed = False
+        self._error: Exception | None = None  # of a task
+        self._changed = asyncio.Event()
+        self._supervision: Supervision | None = None
+        self._meter = CollectionMeter()
+
+    # ---- the trainer's side
+
+    async def next_groups(self, weight_version: int) -> CollectedGroups:
+        """One step's complete groups, oldest first chosen, ordered by prompt; fewer at the end of the data set.
+
+        `weight_version` is the trainer's; the engine holds it, too. Raises RolloutError with the first cause when too
+        many rollouts fail and when nothing progresses, and whatever a background task has raised. Cancelled, it leaves
+        all groups where they are.
+        """
+        self._tell(weight_version)
+        self._is_trainer_waiting = True
+        try:
+            self._issue()
+            chosen = await self._supervised().watchdog.guard(self._choose(weight_version))
+        finally:
+            self._is_trainer_waiting = False
+        if not chosen:
+            raise StopAsyncIteration
+        trajectories = trajectories_of(one.group for one in chosen)
+        budget = FailureBudget(num_rollouts=len(trajectories), max_failed_share=self._failures.max_failed_share)
+        for trajectory in trajectories:
+            budget.record(trajectory)
+        self._buffer.remove(one.place for one in chosen)
+        self._handed_out |= {one.group.group_id: one for one in chosen}
+        self._issue()
+        if self._writer is not None:
+            self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
+        metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version) | self._metrics()
+        return CollectedGroups(tuple(one.group for one in chosen), metrics)
+
+    def give_back(self, groups: Iterable[TrajectoryGroup], *, next_version: int) -> list[TrajectoryGroup]:
+        """Take back groups that this step does not need; returns those that `next_version` may not train on."""
+        given = [self._handed_out.pop(group.group_id) for group in groups]
+        usable = [one for one in given if one.weight_version + self._max_age >= next_version]
+        self._buffer.restore(usable)
+        return [one.group for one in given if one not in usable]
+
+    @asynccontextmanager
+    async def hold(self, *, until_idle: bool = False) -> AsyncIterator[None]:
+        """Start no rollout inside; with `until_idle` it is entered once none runs.
+
+        Raises RolloutError when, while it waits, nothing progresses for `rollout.stall_timeout_s`.
+        """
+        self._num_holds += 1
+        try:
+            if until_idle and self._tasks:
+                await self._supervised().watchdog.guard(self._until_idle())
+            yield
+        finally:
+            self._num_holds -= 1
+            self._issue()
+
+    async def close(self) -> None:
+        """Cancel all rollouts; when it returns, none runs."""
+        self._is_closed = True
+        await cancel_all(list(self._tasks))
+
+    # ---- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cheap enough for every step: the groups are referred to, and `buffer_state` makes plain values of them.
+
+        The prompts of a step that was handed out are consumed; those in the buffer and in flight are not.
+        """
+        num_consumed = self._loader.consumed - len(self._buffer)
+        return self._loader.state_dict() | {
+            "consumed_prompts": num_consumed,
+            "epoch": self._loader.epoch_after(num_consumed),
+            REPLAY_BUFFER: ReplayBufferState(self._buffer.complete, self._buffer.running, self._dropped),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first step. Prompts that were in flight are issued again, under the same group ids."""
+        self._loader.load_state_dict(state)
+        buffered = replay_buffer_state(state, self._loader)
+        self._loader.put_back(buffered.in_flight)
+        self._buffer.restore(buffered.complete)
+        self._dropped = buffered.dropped
+
+    # ---- choosing
+
+    def _tell(self, weight_version: int) -> None:
+        """The trainer has reached a version."""
+        if self._weight_version is None:
+            self._issue_again_what_is_too_old(weight_version)
+        if weight_version != self._weight_version:
+            self._handed_out.clear()
+        self._weight_version = weight_version
+
+    def _issue_again_what_is_too_old(self, weight_version: int) -> None:
+        places = [one.place for one in self._buffer.unschedulable(weight_version)]
+        if places:
+            logger.info("%d groups of the checkpoint are too old by now; their prompts are issued again", len(places))
+        self._buffer.remove(places)
+        self._loader.put_back(places)
+
+    async def _choose(self, weight_version: int) -> tuple[BufferedGroup, ...]:
+        """One step's groups, as soon as they can be had; none where the data set is spent."""
+        while True:
+            choice = self._choice(weight_version)
+            if not isinstance(choice, Wait):
+                return choice
+            with self._meter.waiting(choice):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _choice(self, weight_version: int) -> tuple[BufferedGroup, ...] | Wait:
+        if self._error is not None:
+            raise self._error
+        for one in self._buffer.expired(weight_version):
+            age = weight_version - one.weight_version
+            self._drop(one.place, f"{age} steps old, above grpo.async_grpo.max_trajectory_age_steps = {self._max_age}")
+        choice = self._buffer.choose(weight_version, self._num_wanted())
+        if choice is Wait.LATE and self._drops_late_groups:
+            for place in self._buffer.at_bound(weight_version):
+                self._drop(place, f"still running at the age bound, version {weight_version}")
+            choice = self._buffer.choose(weight_version, self._num_wanted())
+        self._issue()  # into the room of what was dropped
+        return choice
+
+    def _num_wanted(self) -> int:
+        return min(self._num_prompts, len(self._buffer)) if self._loader.is_spent else self._num_prompts
+
+    def _drop(self, place: int, reason: str) -> None:
+        """Give a group up, and cancel its rollouts where they run alone."""
+        dropped = DroppedGroup(self._loader.at(place).group_id, reason)
+        logger.warning("group %s is dropped: %s", dropped.group_id, dropped.reason)
+        self._dropped = (*self._dropped, dropped)
+        self._meter.num_dropped += 1
+        self._buffer.remove([place])
+        for task, places in self._tasks.items():
+            if places == (place,):
+                task.cancel()
+
+    def _metrics(self) -> dict[str, float]:
+        """Of the time since the last step's groups."""
+        return self._meter.take() | {
+            "replay_buffer/size": float(self._buffer.num_complete),
+            "replay_buffer/in_flight": float(len(self._buffer.running)),
+        }
+
+    # ---- collecting
+
+    def _issue(self) -> None:
+        """Start the groups that there is room for."""
+        if self._weight_version is None or self._num_holds or self._is_closed or self._error is not None:
+            return
+        is_async = self._context.generation.is_async
+        if self._tasks and not is_async:
+            return
+        prompts = self._loader.take(self._buffer.room(is_trainer_waiting=self._is_trainer_waiting))
+        for one in prompts:
+            self._buffer.issue(one.place, self._weight_version)
+        for batch in [(one,) for one in prompts] if is_async else [prompts] if prompts else []:
+            task = asyncio.get_running_loop().create_task(self._collect(batch))
+            self._tasks[task] = tuple(one.place for one in batch)
+            self._meter.runs(len(self._tasks))
+            self._supervised().watchdog.progressed()
+
+    async def _collect(self, prompts: Sequence[LoadedPrompt]) -> None:
+        """The life of a task: the rollouts of its prompts. What it raises is raised by the next `next_groups`."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._finish(prompts, await self._groups_of(prompts))
+        except asyncio.CancelledError:
+            if not self._is_closed and any(self._buffer.is_running(one.place) for one in prompts):
+                self._error = self._error or RolloutError("rollouts in the background were cancelled from within")
+            raise
+        except Exception as error:  # of a background task: kept for the trainer, who stops on it
+            self._error = self._error or error
+        finally:
+            del self._tasks[task]
+            self._meter.runs(len(self._tasks))
+            self._issue()
+            self._changed.set()
+
+    async def _groups_of(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:
+        run = run_async_multi_turn_rollout if self._context.generation.is_async else run_multi_turn_rollout
+        context = replace(self._context, supervision=self._supervised())
+        return grouped(await run_rollouts(jobs_of(prompts, self._num_generations), context, run), self._num_generations)
+
+    def _finish(self, prompts: Sequence[LoadedPrompt], groups: Sequence[TrajectoryGroup]) -> None:
+        for one, group in zip(prompts, groups, strict=True):
+            if self._buffer.is_running(one.place):  # else it was dropped meanwhile
+                self._buffer.finish(one.place, group)
+                self._whole_failures.record(group)
+
+    async def _until_idle(self) -> None:
+        while self._tasks:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _supervised(self) -> Supervision:
+        """One for all: a group that queues in the engine behind others does not stall."""
+        if self._supervision is None:
+            self._supervision = Supervision(self._context.limits.stall_timeout_s)
+        return self._supervision
+
+
+def _behind_other_steps(limits: RolloutLimits, max_age_steps: int) -> RolloutLimits:
+    """A request may queue in the engine behind those of as many steps as are collected ahead."""
+    return replace(limits, generation_timeout_s=limits.generation_timeout_s * (max_age_steps + 1))

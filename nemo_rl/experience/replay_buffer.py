@@ -1,0 +1,160 @@
+"""What background collection has under way: prompts whose rollouts run, and complete groups that wait for the trainer.
+
+Pure bookkeeping of AsyncSource: no tasks, no clock. A group's deadline is the last version of the trainer that may
+train on it: the oldest weights it was, or may be, sampled under, plus the age bound A. A step takes N groups, so those
+left after a step at version v can all be trained in time exactly if, for every d, at most N (d - v) of them have a
+deadline of d or less. Groups are issued only as far as that can hold (`room`) and chosen so that it goes on holding
+(`choose`).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nemo_rl.types import TrajectoryGroup
+
+
+class Wait(StrEnum):
+    """Why no step can be handed out yet."""
+
+    TOO_FEW = "too_few_groups"  # are complete
+    LATE = "late_group"  # enough are, but a group that still runs would be trained too late
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedGroup:
+    """A complete group."""
+
+    place: int  # of its prompt in the training order
+    weight_version: int  # the oldest that it was sampled under
+    group: TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A prompt that is not trained on."""
+
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayBufferState:
+    """What a checkpoint keeps, as experience/buffer_state.py writes it; frozen, so that each step can take one."""
+
+    complete: tuple[BufferedGroup, ...] = ()
+    in_flight: tuple[int, ...] = ()  # places of prompts whose rollouts ran: they are issued again
+    dropped: tuple[DroppedGroup, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of all prompts that were drawn and not trained on."""
+        return (*(one.place for one in self.complete), *self.in_flight)
+
+
+class ReplayBuffer:
+    """Groups from the issue of their prompt until a step takes them."""
+
+    def __init__(self, *, num_groups_per_step: int, max_age_steps: int) -> None:
+        self._num_groups = num_groups_per_step
+        self._max_age = max_age_steps
+        self._running: dict[int, int] = {}  # version at issue, by place
+        self._complete: dict[int, BufferedGroup] = {}  # by place
+
+    def __len__(self) -> int:
+        """Groups issued and not taken."""
+        return len(self._running) + len(self._complete)
+
+    @property
+    def num_complete(self) -> int:
+        return len(self._complete)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Places of the prompts whose rollouts run, in the training order."""
+        return tuple(sorted(self._running))
+
+    @property
+    def complete(self) -> tuple[BufferedGroup, ...]:
+        """In the training order."""
+        return tuple(self._complete[place] for place in sorted(self._complete))
+
+    def is_running(self, place: int) -> bool:
+        return place in self._running
+
+    def room(self, *, is_trainer_waiting: bool) -> int:
+        """How many more groups may be issued: A steps' worth while the trainer trains, one more while it waits."""
+        steps_ahead = self._max_age + is_trainer_waiting
+        return max(steps_ahead * self._num_groups - len(self), 0)
+
+    def issue(self, place: int, weight_version: int) -> None:
+        """The rollouts of a prompt start; the engine holds `weight_version` or newer weights."""
+        self._running[place] = weight_version
+
+    def finish(self, place: int, group: TrajectoryGroup) -> None:
+        """All rollouts of a running group have ended."""
+        issued_under = self._running.pop(place)
+        self._complete[place] = BufferedGroup(place, oldest_version(group, default=issued_under), group)
+
+    def restore(self, groups: Iterable[BufferedGroup]) -> None:
+        """Take complete groups (again): those of a checkpoint, or those of a step that did not need them."""
+        self._complete.update((one.place, one) for one in groups)
+
+    def remove(self, places: Iterable[int]) -> None:
+        """Forget groups, whatever their state."""
+        for place in places:
+            self._running.pop(place, None)
+            self._complete.pop(place, None)
+
+    def choose(self, weight_version: int, count: int) -> tuple[BufferedGroup, ...] | Wait:
+        """The `count` complete groups of the earliest deadlines, in the training order; or why to wait.
+
+        One that still runs is passed over as long as it, and all others left, can be trained in time. Nothing changes:
+        who trains on them calls `remove`.
+        """
+        if len(self._complete) < count:
+            return Wait.TOO_FEW
+        complete = sorted(self._complete.values(), key=lambda one: (self._deadline(one), one.place))
+        chosen, others = complete[:count], complete[count:]
+        if not self._may_pass_over_running(chosen, others, weight_version):
+            return Wait.LATE
+        return tuple(sorted(chosen, key=lambda one: one.place))
+
+    def at_bound(self, weight_version: int) -> tuple[int, ...]:
+        """Places of running groups that this version is the last to train on."""
+        return tuple(p for p, issued_under in self._running.items() if issued_under + self._max_age <= weight_version)
+
+    def expired(self, weight_version: int) -> tuple[BufferedGroup, ...]:
+        """Complete groups above the age bound."""
+        return tuple(one for one in self._complete.values() if self._deadline(one) < weight_version)
+
+    def unschedulable(self, weight_version: int) -> Iterator[BufferedGroup]:
+        """Complete groups that cannot all be trained in time from this version on, N a step, earliest deadline first.
+
+        None but after a resume with a smaller bound or smaller steps.
+        """
+        num_kept = 0
+        for one in sorted(self._complete.values(), key=lambda one: (self._deadline(one), one.place)):
+            if self._deadline(one) < weight_version + num_kept // self._num_groups:
+                yield one
+            else:
+                num_kept += 1
+
+    def _may_pass_over_running(
+        self, chosen: list[BufferedGroup], others: list[BufferedGroup], weight_version: int
+    ) -> bool:
+        """Whether nothing that runs would go before those chosen, or what is left can still be trained in time."""
+        last = max((self._deadline(one) for one in chosen), default=weight_version)
+        running = [issued_under + self._max_age for issued_under in self._running.values()]
+        if all(deadline >= last for deadline in running):
+            return True
+        left = sorted([*running, *(self._deadline(one) for one in others)])
+        return all(index < self._num_groups * (d - weight_version) for index, d in enumerate(left))
+
+    def _deadline(self, one: BufferedGroup) -> int:
+        return one.weight_version + self._max_age
+
+
+def oldest_version(group: TrajectoryGroup, *, default: int) -> int:
+    """The oldest weights that a rollout to be trained on was sampled under; `default` where all have failed."""
+    return min((t.weight_versions[0] for t in group.survivors), default=default)
