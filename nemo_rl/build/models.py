@@ -1,17 +1,10 @@
 """From `policy.model_name` to what transformers loads."""
 
-import os
-from pathlib import Path
-
+from nemo_rl.distributed.cache_directory import cache_directory
 from nemo_rl.errors import ConfigError
 from nemo_rl.quickstart.warm_start import prepare_model
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
-
-
-def cache_directory() -> Path:
-    """Where models of our own are kept: NEMO_RL_CACHE, else ~/.cache/nemo_rl."""
-    return Path(os.environ.get("NEMO_RL_CACHE", Path.home() / ".cache" / "nemo_rl"))
 
 
 def resolve_model(model_name: str) -> str:

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.build import models
-from nemo_rl.build.models import cache_directory, resolve_model
+from nemo_rl.build.models import resolve_model
+from nemo_rl.distributed.cache_directory import cache_directory
 from nemo_rl.errors import ConfigError
 
 

@@ -1,0 +1,203 @@
+"""A NeMo Gym stack of our own: started in a process group and an environment of its own, ended with all it started."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+from omegaconf import OmegaConf
+
+from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.environments.nemo_gym import supervisor
+from nemo_rl.environments.nemo_gym.discovery import discover, silent_servers
+from nemo_rl.environments.nemo_gym.errors import GymError, GymUnavailable
+from nemo_rl.environments.nemo_gym.python_env import GymPython, gym_python
+from nemo_rl.environments.nemo_gym.workspace import find_configs, requirements_of, write_workspace
+from nemo_rl.errors import ConfigError
+
+MARKER = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack: how the last of them is found
+START = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
+POLL_S = 0.5
+CLOSE_S = supervisor.GRACE_S + supervisor.KILL_S + 10.0  # for the supervisor to end
+TAIL_BYTES = 4096
+TAIL_LINES = 25
+
+log = logging.getLogger(__name__)
+
+
+class GymStack:
+    """Gym's servers while they run. Made by `start`, ended by `close`; they also end when this process does."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", head_url: str, log_file: Path, marker: str) -> None:
+        """Use `start`."""
+        self.head_url = head_url
+        self.log_file = log_file
+        self._process = process
+        self._marker = marker
+
+    @classmethod
+    async def start(
+        cls,
+        section: NemoGymSection,
+        *,
+        policy_base_url: str | Sequence[str],
+        policy_api_key: str,
+        policy_model_name: str,
+        run_dir: Path,
+        key: str = "env.nemo_gym",
+    ) -> "GymStack":
+        """A stack whose servers all answer; its files and its log, `gym.log`, lie in `run_dir/nemo_gym`.
+
+        Agents call the model at `policy_base_url`, which ends with /v1; of several they take turns. Raises ConfigError
+        for what the configuration has wrong, GymUnavailable with the end of the log for a stack that does not come up
+        within `start_timeout_s`; that of an environment made for it is not counted.
+        """
+        policy = {
+            "policy_base_url": policy_base_url if isinstance(policy_base_url, str) else list(policy_base_url),
+            "policy_api_key": policy_api_key,
+            "policy_model_name": policy_model_name,
+        }
+        stack = await asyncio.to_thread(cls._launch, section, policy, run_dir / "nemo_gym", key)
+        try:
+            await stack._wait_until_ready(section.start_timeout_s, key)
+        except BaseException:
+            await stack.close()
+            raise
+        return stack
+
+    def check(self) -> None:
+        """Raise GymUnavailable, with the end of the log, once the stack has ended: Gym stops when a server dies."""
+        status = self._process.poll()
+        if status is not None:
+            raise GymUnavailable(f"the stack has ended with status {status}{self._tail()}", url=self.head_url)
+
+    async def close(self) -> None:
+        """End every process of the stack. May be called twice."""
+        await asyncio.to_thread(self._end)
+
+    @classmethod
+    def _launch(cls, section: NemoGymSection, policy: dict[str, Any], folder: Path, key: str) -> "GymStack":
+        assert section.config_paths is not None  # config/nemo_gym_checks.py
+        python = gym_python(section.python, key=f"{key}.python")
+        configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
+        if section.python is None:
+            parts = [*configs.values(), OmegaConf.create(section.overrides)]
+            python = gym_python(None, requirements_of(parts, python.site_packages), key=f"{key}.python")
+        if not python.is_virtual:
+            raise ConfigError(f"{key}.python", section.python, "must be the Python of a virtual environment")
+        head_port = _free_port()
+        settings = {
+            "config_paths": list(configs),
+            **policy,
+            "head_server": {"host": "127.0.0.1", "port": head_port},
+            "port_range_low": section.port_range_low,
+            "port_range_high": section.port_range_high,
+        }
+        merged = OmegaConf.merge(settings, section.overrides)
+        head = merged.head_server
+        write_workspace(folder, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
+        marker, log_file = uuid4().hex, folder / "gym.log"
+        log.info("starting NeMo Gym; its output is in %s", log_file)
+        process = _spawn(python, folder, log_file, marker)
+        return cls(process, f"http://{head.host}:{head.port}", log_file, marker)
+
+    async def _wait_until_ready(self, timeout_s: float, key: str) -> None:
+        waits_for = "its head server"
+        try:
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
+                while True:
+                    self.check()
+                    with contextlib.suppress(GymUnavailable):
+                        servers = await discover(http, self.head_url)
+                        silent = await silent_servers(http, list(servers.by_name.values()))
+                        if not silent:
+                            return
+                        waits_for = ", ".join(silent)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            late = f"not up within {key}.start_timeout_s = {timeout_s:g} s; no answer of {waits_for}"
+            raise GymUnavailable(f"{late}{self._tail()}", url=self.head_url) from error
+        except GymError as error:
+            if error.problem.startswith("the stack has ended"):
+                raise
+            raise type(error)(f"{error.problem}{self._tail()}", url=error.url) from error
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # tells the supervisor
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("NeMo Gym did not end by itself and is killed")
+            self._process.kill()
+            self._process.wait()
+        deadline = time.monotonic() + supervisor.KILL_S
+        while (left := _marked(self._marker)) and time.monotonic() < deadline:  # only where the supervisor was killed
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        if left:
+            log.error("processes of NeMo Gym are left: %s", left)
+
+    def _tail(self) -> str:
+        """The end of the log, as the rest of an error's text."""
+        try:
+            with self.log_file.open("rb") as file:
+                file.seek(max(0, self.log_file.stat().st_size - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").rstrip().splitlines()[-TAIL_LINES:]
+        except OSError:
+            lines = []
+        return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(nothing was written)"])
+
+
+def _spawn(python: GymPython, folder: Path, log_file: Path, marker: str) -> "subprocess.Popen[bytes]":
+    # Not ours: modules of this Python, an environment of uv, a Ray cluster of another Python version.
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {
+        MARKER: marker,
+        "RAY_ADDRESS": "local",  # also where a cluster runs on this machine
+        "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-I", supervisor.__file__, str(python.python), "-c", START]
+    with log_file.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _marked(marker: str) -> list[int]:
+    """Processes of a stack that live, whoever their parent is by now."""
+    wanted = f"{MARKER}={marker}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended, or another user's; a zombie's environment is empty
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
