@@ -1,0 +1,103 @@
+"""Two Ray nodes on one machine, with simulated GPUs: what was configured stands where it was configured."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.cluster_utils import Cluster
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.config.layout import Layout, layout_of
+from nemo_rl.distributed.actors import spawn_actor
+from nemo_rl.distributed.cluster import connect, shutdown
+from nemo_rl.distributed.placement import reserve
+from nemo_rl.errors import WorkerError
+from nemo_rl.policy.group import PolicyGroup
+from tests.contracts.standing import Standing
+from tests.contracts.test_policy_group import LENGTHS, settings
+from tests.unit.config.test_layout import config
+from tests.unit.policy.tiny import make_batch, plain_logprobs, saved_model
+
+DEADLINE_S = 300.0
+GPUS_OF_A_NODE = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    shutdown()
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, resources={"sim_gpu": GPUS_OF_A_NODE}, object_store_memory=100 * 2**20)
+    cluster.wait_for_nodes(timeout=DEADLINE_S)
+    connect(cluster.address)
+    yield
+    shutdown()
+    cluster.shutdown()
+
+
+def layout(device: Any, **values: Any) -> Layout:
+    return layout_of(config({"cluster.num_nodes": 2, **values}), device)
+
+
+def nodes_of(placed: Layout) -> tuple[list[str], list[str]]:
+    """Ray's nodes of the policy's ranks and of the engines."""
+
+    async def main() -> tuple[list[str], list[str]]:
+        reservation = await reserve(placed, timeout_s=DEADLINE_S, gpu_resource="sim_gpu")
+        try:
+            actors = [spawn_actor(Standing, seat=reservation.seat(place)) for place in (*placed.ranks, *placed.engines)]
+            nodes = [await actor.call("node_id", timeout_s=DEADLINE_S) for actor in actors]
+        finally:
+            reservation.release()
+        return nodes[: len(placed.ranks)], nodes[len(placed.ranks) :]
+
+    return asyncio.run(main())
+
+
+def test_split_by_nodes_they_stand_on_machines_of_their_own() -> None:
+    split = {"policy.generation.colocated": {"enabled": False, "resources": {"num_nodes": 1}}}
+    ranks, engines = nodes_of(layout("cuda", **{"cluster.gpus_per_node": GPUS_OF_A_NODE}, **split))
+    assert (len(ranks), len(engines)) == (2, 2)
+    assert len(set(ranks)) == len(set(engines)) == 1
+    assert set(ranks) != set(engines)
+
+
+def test_colocated_each_machine_has_both() -> None:
+    ranks, engines = nodes_of(layout("cuda"))
+    assert len(set(ranks)) == 2
+    assert engines == ranks
+
+
+@pytest.mark.parametrize(("may_grow", "timeout_s"), [(False, DEADLINE_S), (True, 1.0)])
+def test_more_than_there_is_names_what_was_asked_for_and_what_there_is(may_grow: bool, timeout_s: float) -> None:
+    asked = layout("cuda", **{"cluster.gpus_per_node": GPUS_OF_A_NODE + 1, "policy.dtensor_cfg.data_parallel_size": 1})
+    expected = r"2 nodes with 3 sim_gpu each .* it has 2 nodes: .*\(2 sim_gpu\).* \d sim_gpu free"
+    with pytest.raises(WorkerError, match=expected):
+        asyncio.run(reserve(asked, timeout_s=timeout_s, may_grow=may_grow, gpu_resource="sim_gpu"))
+
+
+def test_a_policy_over_two_machines_is_the_plain_model(tmp_path: Path) -> None:
+    model_path = saved_model("qwen2", tmp_path)
+    section, arguments = settings(model_path)
+    batch = make_batch(LENGTHS)
+    placed = layout("cpu", **{"policy.dtensor_cfg.data_parallel_size": 2})
+
+    async def main() -> torch.Tensor:
+        reservation = await reserve(placed, timeout_s=DEADLINE_S)
+        seats = [reservation.seat(place) for place in placed.ranks]
+        assert seats[0].node_id != seats[1].node_id
+        group = await PolicyGroup.create(section, seats=seats, timeout_s=DEADLINE_S, **arguments)
+        try:
+            return await group.logprobs(batch)
+        finally:
+            await group.close()
+            reservation.release()
+
+    with torch.no_grad():
+        expected = plain_logprobs(
+            AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval(), batch, temperature=0.7
+        )
+    torch.testing.assert_close(asyncio.run(main()), expected, rtol=0, atol=1e-5)
