@@ -47,6 +47,29 @@ class Environment(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A rollout that has ended, as a scorer sees it."""
+
+    messages: tuple[Message, ...]  # role and content, the last response included
+    metadata: Mapping[str, Any]  # the prompt's env_state
+
+
+class Scorer(Protocol):
+    """Rewards of whole rollouts: a rule, a reward model, a judge."""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> Sequence[float | Failure]:
+        """One score a request, in order; a `Failure` is that request's alone, an exception all requests'.
+
+        May be called again before an earlier call has returned. Blocking work runs off the event loop.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what the scorer holds; no call follows."""
+        ...
+
+
 class Agent(Protocol):
     """Whoever owns its own loop and talks to the gateway as to an OpenAI server."""
 

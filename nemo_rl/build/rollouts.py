@@ -11,6 +11,7 @@ from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
+from nemo_rl.experience.scoring import Scoring
 from nemo_rl.experience.sources import FilteredSource, SyncSource, prompts_per_batch
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import Environment, Generation, GroupSource
@@ -24,6 +25,7 @@ def make_context(
     environments: Mapping[str, Environment],
     on_rollout: Callable[[object], None],
     agents: Mapping[str, AgentRuntime] | None = None,
+    scoring: Scoring | None = None,
 ) -> RolloutContext:
     """What training and validation rollouts are run with; `on_rollout` is told each one as it ends."""
     limits = RolloutLimits(
@@ -46,6 +48,7 @@ def make_context(
         seed=config.grpo.seed,
         progress=on_rollout,
         agents=agents or {},
+        scoring=scoring or Scoring(),
     )
 
 

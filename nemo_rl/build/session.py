@@ -23,6 +23,7 @@ from nemo_rl.build.agents import make_agents, make_codec, open_gateway
 from nemo_rl.build.inputs import load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
+from nemo_rl.build.scorers import open_scorers
 from nemo_rl.build.workers import engine_dtype, find_layout, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.env import AgentSection
@@ -67,6 +68,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     inputs = load_inputs(config, model_path, prompts)
     async with AsyncExitStack() as stack:
         environments = _open_environments(config, stack)
+        scoring = open_scorers(config, stack)
         agents = make_agents(config)
         codec = make_codec(config, inputs.encoder) if agents else None
         run_dir = make_run_directory(config.logger.log_dir)
@@ -87,7 +89,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)
         stack.callback(progress.close)
         runtimes = await open_gateway(config, agents, codec, generation, stack) if codec else {}
-        context = make_context(config, inputs, generation, environments, progress.rollout, runtimes)
+        context = make_context(config, inputs, generation, environments, progress.rollout, runtimes, scoring)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
         estimator = make_advantage_estimator(

@@ -13,6 +13,7 @@ from nemo_rl.config.loss_checks import check_advantages, check_loss
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.penalty_checks import check_penalties
 from nemo_rl.config.policy import SchedulerStage
+from nemo_rl.config.scorer_checks import check_scorers
 from nemo_rl.errors import ConfigError, suggestion
 
 
@@ -32,6 +33,7 @@ def check(config: GRPOConfig) -> None:
         check_penalties,
         check_checkpointing,
         check_agents,
+        check_scorers,
         _check_data,
     )
     for one in checks:

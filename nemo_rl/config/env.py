@@ -55,6 +55,10 @@ class AgentSection(EnvironmentSection):
     in_tasks: bool = False  # function: each run in a Ray task, a process of its own
 
 
+class RewardModelEnvironmentSection(EnvironmentSection):
+    """One turn whose rewards are those of its `scorers` alone."""
+
+
 class CustomSection(EnvironmentSection):
     """A class or a function by dotted path, with the arguments it is made with."""
 
@@ -68,4 +72,5 @@ ENVIRONMENT_SECTIONS: dict[str, type[EnvironmentSection]] = {
     "tools": ToolsSection,
     "agent": AgentSection,
     "nemo_gym": NemoGymSection,
+    "reward_model": RewardModelEnvironmentSection,
 }

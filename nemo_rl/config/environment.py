@@ -29,3 +29,4 @@ class EnvironmentSection(Section):
     timeout_s: float = Field(default=120.0, gt=0)  # of one call
     batching: Batching = Batching()
     remote: Remote = Remote()
+    scorers: list[str] = Field(default_factory=list)  # entries of `scorers` that add their rewards at the end

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
+from nemo_rl.config.entries import KINDS, kind_of
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.section import Section
 
@@ -32,7 +32,7 @@ class Place:
 
 
 def place_at(path: Path, raw: Any) -> Place | None:
-    """The schema's place at `path`; `raw` is the configuration, which tells the types of `env`'s entries.
+    """The schema's place at `path`; `raw` is the configuration, which tells the kinds of entries of `env` and the like.
 
     None: no such place.
     """
@@ -40,21 +40,14 @@ def place_at(path: Path, raw: Any) -> Place | None:
     for depth, name in enumerate(path):
         if place is None:
             return None
-        is_environment = depth == 1 and path[0] == "env"
-        place = _place(environment_type(str(name), raw)) if is_environment else _below(place, name)
+        kinds = KINDS.get(str(path[0])) if depth == 1 else None
+        place = _below(place, name) if kinds is None else _place(kinds.section(entry_kind(path[:2], raw)))
     return place
 
 
-def environment_type(name: str, raw: Any) -> type[Section]:
-    """The section that validates the entry `env.<name>`."""
-    return ENVIRONMENT_SECTIONS.get(environment_kind(name, raw), CustomSection)
-
-
-def environment_kind(name: str, raw: Any) -> str:
-    """The entry's `type`, or its own name."""
-    entry = at(raw, ("env", name))
-    kind = entry.get("type") if isinstance(entry, Mapping) else None
-    return kind if isinstance(kind, str) else name
+def entry_kind(path: Path, raw: Any) -> str:
+    """The kind of the entry at `path`: its section and its name."""
+    return kind_of(str(path[1]), at(raw, path))
 
 
 def at(raw: Any, path: Path) -> Any:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from nemo_rl.config.checks import check
 from nemo_rl.config.compatibility import move_keys, name_datasets, take_out
-from nemo_rl.config.keys import environment_kind, environment_type
+from nemo_rl.config.entries import KINDS, Kinds
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.merging import merged
 from nemo_rl.config.overrides import apply_override
@@ -97,10 +97,11 @@ def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validate(resolved: dict[str, Any]) -> GRPOConfig:
-    """Environments first, each by its own section, so that an error keeps its full key."""
+    """Entries with kinds first, each by its own section, so that an error keeps its full key."""
     data = dict(resolved)
-    if isinstance(data.get("env"), dict):
-        data["env"] = {name: _environment(name, entry, resolved) for name, entry in data["env"].items()}
+    for key, kinds in KINDS.items():
+        if isinstance(data.get(key), dict):
+            data[key] = {name: _entry(key, kinds, name, entry, resolved) for name, entry in data[key].items()}
     try:
         config = GRPOConfig.model_validate(data)
     except ValidationError as error:
@@ -109,15 +110,14 @@ def _validate(resolved: dict[str, Any]) -> GRPOConfig:
     return config
 
 
-def _environment(name: str, entry: Any, resolved: dict[str, Any]) -> Any:
+def _entry(key: str, kinds: Kinds, name: str, entry: Any, resolved: dict[str, Any]) -> Any:
     entry = {} if entry is None else entry  # all defaults
     if not isinstance(entry, dict):
-        raise ConfigError(f"env.{name}", entry, "must be a mapping")
+        raise ConfigError(f"{key}.{name}", entry, "must be a mapping")
     try:
-        section = environment_type(name, resolved)
-        return section.model_validate({**entry, "type": entry.get("type") or environment_kind(name, resolved)})
+        return kinds.read(name, entry)
     except ValidationError as error:
-        raise schema_problem(error, resolved, ("env", name)) from error
+        raise schema_problem(error, resolved, (key, name)) from error
 
 
 def _register_resolvers() -> None:

@@ -6,12 +6,13 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from nemo_rl.config.algorithm import GRPO
 from nemo_rl.config.data import Data
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
+from nemo_rl.config.entries import KINDS
 from nemo_rl.config.environment import EnvironmentSection
 from nemo_rl.config.loss import LossFn
 from nemo_rl.config.penalties import RewardPenalties
 from nemo_rl.config.policy import Policy
 from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, WeightSync
+from nemo_rl.config.scorers import RewardModelPlacement, ScorerSection
 from nemo_rl.config.section import Section
 
 
@@ -24,6 +25,8 @@ class GRPOConfig(Section):
     policy: Policy
     data: Data
     env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)
+    scorers: dict[str, SerializeAsAny[ScorerSection]] = Field(default_factory=dict)
+    reward_model: RewardModelPlacement = RewardModelPlacement()
     rollout: Rollout = Rollout()
     gateway: Gateway = Gateway()
     weight_sync: WeightSync = WeightSync()
@@ -38,17 +41,10 @@ class GRPOConfig(Section):
 
     @field_validator("env", mode="before")
     @classmethod
-    def _section_by_type(cls, entries: Any) -> Any:
-        """Validate each entry by the section of its type, so that its own keys are known."""
-        if not isinstance(entries, dict):
-            return entries
-        return {name: environment_section(name, entry) for name, entry in entries.items()}
+    def _environment_by_type(cls, entries: Any) -> Any:
+        return KINDS["env"].read_all(entries)
 
-
-def environment_section(name: str, entry: Any) -> Any:
-    """One entry of `env` as its type's section; what is no mapping is left for pydantic to refuse."""
-    if not isinstance(entry, dict):
-        return entry
-    kind = entry.get("type") or name
-    section = ENVIRONMENT_SECTIONS.get(kind, CustomSection)
-    return section.model_validate({**entry, "type": kind})
+    @field_validator("scorers", mode="before")
+    @classmethod
+    def _scorer_by_type(cls, entries: Any) -> Any:
+        return KINDS["scorers"].read_all(entries)

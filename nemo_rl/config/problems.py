@@ -5,8 +5,8 @@ from typing import Any
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS
-from nemo_rl.config.keys import Path, at, dotted, environment_kind, has, place_at
+from nemo_rl.config.entries import KINDS
+from nemo_rl.config.keys import Path, at, dotted, entry_kind, has, place_at
 from nemo_rl.errors import ConfigError
 
 PROBLEMS = {
@@ -39,11 +39,11 @@ def unknown_key(path: Path, raw: Any) -> ConfigError:
     """An unknown key, with the nearest of those that its section has."""
     place = place_at(path[:-1], raw)
     problem = "unknown key"
-    if len(path) == 3 and path[0] == "env":
-        kind = environment_kind(str(path[1]), raw)
-        is_own = kind not in ENVIRONMENT_SECTIONS
-        problem += f" of an environment of type {kind!r}"
-        problem += f" (built in: {', '.join(ENVIRONMENT_SECTIONS)}; one's own takes kwargs)" if is_own else ""
+    if len(path) == 3 and (kinds := KINDS.get(str(path[0]))):
+        kind = entry_kind(path[:2], raw)
+        is_own = kind not in kinds.built_in
+        problem += f" of {kinds.noun} of type {kind!r}"
+        problem += f" (built in: {', '.join(kinds.built_in)}; one's own takes kwargs)" if is_own else ""
     return ConfigError(dotted(path), at(raw, path), problem, known=place.names if place else ())
 
 

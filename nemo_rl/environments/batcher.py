@@ -1,10 +1,10 @@
-"""Collect the items of many pipelined rollouts into few calls of an environment."""
+"""Collect the items of many pipelined rollouts into few calls: of an environment, of a scorer."""
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import Batching
 from nemo_rl.environments.contract import StepResult, checked_step
@@ -12,78 +12,81 @@ from nemo_rl.errors import EnvironmentFault
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import Message
 
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    conversation: Sequence[Message]
-    state: Mapping[str, Any]
-    result: asyncio.Future[StepResult]
+class _Waiting(Generic[ItemT, ResultT]):
+    item: ItemT
+    result: asyncio.Future[ResultT]
     arrived_s: float  # on the loop's clock
 
 
-class BatchedEnvironment:
-    """An environment in front of any other: items of concurrent `step` calls share the inner environment's calls.
+class Batcher(Generic[ItemT, ResultT]):
+    """Items of concurrent `submit` calls share calls of `answer`, which gives one result an item, in order.
 
-    An inner call begins when `max_batch_size` items wait, or `max_wait_ms` after the oldest one came, whatever their
-    number; several may run at once. At most `max_queue_size` items wait, further callers wait for room. A call that
-    passes `timeout_s`, raises or gives a wrong number of results fails its own items and no others. A cancelled
-    caller's waiting items are dropped. `close` first answers what waits.
+    A call begins when `max_batch_size` items wait, or `max_wait_ms` after the oldest one came, whatever their number;
+    several may run at once. At most `max_queue_size` items wait, further callers wait for room. What `answer` raises is
+    raised to the callers of its own items and no others; it keeps its own deadline. A cancelled caller's waiting items
+    are dropped. `close` first answers what waits.
 
-    Consumes: items of `step`. Produces: their results, through futures. The flushing task waits for a first item, then
-    for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
+    Consumes: items of `submit`. Produces: their results, through futures. The flushing task waits for a first item,
+    then for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
     """
 
-    def __init__(self, inner: Environment, batching: Batching, timeout_s: float | None) -> None:
-        self._inner = inner
+    def __init__(self, answer: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: Batching) -> None:
+        self.num_calls = 0  # of `answer`
+        self.num_items = 0  # that went into them
+        self._answer = answer
         self._batching = batching
-        self._timeout_s = timeout_s
-        self._waiting: deque[_Item] = deque()
+        self._waiting: deque[_Waiting[ItemT, ResultT]] = deque()
         self._changed = asyncio.Condition()
         self._flusher: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def step(
-        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
-    ) -> Sequence[StepResult]:
+    async def submit(self, items: Sequence[ItemT]) -> list[ResultT]:
+        """One result an item, in order; raises EnvironmentFault once closed."""
         loop = asyncio.get_running_loop()
         if self._flusher is None:
             self._flusher = asyncio.create_task(self._flush_forever())
-        results: list[asyncio.Future[StepResult]] = []
+        results: list[asyncio.Future[ResultT]] = []
         try:
-            for conversation, state in zip(conversations, states, strict=True):
-                result: asyncio.Future[StepResult] = loop.create_future()
+            for item in items:
+                result: asyncio.Future[ResultT] = loop.create_future()
                 results.append(result)
-                await self._put(_Item(conversation, state, result, loop.time()))
+                await self._put(_Waiting(item, result, loop.time()))
             return [await result for result in results]
         finally:
             for result in results:
-                result.cancel()  # of items that wait still, where this call was cancelled
+                if not result.cancel() and not result.cancelled():
+                    result.exception()  # seen: another item of this call was the first to raise
 
     async def close(self) -> None:
+        """Answer what waits, then take no more."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._flusher is not None:
             await self._flusher
         await asyncio.gather(*self._calls)
-        await self._inner.close()
 
-    async def _put(self, item: _Item) -> None:
+    async def _put(self, waiting: _Waiting[ItemT, ResultT]) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._batching.max_queue_size)
             if self._closed:
                 raise EnvironmentFault("the environment is closed")
-            self._waiting.append(item)
+            self._waiting.append(waiting)
             self._changed.notify_all()
 
     async def _flush_forever(self) -> None:
         while batch := await self._next_batch():
-            call = asyncio.create_task(self._answer(batch))
+            call = asyncio.create_task(self._call(batch))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
-    async def _next_batch(self) -> list[_Item]:
+    async def _next_batch(self) -> list[_Waiting[ItemT, ResultT]]:
         """The next items for one call; none when closed and everything has been answered."""
         while True:
             async with self._changed:
@@ -92,7 +95,7 @@ class BatchedEnvironment:
                 size = min(len(self._waiting), self._batching.max_batch_size)
                 batch = [self._waiting.popleft() for _ in range(size)]
                 self._changed.notify_all()
-            batch = [item for item in batch if not item.result.done()]
+            batch = [waiting for waiting in batch if not waiting.result.done()]
             if batch or (self._closed and not self._waiting):
                 return batch
 
@@ -108,10 +111,47 @@ class BatchedEnvironment:
         except TimeoutError:
             return
 
-    async def _answer(self, batch: list[_Item]) -> None:
-        conversations = [item.conversation for item in batch]
-        states = [item.state for item in batch]
-        results = await checked_step(self._inner, conversations, states, timeout_s=self._timeout_s)
-        for item, result in zip(batch, results, strict=True):
-            if not item.result.done():
-                item.result.set_result(result)
+    async def _call(self, batch: list[_Waiting[ItemT, ResultT]]) -> None:
+        self.num_calls += 1
+        self.num_items += len(batch)
+        try:
+            results = await self._answer([waiting.item for waiting in batch])
+            if len(results) != len(batch):
+                raise EnvironmentFault(f"{len(results)} results for {len(batch)} items")
+        except Exception as error:  # belongs to those who wait for it
+            for waiting in batch:
+                if not waiting.result.done():
+                    waiting.result.set_exception(error)
+            return
+        for waiting, result in zip(batch, results, strict=True):
+            if not waiting.result.done():
+                waiting.result.set_result(result)
+
+
+_Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]
+
+
+class BatchedEnvironment:
+    """An environment in front of any other: items of concurrent `step` calls share the inner environment's calls.
+
+    A call that passes `timeout_s`, raises or gives a wrong number of results fails its own items and no others.
+    """
+
+    def __init__(self, inner: Environment, batching: Batching, timeout_s: float | None) -> None:
+        self._inner = inner
+        self._timeout_s = timeout_s
+        self._batcher: Batcher[_Item, StepResult] = Batcher(self._answer, batching)
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        return await self._batcher.submit(list(zip(conversations, states, strict=True)))
+
+    async def close(self) -> None:
+        await self._batcher.close()
+        await self._inner.close()
+
+    async def _answer(self, batch: list[_Item]) -> Sequence[StepResult]:
+        conversations = [conversation for conversation, _ in batch]
+        states = [state for _, state in batch]
+        return await checked_step(self._inner, conversations, states, timeout_s=self._timeout_s)

@@ -115,6 +115,8 @@ class _AgentRollout:
         scored_by = self._runtime.scored_by
         if not rewards and scored_by is not None:
             return await self._scored(result.answer, longest, scored_by)
+        if not rewards and self._context.scoring.by_task.get(self._job.prompt.task_name):
+            return AgentResult({}, result.answer)  # its scorers will say
         if not rewards:
             if ended.recording.is_cut:
                 return Failure(FailureClass.AGENT, "the agent ran out of room and gave no reward")

@@ -48,6 +48,7 @@ async def run_each(
         task_name = job.prompt.task_name
         async with supervision.room(task_name, max_concurrency[task_name]):
             trajectory = await run(job, supervision.watchdog)
+        trajectory = await context.scoring.scored(trajectory, supervision.watchdog)
         if context.progress is not None:
             context.progress(trajectory)
         return trajectory

@@ -8,16 +8,18 @@
 With an engine that samples by the requests' seeds, the three give the same trajectories.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.boundaries import Retries, generate, step_environment
-from nemo_rl.experience.supervision import Supervision, in_parallel
+from nemo_rl.experience.scoring import Scoring
+from nemo_rl.experience.supervision import Supervision, cancel_all, in_parallel
 from nemo_rl.experience.turns import (
     EncodedPrompt,
     EnvironmentCall,
@@ -31,6 +33,8 @@ from nemo_rl.types import Failure, GenerationRequest, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class RolloutContext:
     agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
     gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # stacks of NeMo Gym, likewise
     supervision: Supervision | None = None  # of several calls that run at once; None: each call has its own
+    scoring: Scoring = field(default_factory=Scoring)  # what scores whole rollouts, behind their end
 
     def environment_timeout_s(self, task_name: str) -> float | None:
         """The deadline of one call of a task's environment; None: it keeps its own."""
@@ -81,9 +86,9 @@ async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: Roll
         while rollout.is_live:
             await run.generate([rollout])
             await run.score([rollout])
-        return rollout.result()
+        return await rollout.trajectory()
 
-    return tuple(await run.watchdog.guard(in_parallel(alone(job) for job in jobs)))
+    return tuple(await run.guard(in_parallel(alone(job) for job in jobs)))
 
 
 async def run_multi_turn_rollout_async_generation(
@@ -101,9 +106,9 @@ async def run_multi_turn_rollout_async_generation(
     async def all_tasks() -> tuple[Trajectory, ...]:
         rollouts = [run.start(job) for job in jobs]
         await in_parallel(run.in_turns(of_task, generate_each) for of_task in _by_task(rollouts).values())
-        return tuple(rollout.result() for rollout in rollouts)
+        return tuple(await in_parallel(rollout.trajectory() for rollout in rollouts))
 
-    return await run.watchdog.guard(all_tasks())
+    return await run.guard(all_tasks())
 
 
 async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
@@ -116,20 +121,20 @@ async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutCon
     async def together() -> tuple[Trajectory, ...]:
         rollouts = [run.start(job) for job in jobs]
         await run.in_turns(rollouts, run.generate)
-        return tuple(rollout.result() for rollout in rollouts)
+        return tuple(await in_parallel(rollout.trajectory() for rollout in rollouts))
 
-    return await run.watchdog.guard(together())
+    return await run.guard(together())
 
 
 class _Rollout:
-    """An episode with its clock."""
+    """An episode with its clock, and its score once it has ended."""
 
-    __slots__ = ("_trajectory", "episode", "started_at")
+    __slots__ = ("_ending", "episode", "started_at")
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.started_at = time.perf_counter()
-        self._trajectory: Trajectory | None = None
+        self._ending: asyncio.Future[Trajectory] | None = None
 
     @property
     def is_live(self) -> bool:
@@ -139,11 +144,16 @@ class _Rollout:
     def task_name(self) -> str:
         return self.episode.job.prompt.task_name
 
-    def result(self) -> Trajectory:
-        """The trajectory; the first call, right at the end, stops the clock."""
-        if self._trajectory is None:
-            self._trajectory = self.episode.trajectory(total_s=time.perf_counter() - self.started_at)
-        return self._trajectory
+    def end(self, run: "_Run") -> None:
+        """Stop the clock, and have the trajectory scored and reported; once, right at the end."""
+        if self._ending is None:
+            trajectory = self.episode.trajectory(total_s=time.perf_counter() - self.started_at)
+            self._ending = run.finished(trajectory)
+
+    async def trajectory(self) -> Trajectory:
+        """The result, once it has its scores."""
+        assert self._ending is not None
+        return await self._ending
 
 
 class _Run:
@@ -157,14 +167,22 @@ class _Run:
         self._context = context
         self._rules = TurnRules(limits.max_turns, limits.max_total_length, context.sampling, context.seed)
         self._retries = Retries(limits.max_retries, limits.retry_backoff_s)
+        self._scorings: list[asyncio.Task[Trajectory]] = []
         self._prompts: dict[int, EncodedPrompt | Failure] = {}  # by the prompt's id(): the jobs keep the prompts alive
+
+    async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """The result of `work` under the watchdog; however it ends, no score is waited for any longer."""
+        try:
+            return await self.watchdog.guard(work)
+        finally:
+            await cancel_all(self._scorings)
 
     def start(self, job: RolloutJob) -> _Rollout:
         prompt = self._prompts.get(id(job.prompt))
         if prompt is None:
             prompt = self._prompts[id(job.prompt)] = encode_prompt(job.prompt, self._context.encoder)
         rollout = _Rollout(Episode(job, prompt, self._context.encoder, self._rules))
-        self._report_ended([rollout])
+        self._end([rollout])
         return rollout
 
     async def generate(self, rollouts: Sequence[_Rollout]) -> None:
@@ -181,7 +199,7 @@ class _Run:
         seconds = time.perf_counter() - started_at
         for rollout, result in zip(rollouts, results, strict=True):
             rollout.episode.take_response(result, seconds=seconds)
-        self._report_ended(rollouts)
+        self._end(rollouts)
 
     async def score(self, rollouts: Sequence[_Rollout]) -> None:
         """One environment call with those of `rollouts`, all of one task, that have not failed."""
@@ -200,7 +218,7 @@ class _Run:
         seconds = time.perf_counter() - started_at
         for (rollout, _), result in zip(waiting, results, strict=True):
             rollout.episode.take_step(result, seconds=seconds)
-        self._report_ended([rollout for rollout, _ in waiting])
+        self._end([rollout for rollout, _ in waiting])
 
     async def in_turns(
         self, rollouts: Sequence[_Rollout], generate_all: Callable[[Sequence[_Rollout]], Awaitable[None]]
@@ -212,12 +230,30 @@ class _Run:
             await in_parallel(self.score(of_task) for of_task in _by_task(live).values())
             live = [rollout for rollout in live if rollout.is_live]
 
-    def _report_ended(self, rollouts: Sequence[_Rollout]) -> None:
+    def finished(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
+        """The trajectory, scored while others go on; reported at once where there is nothing to score."""
+        if self._context.scoring.needs(trajectory):
+            task = asyncio.ensure_future(self._scored(trajectory))
+            self._scorings.append(task)
+            return task
+        self._report(trajectory)
+        done: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
+        done.set_result(trajectory)
+        return done
+
+    async def _scored(self, trajectory: Trajectory) -> Trajectory:
+        scored = await self._context.scoring.scored(trajectory, self.watchdog)
+        self._report(scored)
+        return scored
+
+    def _report(self, trajectory: Trajectory) -> None:
+        if self._context.progress is not None:
+            self._context.progress(trajectory)
+
+    def _end(self, rollouts: Sequence[_Rollout]) -> None:
         for rollout in rollouts:
             if not rollout.is_live:
-                trajectory = rollout.result()
-                if self._context.progress is not None:
-                    self._context.progress(trajectory)
+                rollout.end(self)
 
 
 def _request(rollout: _Rollout) -> GenerationRequest:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.master import environment_section
+from nemo_rl.config.entries import environment_section
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.sliding_puzzle import generate_puzzle
 from nemo_rl.interfaces import Environment

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.master import environment_section
+from nemo_rl.config.entries import environment_section
 from nemo_rl.environments.registry import ENVIRONMENTS, make_environment, register
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message

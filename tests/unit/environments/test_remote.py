@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import ray
 
-from nemo_rl.config.master import environment_section
+from nemo_rl.config.entries import environment_section
 from nemo_rl.distributed.cluster import connect
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message

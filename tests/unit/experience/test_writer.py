@@ -62,7 +62,7 @@ def test_a_rollout_is_a_line(tmp_path):
             "num_tokens": 5,
             "num_generated_tokens": 2,
             "weight_versions": [3, 4],
-            "timings": {"generation_s": 1.0, "environment_s": 0.5, "total_s": 1.75},
+            "timings": {"generation_s": 1.0, "environment_s": 0.5, "total_s": 1.75, "scoring_s": 0.0},
             "messages": [
                 {"role": "user", "content": "Frage: größer?"},
                 {

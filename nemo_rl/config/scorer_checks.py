@@ -1,0 +1,53 @@
+"""What `scorers`, `env.<name>.scorers` and `reward_model` need of each other."""
+
+from nemo_rl.config.env import RewardModelEnvironmentSection
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.scorers import EndpointSection, JudgeSection, RewardModelSection
+from nemo_rl.errors import ConfigError
+
+
+def check_scorers(config: GRPOConfig) -> None:
+    """Raise ConfigError for the first scorer that cannot score, or environment that has none it needs."""
+    used = {name for section in config.env.values() for name in section.scorers}
+    for task, section in config.env.items():
+        for name in section.scorers:
+            if name not in config.scorers:
+                raise ConfigError(f"env.{task}.scorers", name, "no entry of scorers", known=config.scorers)
+        if isinstance(section, RewardModelEnvironmentSection) and not section.scorers:
+            raise ConfigError(f"env.{task}.scorers", [], "its rewards are those of scorers: must name one or more")
+    for name, section in config.scorers.items():
+        if name not in used:
+            raise ConfigError(f"scorers.{name}", section.type, "nobody asks it; name it in env.<name>.scorers")
+        if section.timeout_s >= config.rollout.stall_timeout_s:
+            limit = f"must be below rollout.stall_timeout_s = {config.rollout.stall_timeout_s:g}"
+            raise ConfigError(f"scorers.{name}.timeout_s", section.timeout_s, limit)
+        if isinstance(section, EndpointSection):
+            _check_endpoint(name, section)
+    _check_placement(config)
+
+
+def _check_endpoint(name: str, section: EndpointSection) -> None:
+    for url in section.base_urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"scorers.{name}.base_urls", url, "must begin with http:// or https://")
+    if isinstance(section, JudgeSection):
+        low, high = section.min_score, section.max_score
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(f"scorers.{name}.min_score", low, f"must be below max_score = {high:g}")
+
+
+def _check_placement(config: GRPOConfig) -> None:
+    """verl's keys: a pool of its own has GPUs; without one nothing is counted."""
+    placement = config.reward_model
+    models = [name for name, section in config.scorers.items() if isinstance(section, RewardModelSection)]
+    if placement.enable and not models:
+        raise ConfigError("reward_model.enable", True, "there is no scorer of type reward_model")
+    sizes = {"n_gpus_per_node": placement.n_gpus_per_node, "nnodes": placement.nnodes}
+    for key, value in sizes.items():
+        if placement.enable_resource_pool and value <= 0:
+            problem = "a resource pool needs at least 1 (or enable_resource_pool: false)"
+            raise ConfigError(f"reward_model.{key}", value, problem)
+        if value < 0:
+            raise ConfigError(f"reward_model.{key}", value, "must be 0 or more")
+    if placement.enable_resource_pool and not placement.enable:
+        raise ConfigError("reward_model.enable_resource_pool", True, "needs reward_model.enable: true")

@@ -1,0 +1,102 @@
+"""`scorers`: rewards from models, judges and functions, by name; `env.<name>.scorers` says whom they score."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.environment import Batching
+from nemo_rl.config.section import Section
+
+
+class ScorerSection(Section):
+    """What every scorer has."""
+
+    type: str | None = None  # a kind below or a dotted path; None: the entry's own name
+    weight: float = 1.0  # of its score in the reward
+    timeout_s: float = Field(default=120.0, gt=0)  # of one call
+    batching: Batching = Batching(enabled=True, max_batch_size=16)
+
+
+class FunctionScorerSection(ScorerSection):
+    """A rule: `(messages, metadata) -> float`, in processes of its own."""
+
+    function: str  # a dotted path
+    num_workers: int = Field(default=2, gt=0)
+
+
+class RewardModelSection(ScorerSection):
+    """A sequence classifier of one label, in this process or in a Ray actor."""
+
+    model_name: str  # a Hugging Face name or a folder
+    tokenizer_name: str | None = None  # None: model_name
+    chat_template: str | None = None  # a Jinja text or a file; None: the tokenizer's own
+    max_length: int = Field(default=4096, gt=0)  # tokens; a longer conversation is a typed failure
+    micro_batch_size: int = Field(default=8, gt=0)  # conversations of one forward pass
+    packing: bool = False  # without padding: several conversations in one row
+    precision: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    in_actor: bool = True  # a process of its own; scoring there takes no time of the trainer's
+    num_replicas: int = Field(default=1, gt=0)  # actors
+
+
+class EndpointLimits(Section):
+    """What a server is asked to bear."""
+
+    max_concurrency: int = Field(default=64, gt=0)  # requests at once, over all replicas
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    tokens_per_minute: float | None = Field(default=None, gt=0)  # 4 characters are one; usage corrects it
+    max_retries: int = Field(default=3, ge=0)  # of a request that met 429, 5xx or no answer; never of another 4xx
+    retry_backoff_s: float = Field(default=0.5, ge=0)  # before the first; doubles
+
+
+class EndpointSection(ScorerSection):
+    """A server over HTTP; several URLs are replicas, and the least busy one is asked."""
+
+    base_urls: list[str] = Field(min_length=1)  # roots, with or without /v1
+    model: str
+    api_key_env: str | None = None  # the environment variable that holds the key
+    limits: EndpointLimits = EndpointLimits()
+
+
+class ClassifySection(EndpointSection):
+    """A served reward model: `POST /classify` or `/pooling` of vLLM, `/classify` of SGLang, `/v1/embeddings`."""
+
+    api: Literal["vllm_classify", "vllm_pooling", "sglang_classify", "embeddings"] = "vllm_classify"
+    tokenizer_name: str | None = None  # renders the conversation; None: `model`
+    chat_template: str | None = None
+    label: int = Field(default=0, ge=0)  # whose score it is, where the model has several
+
+
+class JudgeSection(EndpointSection):
+    """A generative judge over chat completions."""
+
+    prompt: str  # Jinja, with `messages`, `prompt`, `response` and the row's `metadata`
+    system_prompt: str | None = None
+    parser: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"  # a regular expression with one group, or a dotted path
+    min_score: float | None = None  # outside of both the answer is a typed failure
+    max_score: float | None = None
+    temperature: float = Field(default=0.0, ge=0)
+    max_tokens: int = Field(default=512, gt=0)
+
+
+class CustomScorerSection(ScorerSection):
+    """A class by dotted path: interfaces.Scorer, made with `kwargs`."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+SCORER_SECTIONS: dict[str, type[ScorerSection]] = {
+    "function": FunctionScorerSection,
+    "reward_model": RewardModelSection,
+    "classify": ClassifySection,
+    "judge": JudgeSection,
+}
+
+
+class RewardModelPlacement(Section):
+    """`reward_model`, as verl names it: where the scorers of kind reward_model live."""
+
+    enable: bool = False
+    enable_resource_pool: bool = False  # GPUs of their own: scoring overlaps generation; else the policy's, after it
+    n_gpus_per_node: int = 0
+    nnodes: int = 0

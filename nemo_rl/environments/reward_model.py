@@ -1,0 +1,27 @@
+"""An environment for data sets whose rewards are those of scorers alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl.config.env import RewardModelEnvironmentSection
+from nemo_rl.environments.contract import StepResult
+from nemo_rl.environments.registry import register
+from nemo_rl.types import EnvStep, Message
+
+
+@register("reward_model")
+class RewardModelEnvironment:
+    """One turn, and no reward of its own: `env.<name>.scorers` score the rollout behind its end."""
+
+    def __init__(self, name: str, section: RewardModelEnvironmentSection) -> None:
+        """Takes nothing of the section."""
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        return [
+            EnvStep(state=state, answer=talk[-1].content) for talk, state in zip(conversations, states, strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Nothing is held."""

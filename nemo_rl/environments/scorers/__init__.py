@@ -1,0 +1,1 @@
+"""Rewards of whole rollouts: rules, reward models, served ones and judges, behind `interfaces.Scorer`."""

@@ -1,0 +1,70 @@
+"""Scorers by name: built-in, registered, or a class by dotted path."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from nemo_rl.config.scorers import SCORER_SECTIONS, CustomScorerSection, ScorerSection
+from nemo_rl.environments.registry import import_path
+from nemo_rl.environments.scorers.contract import BatchedScorer, CheckedScorer
+from nemo_rl.errors import ConfigError, suggestion
+from nemo_rl.interfaces import Scorer
+
+Factory: TypeAlias = Callable[[str, Any], Scorer]  # (the entry's name, its section)
+FactoryT = TypeVar("FactoryT", bound=Factory)
+
+SCORERS: dict[str, Factory] = {}
+MODULES = {"function": "rules", "reward_model": "reward_model", "classify": "classify", "judge": "judge"}
+
+
+def register_scorer(name: str) -> Callable[[FactoryT], FactoryT]:
+    """Make a class or function, called with an entry's name and section, known as `scorers.<entry>.type: name`."""
+
+    def add(factory: FactoryT) -> FactoryT:
+        if name in SCORERS:
+            raise ValueError(f"scorer {name!r} is registered already")
+        SCORERS[name] = factory
+        return factory
+
+    return add
+
+
+def make_scorer(name: str, section: ScorerSection) -> CheckedScorer | BatchedScorer:
+    """The scorer of the entry `scorers.<name>`, its calls bounded by `timeout_s` and batched as it says.
+
+    `section.type` (None: `name`) is a built-in or registered name, or the dotted path of a class that satisfies
+    interfaces.Scorer, made with `section.kwargs`. Raises ConfigError for what cannot be found or made.
+    """
+    inner = _inner(name, section)
+    if section.batching.enabled:
+        return BatchedScorer(inner, section.batching, timeout_s=section.timeout_s)
+    return CheckedScorer(inner, timeout_s=section.timeout_s)
+
+
+def _inner(name: str, section: ScorerSection) -> Scorer:
+    kind = section.type or name
+    if "." in kind or ":" in kind:
+        return _from_path(f"scorers.{name}", kind, section)
+    if kind in SCORER_SECTIONS:
+        importlib.import_module(f"nemo_rl.environments.scorers.{MODULES[kind]}")  # registers itself
+    if kind not in SCORERS:
+        near = suggestion(kind, {*SCORER_SECTIONS, *SCORERS})
+        raise ConfigError(f"scorers.{name}.type", kind, f"unknown scorer, and no dotted path{near}")
+    return SCORERS[kind](name, section)
+
+
+def _from_path(key: str, path: str, section: ScorerSection) -> Scorer:
+    target = import_path(f"{key}.type", path)
+    if not inspect.isclass(target):
+        raise ConfigError(f"{key}.type", path, "not a class; for a function: type: function, function: <path>")
+    for method in ("score", "close"):
+        if not inspect.iscoroutinefunction(getattr(target, method, None)):
+            raise ConfigError(f"{key}.type", path, f"the class needs `async def {method}`")
+    kwargs = section.kwargs if isinstance(section, CustomScorerSection) else {}
+    try:
+        scorer: Any = target(**kwargs)
+    except Exception as error:  # a user's own constructor
+        problem = f"{path} cannot be made: {type(error).__name__}: {error}"
+        raise ConfigError(f"{key}.kwargs", kwargs, problem) from error
+    return scorer

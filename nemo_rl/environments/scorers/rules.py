@@ -1,0 +1,41 @@
+"""A rule as a scorer: a function of a whole conversation, in processes of its own."""
+
+import asyncio
+from collections.abc import Sequence
+
+from nemo_rl.config.scorers import FunctionScorerSection
+from nemo_rl.environments.adapters import plain_messages
+from nemo_rl.environments.contract import failure_of
+from nemo_rl.environments.process_pool import ProcessPool
+from nemo_rl.environments.registry import import_path
+from nemo_rl.environments.scorers.registry import register_scorer
+from nemo_rl.errors import ConfigError, WorkerError
+from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import Failure, FailureClass
+
+
+@register_scorer("function")
+class RuleScorer:
+    """`(messages, metadata) -> float`; what it raises, a hang and a crash fail their own request alone."""
+
+    def __init__(self, name: str, section: FunctionScorerSection) -> None:
+        key = f"scorers.{name}.function"
+        function = import_path(key, section.function)
+        if not callable(function):
+            raise ConfigError(key, section.function, "not a function")
+        module, qualified_name = function.__module__, function.__qualname__
+        if "<" in qualified_name or "." in qualified_name:
+            raise ConfigError(key, section.function, "a function in a process of its own must be found by its path")
+        self._pool = ProcessPool(f"{module}:{qualified_name}", section.num_workers, timeout_s=section.timeout_s)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
+        return list(await asyncio.gather(*map(self._score, requests)))
+
+    async def _score(self, request: ScoreRequest) -> float | Failure:
+        try:
+            return await self._pool.call(plain_messages(request.messages), dict(request.metadata))
+        except WorkerError as error:
+            return failure_of(error, FailureClass.REWARD)
+
+    async def close(self) -> None:
+        await self._pool.close()

@@ -1,0 +1,45 @@
+import pytest
+
+from nemo_rl.errors import ConfigError
+from tests.unit.config.conftest import Load
+
+RULE = "++scorers.rule={type: function, function: 'mine:rule'}"
+MODEL = "++scorers.rm={type: reward_model, model_name: m}"
+USES_MODEL = "++env.math.scorers=[rm]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        ([RULE], "scorers.rule", "nobody asks it"),
+        ([RULE, "++env.math.scorers=[rules]"], "env.math.scorers", "did you mean .*rule"),
+        (["++env.rm={type: reward_model}"], "env.rm.scorers", "must name one or more"),
+        ([MODEL + "", USES_MODEL, "++scorers.rm.timeout_s=600"], "scorers.rm.timeout_s", "stall_timeout_s"),
+        (["++reward_model.enable=true"], "reward_model.enable", "no scorer of type reward_model"),
+        (
+            [MODEL, USES_MODEL, "++reward_model={enable: true, enable_resource_pool: true, nnodes: 1}"],
+            "reward_model.n_gpus_per_node",
+            "at least 1",
+        ),
+        (
+            [MODEL, USES_MODEL, "++reward_model={enable: true, enable_resource_pool: true, n_gpus_per_node: 1}"],
+            "reward_model.nnodes",
+            "at least 1",
+        ),
+        ([MODEL, USES_MODEL, "++reward_model.nnodes=-1"], "reward_model.nnodes", "0 or more"),
+        (
+            ["++scorers.j={type: judge, base_urls: [localhost], model: m, prompt: p}", "++env.math.scorers=[j]"],
+            "scorers.j.base_urls",
+            "http://",
+        ),
+    ],
+)
+def test_scorers_that_cannot_score_are_refused(load: Load, overrides: list[str], key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load("", *overrides)
+    assert caught.value.key == key
+
+
+def test_an_unknown_key_of_a_scorer_names_the_nearest(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean scorers\.rm\.model_name"):
+        load("", "++scorers.rm={type: reward_model, model_nam: m}")

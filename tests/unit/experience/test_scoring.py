@@ -1,0 +1,97 @@
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from nemo_rl.errors import RolloutError
+from nemo_rl.experience.rollouts import (
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout,
+    run_multi_turn_rollout_async_generation,
+)
+from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.interfaces import Scorer, ScoreRequest
+from nemo_rl.types import Failure, FailureClass, GenerationRequest, Trajectory
+from tests.fakes.environments import FakeEnvironment, reward_by_length
+from tests.fakes.generation import FakeGeneration
+from tests.fakes.scorers import FakeScorer
+from tests.unit.experience.rollout_setup import LIMITS, VOCAB_SIZE, context, jobs
+
+SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)
+
+
+def scoring(**scorers: Scorer) -> Scoring:
+    return Scoring({"game": tuple(WeightedScorer(name, scorer, 2.0) for name, scorer in scorers.items())})
+
+
+def rollouts(scheduler, the_scoring: Scoring, *, tasks: Sequence[str] = ("game",), **changes) -> tuple[Trajectory, ...]:
+    environments = {task: FakeEnvironment(reward_by_length) for task in tasks}
+    run_with = context(FakeGeneration(vocab_size=VOCAB_SIZE), environments)
+    return asyncio.run(scheduler(jobs(4, tasks=tasks), replace(run_with, scoring=the_scoring, **changes)))
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_scores_add_to_the_rewards_of_the_environment_by_name_and_weight(scheduler) -> None:
+    number = FakeScorer(lambda request: float(request.metadata["number"]))
+    reported: list[Trajectory] = []
+    trajectories = rollouts(scheduler, scoring(number=number), progress=reported.append)
+    for i, trajectory in enumerate(trajectories):
+        assert trajectory.rewards["number"] == 2.0 * i
+        assert trajectory.reward == trajectory.rewards["length"] + 2.0 * i
+    assert sorted(t.rewards["number"] for t in reported) == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_tasks_without_scorers_are_not_scored() -> None:
+    number = FakeScorer()
+    trajectories = rollouts(run_async_multi_turn_rollout, scoring(number=number), tasks=("game", "other"))
+    assert [("number" in t.rewards) for t in trajectories] == [True, False, True, False]
+    assert sum(number.batch_sizes) == 2
+
+
+def fails_the_second(request: ScoreRequest) -> float | Failure:
+    return Failure(FailureClass.REWARD, "no score") if request.metadata["number"] == 1 else 1.0
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_rollout_whose_score_fails_has_failed_and_has_no_reward(scheduler) -> None:
+    trajectories = rollouts(scheduler, scoring(a=FakeScorer(), judge=FakeScorer(fails_the_second)))
+    assert [t.failure is not None for t in trajectories] == [False, True, False, False]
+    assert trajectories[1].rewards == {}
+    assert trajectories[1].failure == Failure(FailureClass.REWARD, "judge: no score")
+
+
+@pytest.mark.parametrize("scheduler", [run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation])
+def test_the_first_score_begins_before_the_last_generation_ends(scheduler) -> None:
+    scored = asyncio.Event()
+
+    async def wait_for_a_score(request: GenerationRequest) -> None:
+        if request.session_id == "0:p3:0":
+            await scored.wait()
+
+    async def tell(requests: Sequence[ScoreRequest]) -> None:
+        scored.set()
+
+    async def main() -> tuple[Trajectory, ...]:
+        engine = FakeGeneration(vocab_size=VOCAB_SIZE, latency=wait_for_a_score)
+        run_with = context(engine, {"game": FakeEnvironment(reward_by_length), "b": FakeEnvironment(reward_by_length)})
+        run_with = replace(run_with, scoring=scoring(number=FakeScorer(before=tell)))
+        return await scheduler(jobs(4, tasks=("game", "b")), run_with)  # the last one is of another task
+
+    assert all(t.failure is None for t in asyncio.run(main()))
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_scorer_that_never_answers_ends_the_rollouts_with_its_name_and_leaves_nothing_behind(scheduler) -> None:
+    async def hang(requests: Sequence[ScoreRequest]) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> int:
+        run_with = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(reward_by_length)})
+        limits = replace(LIMITS, stall_timeout_s=0.2)
+        run_with = replace(run_with, limits=limits, scoring=scoring(judge=FakeScorer(before=hang)))
+        with pytest.raises(RolloutError, match="waiting for: scorers"):
+            await scheduler(jobs(3), run_with)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(main()) == 1
