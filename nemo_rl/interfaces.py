@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from nemo_rl.types import (
     AgentResult,
@@ -99,8 +99,8 @@ class Generation(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def update_weights(self, manifest: "WeightManifest", weight_version: int) -> None:
-        """Load the weights of a manifest; only while paused or idle. What is sampled next has this version."""
+    async def update_weights(self, manifest: "Weights", weight_version: int) -> None:
+        """Load the weights that `manifest` names; only while paused or idle. What is sampled next has this version."""
         ...
 
     async def sleep(self) -> None:
@@ -141,6 +141,39 @@ class WeightManifest:
 
     path: str
     entries: tuple[WeightEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChunks:
+    """Weights in the object store of a cluster: the bytes of a weight file, which each machine writes once."""
+
+    name: str  # of the file; machines write it anew where `transfer` differs
+    transfer: int  # counts the refits
+    chunks: tuple[Any, ...]  # references to arrays of bytes, one behind the other (distributed/objects.py)
+    entries: tuple[WeightEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """Weights in the memory of a CUDA device that policy and engine share."""
+
+    handle: bytes  # of the allocation, as torch.multiprocessing pickles it; offsets count from its start
+    entries: tuple[WeightEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStream:
+    """Weights that the policy broadcasts to all engine workers at once (distributed/tensor_stream.py)."""
+
+    host: str  # of the store where the members meet
+    port: int
+    group: int  # counts the groups: another one is joined where it differs
+    size: int  # members: the policy's first rank and all engine workers
+    backend: str  # "nccl", on a CPU "gloo"
+    timeout_s: float
+
+
+Weights: TypeAlias = WeightManifest | WeightChunks | DeviceWeights | WeightStream
 
 
 class Policy(Protocol):

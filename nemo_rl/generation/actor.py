@@ -1,13 +1,14 @@
 """vLLM in a Ray actor: the front end of the engine, which takes time of its own, leaves the trainer's process."""
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.generation.vllm_start import environment
-from nemo_rl.interfaces import WeightManifest
+from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 START_S = 300.0
@@ -45,8 +46,13 @@ class VllmInActor:
     async def resume(self) -> None:
         await self.engine.resume()
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
-        await self.engine.update_weights(manifest, weight_version)
+    async def update_weights(self, manifest: Weights, weight_version: int) -> str | None:
+        """None, or why the engine did not take the weights: a value, since what is raised means a death."""
+        try:
+            await self.engine.update_weights(manifest, weight_version)
+        except WeightSyncError as error:
+            return str(error)
+        return None
 
     async def sleep(self) -> None:
         await self.engine.sleep()
@@ -59,7 +65,7 @@ class VllmInActor:
 
 
 class VllmActorGeneration:
-    """`VllmGeneration` behind an actor on this machine; the weight file must be reachable from it."""
+    """`VllmGeneration` behind an actor: what dies there, engine or process, is a GenerationError here."""
 
     def __init__(self, actor: ActorHandle) -> None:
         """Use `create`."""
@@ -68,9 +74,22 @@ class VllmActorGeneration:
 
     @classmethod
     async def create(
-        cls, section: GenerationSection, *, model_path: str, dtype: str, max_model_len: int, device: str
+        cls,
+        section: GenerationSection,
+        *,
+        model_path: str,
+        dtype: str,
+        max_model_len: int,
+        device: str,
+        seat: Any = None,
+        num_replicas: int = 1,
     ) -> "VllmActorGeneration":
-        """Start actor and engine; raises GenerationError when they do not start."""
+        """Start actor and engine; raises GenerationError when they do not start.
+
+        It stands on `seat`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
+        """
+        placed = {} if seat is None else {"seat": seat}
+        needs_gpus = device == "cuda" and seat is None
         actor = spawn_actor(
             VllmInActor,
             section,
@@ -78,15 +97,19 @@ class VllmActorGeneration:
             dtype,
             max_model_len,
             device,
-            num_gpus=section.vllm_cfg.tensor_parallel_size if device == "cuda" else 0,
+            num_gpus=section.vllm_cfg.tensor_parallel_size if needs_gpus else 0,
             max_concurrency=MAX_CONCURRENCY,
-            env_vars=environment(device),
+            env_vars=environment(device, num_replicas),
+            **placed,
         )
         try:
             await actor.call("start", timeout_s=START_S)
         except WorkerError as error:
             actor.kill()
             raise GenerationError(f"vLLM did not start in its actor: {error}") from error
+        except BaseException:  # cancelled: its caller does not know it
+            actor.kill()
+            raise
         return cls(actor)
 
     @property
@@ -109,11 +132,13 @@ class VllmActorGeneration:
     async def resume(self) -> None:
         await self._call("resume")
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         try:
-            await self._actor.call("update_weights", manifest, weight_version)
+            refusal = await self._actor.call("update_weights", manifest, weight_version)
         except WorkerError as error:
-            raise WeightSyncError(f"the engine's actor: {error}") from error
+            raise GenerationError(f"the engine's actor: {error}") from error
+        if refusal is not None:
+            raise WeightSyncError(refusal)
 
     async def sleep(self) -> None:
         await self._call("sleep")

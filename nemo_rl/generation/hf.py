@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import WeightManifest
+from nemo_rl.interfaces import WeightManifest, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 
 MAX_SEED = 2**63 - 1
@@ -198,12 +198,14 @@ class HFGeneration:
     async def resume(self) -> None:
         self._free.release()
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load, manifest)
         self._weight_version = weight_version
 
     @torch.no_grad()
-    def _load(self, manifest: WeightManifest) -> None:
+    def _load(self, manifest: Weights) -> None:
+        if not isinstance(manifest, WeightManifest):
+            raise WeightSyncError(f"the hf engine reads weights from a file, not from {type(manifest).__name__}")
         names = {entry.name for entry in manifest.entries}
         state = self._model.state_dict()
         unknown, missing = names - set(state), {name for name, _ in self._model.named_parameters()} - names

@@ -1,23 +1,63 @@
-"""The engine that the configuration asks for."""
+"""The engine that the configuration asks for, or several behind a router."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from nemo_rl.config.generation import GenerationSection
+from nemo_rl.errors import GenerationError
 from nemo_rl.interfaces import Generation
 
 
 async def make_generation(
-    section: GenerationSection, *, model_path: str, dtype: str, max_model_len: int, device: str
+    section: GenerationSection,
+    *,
+    model_path: str,
+    dtype: str,
+    max_model_len: int,
+    device: str,
+    seats: Sequence[Any] = (),
 ) -> Generation:
     """Start the engine; takes seconds. `dtype` and `max_model_len` hold where the section says nothing else.
 
+    `seats` are the places of the replicas in a cluster (distributed/placement.py), one a replica; without them
+    `section.num_replicas` engines stand on this machine. Several are in actors, behind a router.
     Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
     """
+    model: dict[str, Any] = {
+        "model_path": model_path,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "device": device,
+    }
     # Imported here: each takes seconds that a run with another engine need not wait.
     if section.backend == "hf":
         from nemo_rl.generation.hf import HFGeneration
 
         return HFGeneration(model_path, dtype=dtype, device=device, max_model_len=max_model_len)
-    if section.in_actor:
-        from nemo_rl.generation.actor import VllmActorGeneration as Vllm
-    else:
-        from nemo_rl.generation.vllm import VllmGeneration as Vllm
-    return await Vllm.create(section, model_path=model_path, dtype=dtype, max_model_len=max_model_len, device=device)
+    places = list(seats) or [None] * (section.num_replicas or 1)
+    if len(places) == 1 and places[0] is None and not section.in_actor:
+        from nemo_rl.generation.vllm import VllmGeneration
+
+        return await VllmGeneration.create(section, **model)
+
+    from nemo_rl.generation.actor import VllmActorGeneration
+    from nemo_rl.generation.router import ReplicatedGeneration
+
+    async def start(index: int) -> Generation:
+        return await VllmActorGeneration.create(section, **model, seat=places[index], num_replicas=len(places))
+
+    if len(places) == 1:
+        return await start(0)
+    return ReplicatedGeneration(await start_all(start, len(places)), restart=start)
+
+
+async def start_all(start: Callable[[int], Awaitable[Generation]], count: int) -> list[Generation]:
+    """All engines, started together; when one does not start, the others are closed and its error is raised."""
+    outcomes = await asyncio.gather(*(start(index) for index in range(count)), return_exceptions=True)
+    started = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if not failed:
+        return started
+    await asyncio.gather(*(engine.close() for engine in started), return_exceptions=True)
+    raise GenerationError(f"{len(failed)} of {count} engine replicas did not start: {failed[0]}") from failed[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl.errors import GenerationError, one_line
 from nemo_rl.generation.seats import MAX_SESSIONS, Seats
-from nemo_rl.interfaces import Generation, WeightManifest
+from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 CONTROL_S = 600.0  # for an engine to pause, load weights, sleep or wake
@@ -70,12 +70,11 @@ class ReplicatedGeneration:
         self._restarted: dict[int, Generation] = {}  # waiting for weights
         self._background: set[asyncio.Task[None]] = set()
         self._last_death: GenerationError | None = None
-        self._paused = False
         self._closed = False
 
     @property
     def replicas(self) -> tuple[Generation, ...]:
-        """The engines that live and hold the current weights."""
+        """The engines that live."""
         return tuple(self._living.values())
 
     @property
@@ -98,7 +97,7 @@ class ReplicatedGeneration:
 
     def _hand_out(self, attempts: Sequence[Attempt], call: Call) -> None:
         """Start each attempt on its session's replica: one call of the engine for all that go there."""
-        if not self._living:
+        if not self._seats.replicas:
             raise self._none_left()
         parts: dict[int, list[Attempt]] = {}
         for attempt in attempts:
@@ -182,21 +181,18 @@ class ReplicatedGeneration:
         return GenerationError(f"no engine replica is left of {self._num_replicas}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        self._paused = True
+        """Those that were started anew are paused and loaded with the others from here on, but serve nothing yet."""
+        self._living.update(self._restarted)
+        self._restarted.clear()
         await self._on_all(lambda engine: engine.pause(keep_cache=keep_cache))
 
     async def resume(self) -> None:
-        self._paused = False
         await self._on_all(lambda engine: engine.resume())
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
-        """Load them into all replicas; those that were started anew join here."""
-        joining, self._restarted = self._restarted, {}
-        self._living.update(joining)
-        if self._paused:
-            await self._on_all(lambda engine: engine.pause(), tuple(joining))
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
+        """Load them into all replicas; those that were started anew serve from here on."""
         await self._on_all(lambda engine: engine.update_weights(manifest, weight_version))
-        for index in joining.keys() & self._living.keys():
+        for index in self._living.keys() - set(self._seats.replicas):
             self._seats.add(index)
 
     async def sleep(self) -> None:
@@ -205,13 +201,8 @@ class ReplicatedGeneration:
     async def wake(self) -> None:
         await self._on_all(lambda engine: engine.wake())
 
-    async def _on_all(
-        self, control: Callable[[Generation], Awaitable[None]], indices: Sequence[int] | None = None
-    ) -> None:
-        """Await it on all living replicas, or on those of `indices`, together, whatever one of them raises.
-
-        Then raises the first error that is no death.
-        """
+    async def _on_all(self, control: Callable[[Generation], Awaitable[None]]) -> None:
+        """Await it on all living replicas, whatever one of them raises; then raise the first error that is no death."""
 
         async def on_one(index: int) -> None:
             try:
@@ -222,8 +213,7 @@ class ReplicatedGeneration:
             except GenerationError as error:
                 self._take_out(index, error)
 
-        chosen = tuple(self._living) if indices is None else indices
-        outcomes = await asyncio.gather(*map(on_one, chosen), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(on_one, tuple(self._living)), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -7,12 +7,14 @@ for requests with stop strings.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.errors import GenerationError, WeightSyncError
+from nemo_rl.generation.node_file import release, write_once
 from nemo_rl.generation.vllm_start import importing_vllm, start_engine
-from nemo_rl.interfaces import WeightManifest
+from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 if TYPE_CHECKING:
@@ -159,10 +161,10 @@ class VllmGeneration:
             self._paused_engine = False
         self._admits.set()
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
-        entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in manifest.entries]
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         try:
-            await self._engine.collective_rpc("load_weight_file", args=(manifest.path, entries))
+            method, arguments = await asyncio.to_thread(loading_call, manifest)
+            await self._engine.collective_rpc(method, args=arguments)
             if not self._paused_engine and not await self._engine.reset_prefix_cache():
                 raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
             await self._engine.update_weight_version(str(weight_version))
@@ -192,7 +194,20 @@ class VllmGeneration:
         if output_handler is not None:  # else it reports the engine's end as a death
             output_handler.cancel()
             await asyncio.gather(output_handler, return_exceptions=True)
+        release()
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
+
+
+def loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
+    """The worker's method that loads them (vllm_loading.py) and its arguments; fetches them from the object store."""
+    if isinstance(weights, WeightChunks):
+        weights = write_once(weights)
+    if isinstance(weights, WeightStream):
+        return "load_weight_stream", astuple(weights)
+    entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in weights.entries]
+    if isinstance(weights, DeviceWeights):
+        return "load_device_weights", (weights.handle, entries)
+    return "load_weight_file", (weights.path, entries)
 
 
 def completion_of(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +13,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import WeightEntry, WeightManifest
+from nemo_rl.distributed.tensor_stream import TensorStream
+from nemo_rl.generation.weight_reading import device_weights, map_weights
+from nemo_rl.interfaces import DeviceWeights, WeightEntry, WeightManifest
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+PlainEntry = tuple[str, str, list[int], int]  # what the engine's calls can carry
+
+
+def entries_of(plain: list[PlainEntry]) -> tuple[WeightEntry, ...]:
+    return tuple(WeightEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain)
 
 
 class WeightFileLoading:
@@ -24,6 +31,8 @@ class WeightFileLoading:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    device: torch.device
+    _stream: TensorStream | None = None
 
     def stand_apart(self) -> None:
         """Ctrl-C in a terminal goes to the trainer alone, which ends the engine; a killed trainer takes it along."""
@@ -31,17 +40,41 @@ class WeightFileLoading:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    def load_weight_file(self, path: str, entries: list[tuple[str, str, list[int], int]]) -> None:
-        """Load the tensors of a weight file, under their Hugging Face names, into the model.
+    def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
+        """Load the tensors of a weight file, under their Hugging Face names, into the model."""
+        self._load(map_weights(WeightManifest(path, entries_of(entries))))
 
-        vLLM's layerwise reload keeps every tensor where it is, which captured CUDA graphs rely on.
-        """
-        manifest = WeightManifest(path, tuple(WeightEntry(n, d, tuple(s), o) for n, d, s, o in entries))
+    def load_device_weights(self, handle: bytes, entries: list[PlainEntry]) -> None:
+        """The same from memory of this worker's CUDA device, which the policy's process holds."""
+        self._load(device_weights(DeviceWeights(handle, entries_of(entries)), self.device))
+
+    def load_weight_stream(self, host: str, port: int, group: int, size: int, backend: str, timeout_s: float) -> None:
+        """The same from a broadcast; joins its group where that has not been done."""
+        if self._stream is None or self._stream.group != group:
+            self._stream = TensorStream(
+                host,
+                port,
+                group=group,
+                size=size,
+                backend=backend,
+                timeout_s=timeout_s,
+                device=self.device,
+                is_sender=False,
+            )
+        received = self._stream.receive()
+        try:
+            self._load(received)
+        finally:
+            for _ in received:  # the others wait for this one in every broadcast
+                pass
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """vLLM's layerwise reload keeps every tensor where it is, which captured CUDA graphs rely on."""
         model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             expected = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(map_weights(manifest))
+            loaded = model.load_weights(weights)
             finalize_layerwise_reload(model, self.model_config)
             self.repack_output_layers(model)
         if missing := sorted(expected - (loaded or expected)):

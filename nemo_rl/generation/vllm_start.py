@@ -32,9 +32,15 @@ QUIET = {
 CPU_ONLY = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def environment(device: str) -> dict[str, str]:
-    """What the engine's process wants to see, without what the user has set."""
+def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
+    """What the engine's process wants to see, without what the user has set.
+
+    Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to.
+    """
     wanted = {**QUIET, **(CPU_ONLY if device == "cpu" else {})}
+    if device == "cpu" and num_replicas > 1:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_replicas)
+        wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

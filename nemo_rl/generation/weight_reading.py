@@ -1,11 +1,14 @@
-"""The engine's half of a weight file: its tensors, read where they lie. The trainer's half: weight_sync/."""
+"""The engine's half of weights in a file or on a device: tensors read where they lie. The trainer's: weight_sync/."""
 
 import mmap
+import pickle
 from collections.abc import Iterator
 
 import torch
 
-from nemo_rl.interfaces import WeightEntry, WeightManifest
+from nemo_rl.interfaces import DeviceWeights, WeightEntry, WeightManifest
+
+DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor, torch 2.13
 
 
 def map_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -24,3 +27,16 @@ def view_entry(content: mmap.mmap, entry: WeightEntry) -> torch.Tensor:
     if count == 0:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+def device_weights(weights: DeviceWeights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in another process' allocation on `device`; whoever holds it keeps it until they are copied."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = list(pickle.loads(weights.handle))
+    arguments[DEVICE_ARGUMENT] = device.index  # processes may number the same device differently
+    held = rebuild_cuda_tensor(*arguments)
+    for entry in weights.entries:
+        dtype = getattr(torch, entry.dtype)
+        num_bytes = torch.Size(entry.shape).numel() * dtype.itemsize
+        yield entry.name, held[entry.offset : entry.offset + num_bytes].view(dtype).view(entry.shape)

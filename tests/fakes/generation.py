@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from nemo_rl.interfaces import WeightManifest
+from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 
@@ -73,7 +73,7 @@ class FakeGeneration:
         self.calls.append("resume")
         self._running.set()
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         self.calls.append(f"update_weights {weight_version}")
         self.weight_version = weight_version
 

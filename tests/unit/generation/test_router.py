@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.router import MAX_DEATHS, ReplicatedGeneration
-from nemo_rl.interfaces import WeightManifest, replicas_of
+from nemo_rl.interfaces import WeightManifest, Weights, replicas_of
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration, sample
 
@@ -47,7 +47,7 @@ class Mortal(FakeGeneration):
         self._check("pause")
         await super().pause(keep_cache=keep_cache)
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         self._check("update_weights")
         await super().update_weights(manifest, weight_version)
 
@@ -209,17 +209,16 @@ def test_a_refit_pauses_all_updates_all_and_resumes_all():
         for engine in engines:
             engine.calls = calls
         router = ReplicatedGeneration(engines)
-        await router.pause()
+        await router.pause(keep_cache=True)
         await router.update_weights(MANIFEST, 3)
         await router.resume()
         await router.sleep()
         await router.wake()
-        await router.pause(keep_cache=True)
         await router.close()
         await router.close()
         return calls
 
-    names = ["pause", "update_weights 3", "resume", "sleep", "wake", "pause keep_cache", "close"]
+    names = ["pause keep_cache", "update_weights 3", "resume", "sleep", "wake", "close"]
     assert run(main()) == [name for name in names for _ in range(2)]
 
 
@@ -251,7 +250,7 @@ def test_a_replica_that_dies_in_a_refit_is_taken_out_and_its_requests_are_answer
 
 def test_weights_that_an_engine_refuses_are_no_death():
     class Refusing(FakeGeneration):
-        async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+        async def update_weights(self, manifest: Weights, weight_version: int) -> None:
             raise WeightSyncError("another shape")
 
     async def main():

@@ -1,0 +1,127 @@
+"""Named tensors from one process to many at once: chunks that are broadcast in a process group of their own."""
+
+import pickle
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.errors import WorkerError
+
+CHUNK_BYTES = 64 * 2**20
+ALIGNMENT = 64  # bytes
+ABORTED = -1
+
+Header = list[tuple[str, torch.dtype, torch.Size, int]]  # name, dtype, shape, offset in the chunk
+
+
+class MeetingPoint:
+    """The store that the members of tensor streams find each other by; it lives in one process, e.g. the driver."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+    @property
+    def port(self) -> int:
+        return self._store.port
+
+
+class TensorStream:
+    """One member of a group of `size`; the constructor waits for all of them, at most `timeout_s`.
+
+    The sender has rank 0, the others the ranks in which they come. `device` is where tensors are received; with
+    backend "nccl" it is a CUDA device of the member's own. Groups of one store differ in their number.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        group: int,
+        size: int,
+        backend: str,
+        timeout_s: float,
+        device: torch.device,
+        is_sender: bool,
+    ) -> None:
+        self.group = group
+        self._device = device
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = dist.PrefixStore(f"group{group}", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+            rank = 0 if is_sender else store.add("members", 1)
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._members: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            else:
+                self._members = dist.ProcessGroupGloo(store, rank, size, timeout)
+            self._broadcast(torch.zeros(1, device=device))  # connects: nobody goes on before all are there
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"the {size} members of a tensor stream did not meet at {host}:{port}: {error}"
+            ) from error
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Broadcast them all; when iterating fails, the receivers' iteration fails too."""
+        finished = False
+        try:
+            chunk: list[tuple[str, torch.Tensor]] = []
+            num_bytes = 0
+            for name, tensor in tensors:
+                chunk.append((name, tensor.detach()))
+                num_bytes += tensor.numel() * tensor.element_size()
+                if num_bytes >= CHUNK_BYTES:
+                    self._send_chunk(chunk)
+                    chunk, num_bytes = [], 0
+            if chunk:
+                self._send_chunk(chunk)
+            finished = True
+        finally:
+            self._broadcast(torch.tensor([0 if finished else ABORTED, 0], device=self._device))
+
+    def _send_chunk(self, chunk: list[tuple[str, torch.Tensor]]) -> None:
+        header: Header = []
+        end = 0
+        for name, tensor in chunk:
+            header.append((name, tensor.dtype, tensor.shape, end))
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        payload = torch.empty(end, dtype=torch.uint8, device=self._device)
+        for (_, tensor), entry in zip(chunk, header, strict=True):
+            view_in(payload, entry).copy_(tensor)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self._device)
+        self._broadcast(torch.tensor([pickled.numel(), end], device=self._device))
+        self._broadcast(pickled)
+        self._broadcast(payload)
+
+    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent, chunk by chunk; iterate to the end, since all members take part in every broadcast."""
+        while True:
+            header_bytes, payload_bytes = self._broadcast(
+                torch.zeros(2, dtype=torch.int64, device=self._device)
+            ).tolist()
+            if header_bytes == ABORTED:
+                raise WorkerError("the sender of a tensor stream failed")
+            if header_bytes == 0:
+                return
+            pickled = self._broadcast(torch.empty(header_bytes, dtype=torch.uint8, device=self._device))
+            payload = self._broadcast(torch.empty(payload_bytes, dtype=torch.uint8, device=self._device))
+            header: Header = pickle.loads(pickled.cpu().numpy().tobytes())
+            for entry in header:
+                yield entry[0], view_in(payload, entry)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._members.broadcast([tensor], options).wait()
+        return tensor
+
+
+def view_in(payload: torch.Tensor, entry: tuple[str, torch.dtype, torch.Size, int]) -> torch.Tensor:
+    _, dtype, shape, offset = entry
+    num_bytes = shape.numel() * dtype.itemsize
+    return payload[offset : offset + num_bytes].view(dtype).view(shape)

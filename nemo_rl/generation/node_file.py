@@ -1,0 +1,76 @@
+"""Weights from a cluster's object store, as a file on this machine: whichever engine comes first writes it for all."""
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+from nemo_rl.distributed.objects import get_bytes
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.interfaces import WeightChunks, WeightManifest
+
+SHARED_MEMORY = Path("/dev/shm")
+FETCH_S = 600.0  # for one chunk to come from another machine
+MARK_BYTES = 8  # behind the weights: the number of the refit that wrote them
+
+_HELD: dict[Path, int] = {}  # files that this process reads; the lock keeps others from removing them
+
+
+def write_once(weights: WeightChunks) -> WeightManifest:
+    """The manifest of a file with these weights; raises WeightSyncError, or WorkerError when they cannot be had.
+
+    The file is locked while it is written, and shared afterwards until this process writes it again or releases it.
+    """
+    directory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    path = directory / weights.name
+    file = reopened(path)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        if not holds(file, weights):
+            write(file, weights)
+    except OSError as error:
+        raise WeightSyncError(f"{path}: the weights could not be written: {error}") from error
+    finally:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return WeightManifest(str(path), weights.entries)
+
+
+def reopened(path: Path) -> int:
+    """The open file of that name; one that was removed meanwhile is made anew."""
+    if (held := _HELD.pop(path, None)) is not None:
+        if path.exists() and os.path.samestat(os.fstat(held), path.stat()):
+            _HELD[path] = held
+            return held
+        os.close(held)
+    _HELD[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return _HELD[path]
+
+
+def holds(file: int, weights: WeightChunks) -> bool:
+    size = os.fstat(file).st_size
+    mark = os.pread(file, MARK_BYTES, size - MARK_BYTES) if size >= MARK_BYTES else b""
+    return mark == weights.transfer.to_bytes(MARK_BYTES)
+
+
+def write(file: int, weights: WeightChunks) -> None:
+    os.ftruncate(file, 0)
+    offset = 0
+    for reference in weights.chunks:
+        content = get_bytes(reference, FETCH_S).data
+        while content:
+            written = os.pwrite(file, content, offset)
+            content, offset = content[written:], offset + written
+    os.pwrite(file, weights.transfer.to_bytes(MARK_BYTES), offset)
+
+
+def release(name: str | None = None) -> None:
+    """Let go of the files that this process reads, and remove those that no other reads."""
+    for path in [path for path in _HELD if name in (None, path.name)]:
+        file = _HELD.pop(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:  # the last one removes it
+            pass
+        finally:
+            os.close(file)

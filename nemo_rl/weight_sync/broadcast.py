@@ -1,0 +1,83 @@
+"""Weights broadcast from the policy's first rank to all engine workers: NCCL between devices, gloo on a CPU."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from nemo_rl.distributed.node import node_ip
+from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
+from nemo_rl.errors import WeightSyncError, WorkerError
+from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, replicas_of
+
+TIMEOUT_S = 600.0  # for all members to meet, and for one broadcast
+
+_STREAMS: dict[tuple[str, int], TensorStream] = {}  # in the policy's process, by host and port
+
+
+@dataclass(frozen=True, slots=True)
+class SendWeights:
+    """Sends the weights as the first member of `stream`, joining it where that has not been done. Picklable."""
+
+    stream: WeightStream
+
+    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        place = (self.stream.host, self.stream.port)
+        joined = _STREAMS.get(place)
+        if joined is None or joined.group != self.stream.group:
+            joined = _STREAMS[place] = TensorStream(
+                self.stream.host,
+                self.stream.port,
+                group=self.stream.group,
+                size=self.stream.size,
+                backend=self.stream.backend,
+                timeout_s=self.stream.timeout_s,
+                device=device_of(self.stream.backend),
+                is_sender=True,
+            )
+        joined.send(weights)
+
+
+def device_of(backend: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+class Broadcast:
+    """Each engine has `workers_per_engine` workers. The group is made anew when other engines live than before."""
+
+    def __init__(self, *, backend: str, workers_per_engine: int = 1, timeout_s: float = TIMEOUT_S) -> None:
+        self._backend = backend
+        self._workers_per_engine = workers_per_engine
+        self._timeout_s = timeout_s
+        self._meeting: MeetingPoint | None = None
+        self._members: tuple[Generation, ...] = ()
+        self._group = 0
+
+    async def stage(self, policy: Policy) -> WeightStream:
+        """Only says where the members meet: nothing can be sent before the engines receive."""
+        if self._meeting is None:
+            self._meeting = MeetingPoint(node_ip())
+        return WeightStream(self._meeting.host, self._meeting.port, self._group, 0, self._backend, self._timeout_s)
+
+    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+        assert isinstance(staged, WeightStream)
+        members = tuple(replicas_of(generation))
+        if members != self._members:
+            self._group += 1
+        self._members = members
+        stream = replace(staged, group=self._group, size=1 + len(members) * self._workers_per_engine)
+        outcomes = await asyncio.gather(
+            generation.update_weights(stream, weight_version),
+            policy.with_weights(SendWeights(stream)),
+            return_exceptions=True,  # both end, by themselves or at the deadline of the broadcasts
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, WorkerError):
+                raise WeightSyncError(f"the policy could not send its weights: {outcome}") from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def close(self) -> None:
+        """The groups end with their processes."""
+        self._meeting = None

@@ -1,0 +1,70 @@
+"""Every way for weights brings a real engine exactly the policy's: one suite over those that need no GPU."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config.run import WeightSync
+from nemo_rl.distributed.actors import connect
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.generation import node_file
+from nemo_rl.weight_sync.broadcast import Broadcast
+from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.object_store import ObjectStore
+from nemo_rl.weight_sync.transport import SharedMemory, Transport
+from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
+
+TRANSPORTS = ["shared_memory", "object_store", "gloo"]
+
+
+class ThreadPolicy(UntrainedPolicy):
+    """Weights are used on a thread, as every real policy does: what waits there for the engine must not block it."""
+
+    async def with_weights(self, use: Any) -> Any:
+        pairs = [(name, self.published(name, tensor.detach())) for name, tensor in self.model.named_parameters()]
+        return await asyncio.to_thread(use, pairs)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Transport:
+    if request.param == "shared_memory":
+        return SharedMemory()
+    if request.param == "gloo":
+        return Broadcast(backend="gloo", timeout_s=120)
+    connect(num_cpus=2)
+    return ObjectStore()
+
+
+def leftovers() -> set[Path]:
+    return set(node_file.SHARED_MEMORY.glob("nemo_rl_weights_*"))
+
+
+def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loop, engines, transport):
+    engine = engines("vllm", "tied")
+    before = leftovers()
+
+    async def main() -> None:
+        sync = InProcessWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32", transport=transport)
+        try:
+            for version in (1, 2):
+                model = tiny_model(tied=True, seed=20 + version)
+                await sync.publish(ThreadPolicy(model), engine, weight_version=version)  # type: ignore[arg-type]
+                completion = (await answers(engine, [request("a", max_new_tokens=20)]))["a"]
+                exact = exact_logprobs(model, (5, 6, 7), completion.token_ids, 1.0)
+                torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
+                assert completion.weight_versions == (version, version)
+            lacking = tiny_model(tied=True)
+            lacking.named_parameters = lambda *args, **kwargs: iter([("model.norm.weight", torch.ones(64))])  # type: ignore[method-assign]
+            with pytest.raises(WeightSyncError, match="the policy gave no weights for"):
+                await sync.publish(ThreadPolicy(lacking), engine, weight_version=3)  # type: ignore[arg-type]
+            await engine.resume()
+            await sync.publish(ThreadPolicy(model), engine, weight_version=4)  # type: ignore[arg-type]
+        finally:
+            sync.close()
+            node_file.release()
+
+    engine_loop.run(main())
+    assert leftovers() <= before

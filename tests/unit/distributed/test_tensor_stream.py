@@ -1,0 +1,102 @@
+"""Tensors that one member sends are bit by bit what the others receive, over gloo and several processes."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.distributed import tensor_stream
+from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
+from nemo_rl.errors import WorkerError
+
+DEADLINE_S = 120.0
+
+
+def tensors(seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("a.weight", torch.randn(5, 7, generator=generator)),
+        ("b.weight", torch.randn(3, 4, 2, generator=generator).to(torch.bfloat16)),
+        ("transposed", torch.randn(6, 3, generator=generator).T),
+        ("scalar", torch.tensor(2.5 + seed, dtype=torch.float64)),
+        ("empty", torch.empty(0, 4)),
+        ("flags", torch.tensor([True, False, True])),
+        ("large", torch.randn(300, 300, generator=generator)),
+    ]
+
+
+def join(port: int, *, size: int, is_sender: bool, group: int = 0) -> TensorStream:
+    return TensorStream(
+        "127.0.0.1",
+        port,
+        group=group,
+        size=size,
+        backend="gloo",
+        timeout_s=DEADLINE_S,
+        device=torch.device("cpu"),
+        is_sender=is_sender,
+    )
+
+
+def receive_twice(port: int) -> None:
+    stream = join(port, size=3, is_sender=False)
+    for seed in (1, 2):
+        received = list(stream.receive())
+        assert [name for name, _ in received] == [name for name, _ in tensors(seed)]
+        for (_, got), (_, sent) in zip(received, tensors(seed), strict=True):
+            assert got.dtype == sent.dtype
+            assert torch.equal(got, sent)
+    with pytest.raises(WorkerError, match="the sender of a tensor stream failed"):
+        list(stream.receive())
+    later = dict(join(port, size=3, is_sender=False, group=1).receive())  # another group of the same members
+    assert later["scalar"] == 5.5
+
+
+def reporting(function: Callable[..., None], results: Any, *args: Any) -> None:
+    try:
+        function(*args)
+        results.put("")
+    except BaseException:
+        results.put(traceback.format_exc())
+
+
+def failing() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.ones(2)
+    raise KeyError("no such weight")
+
+
+def test_all_members_receive_what_is_sent_and_learn_of_a_failure(monkeypatch):
+    monkeypatch.setattr(tensor_stream, "CHUNK_BYTES", 100)  # several chunks, of one tensor and of more
+    context = multiprocessing.get_context("spawn")
+    meeting, results = MeetingPoint("127.0.0.1"), context.Queue()
+    members = [context.Process(target=reporting, args=(receive_twice, results, meeting.port)) for _ in range(2)]
+    for member in members:
+        member.start()
+    stream = join(meeting.port, size=3, is_sender=True)
+    stream.send(tensors(1))
+    stream.send(iter(tensors(2)))
+    with pytest.raises(KeyError, match="no such weight"):
+        stream.send(failing())
+    join(meeting.port, size=3, is_sender=True, group=1).send(tensors(3))
+    outcomes = [results.get(timeout=DEADLINE_S) for _ in members]
+    for member in members:
+        member.join(DEADLINE_S)
+    assert outcomes == ["", ""], outcomes
+
+
+def test_members_that_do_not_meet_are_an_error():
+    meeting = MeetingPoint("127.0.0.1")
+    with pytest.raises(WorkerError, match="did not meet"):
+        TensorStream(
+            "127.0.0.1",
+            meeting.port,
+            group=0,
+            size=2,
+            backend="gloo",
+            timeout_s=0.5,
+            device=torch.device("cpu"),
+            is_sender=True,
+        )
