@@ -1,0 +1,17 @@
+"""Train with GRPO on environments of NeMo Gym. The same as examples/run_grpo.py, with another default recipe.
+
+uv run examples/nemo_gym/make_rows.py quickstart                   the rows of the quickstart
+uv run examples/nemo_gym/run_grpo_nemo_gym.py                      two environments on two CPU cores
+uv run examples/nemo_gym/run_grpo_nemo_gym.py --config examples/nemo_gym/grpo_workplace_assistant.yaml
+uv run examples/nemo_gym/run_grpo_nemo_gym.py --dry-run            resolve and validate the configuration only
+"""
+
+import sys
+from pathlib import Path
+
+from nemo_rl.build.command_line import run_command
+
+QUICKSTART = Path(__file__).parent / "quickstart.yaml"
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART))

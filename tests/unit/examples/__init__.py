@@ -1,0 +1,1 @@
+"""The files of examples/ that are more than a call of the package."""
