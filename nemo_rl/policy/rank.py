@@ -231,7 +231,7 @@ class RankPolicy:
             logprobs = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0)
             if len(rows) > 0:
                 result[rows, : logprobs.shape[1]] = logprobs.cpu()
-        return self.layout.summed(result)
+        return self.layout.summed(result if self.layout.speaks_for_its_row else result.zero_())
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or self.config.dtensor_cfg.cpu_offload:

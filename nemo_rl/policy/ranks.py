@@ -26,7 +26,9 @@ class RankLayout:
     rank: int = 0  # data-parallel rank * tensor_parallel_size + tensor-parallel rank
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
-    init_method: str | None = None  # "tcp://host:port" of rank 0, or "file:///path"; None: a rank alone
+    init_method: str | None = (
+        None  # "tcp://host:port" of rank 0, or "file:///path"; None: alone, without FSDP2 if it can be
+    )
     timeout_s: float = 600.0  # deadline of joining and of each collective
 
     def __post_init__(self) -> None:
@@ -45,13 +47,13 @@ class RankLayout:
 
     @property
     def speaks_for_its_row(self) -> bool:
-        """One of the ranks that hold the same samples: what it tells the others is counted once."""
+        """One of the ranks that hold the same samples: what is summed over all ranks is counted once."""
         return self.rank % self.tensor_parallel_size == 0
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over data-parallel ranks of a tensor on the CPU, in place; the same on every rank."""
+        """The sum over all ranks of a tensor on the CPU, in place; the same on every rank."""
         if self.world_size > 1:
-            dist.all_reduce(tensor if self.speaks_for_its_row else tensor.zero_())
+            dist.all_reduce(tensor)
         return tensor
 
     def gathered(self, value: ValueT) -> list[ValueT]:
@@ -84,8 +86,8 @@ def join(layout: RankLayout, device: torch.device) -> None:
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=layout.init_method,
-            store=dist.HashStore() if layout.init_method is None else None,
+            init_method=layout.init_method if layout.world_size > 1 else None,
+            store=dist.HashStore() if layout.world_size == 1 else None,
             rank=layout.rank,
             world_size=layout.world_size,
             timeout=timedelta(seconds=layout.timeout_s),

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.errors import CheckpointError, ConfigError, one_line
 from nemo_rl.policy.hf_export import copy_weights, save_weights, weight_copies
 from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.ranks import checkpoint_group
@@ -64,7 +65,7 @@ class BackgroundSave:
         for folder, future in running:
             try:
                 future.result(timeout=WRITING_TIMEOUT_S)
-            except Exception as error:  # a writer's: OSError, safetensors', torch's of another rank
+            except (Exception, CheckpointException) as error:  # a writer's, here or on another rank
                 raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
     def close(self) -> None:
@@ -89,8 +90,9 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path) -> Non
     state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
     try:
         dcp.load(state, checkpoint_id=folder, process_group=checkpoint_group())
-    except Exception as error:  # torch wraps what any rank raised in a CheckpointException, a BaseException
-        raise CheckpointError(f"{folder} holds another optimizer: {error}") from error
+    except CheckpointException as error:  # what any rank raised
+        causes = "; ".join(sorted({one_line(failure[0]) for failure in error.failures.values()}))
+        raise CheckpointError(f"{folder} cannot be read, or is of another optimizer: {causes}") from error
     set_optimizer_state_dict(module, optimizer, state["optimizer"])
 
 

@@ -1,9 +1,11 @@
 """FSDP2 around a model: sharded float32 weights, computation in the policy's precision."""
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from nemo_rl.config.policy import Policy
 from nemo_rl.policy.hf_model import decoder_layers
@@ -38,4 +40,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor behind a shard, which all ranks ask for together; no copy where one rank holds it all."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+    if tensor.device_mesh.size() > 1:
+        placements = list(tensor.placements)
+        for dim in range(len(placements)):  # one after the other: of two at once torch warns
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
+    """How many of all ranks hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return num_ranks
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return num_ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from nemo_rl.interfaces import LossFn, Metric, Normalizer
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid, micro_batches
 from nemo_rl.policy.ranks import ALONE, RankLayout
-from nemo_rl.policy.sharding import whole
+from nemo_rl.policy.sharding import num_holders
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Trainer:
             for name, metric in self._backward(logprobs, part, normalizer, loss_fn).items():
                 metrics[name] = reduced(metric, metrics.get(name))
                 reductions[name] = metric.reduction
-        grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm)
+        grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm, self.layout)
         is_skipped = not math.isfinite(grad_norm)
         if is_skipped:
             logger.warning("gradient norm %s: the optimizer step is skipped, the weights stay as they are", grad_norm)
@@ -118,26 +118,36 @@ def over_ranks(
     return {name: combine[reductions[name]](values) for name, values in collected.items()}, reductions
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
-    """The gradients' norm over all ranks before they are scaled to at most `max_norm`; None: measured only.
-
-    Tensors of one mesh go together: with tensor parallelism some lie on both of its dimensions and some on one.
-    """
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
-    norms = [whole(torch.nn.utils.get_total_norm([_gradient(p) for p in part])) for part in by_mesh.values()]
-    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None, layout: RankLayout = ALONE) -> float:
+    """The gradients' norm over all ranks before they are scaled to at most `max_norm`; None: measured only."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = _total_norm(with_gradient, layout)
     if max_norm is not None:
-        for part in by_mesh.values():
+        for part in _by_mesh(with_gradient):
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return float(norm)
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _total_norm(parameters: list[nn.Parameter], layout: RankLayout) -> torch.Tensor:
+    """The norm of all gradients; among ranks in one sum, which each of them gets alike."""
+    local: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for p in parameters:
+        assert p.grad is not None
+        gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        local[num_holders(p, layout.world_size)].append(gradient)
+    norms = {holders: torch.nn.utils.get_total_norm(gradients) for holders, gradients in local.items()}
+    if layout.world_size == 1:
+        return norms.get(1, torch.zeros(()))
+    square = sum(float(norm) ** 2 / holders for holders, norm in norms.items())
+    return layout.summed(torch.tensor(square, dtype=torch.float64)).sqrt().float()
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> Collection[list[nn.Parameter]]:
+    """With tensor parallelism some lie on both dimensions of the mesh and some on one; torch scales them apart."""
+    parts: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        parts[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+    return parts.values()
 
 
 def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""What every training backend promises (`interfaces.Policy`), against plain Hugging Face models."""
+"""What every training backend promises, on every layout of ranks, against plain Hugging Face models."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,19 @@ from nemo_rl.config.policy import Policy as PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import Normalizer, Policy
 from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.ranks import ALONE, RankLayout
+from tests.contracts.policies import SETTINGS, SGD, Call, clones, first_name, make_policy, play, raising
+from tests.contracts.rank_pool import Mesh, RankPool
 from tests.unit.policy.tiny import MODELS, Exploding, WeightedNLL, make_batch, plain_logprobs, saved_model
 
-ResultT = TypeVar("ResultT")
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
+UNEVEN = [9, 5, 12, 3, 7, 12, 2]
+FSDP2_ALONE = RankLayout(init_method="file:///nowhere")  # a group of one has nobody to find
+
+MULTIPLE = {"2 ranks": Mesh(2), "4 ranks": Mesh(4), "tp 2": Mesh(1, 2), "2 x tp 2": Mesh(2, 2)}
+LAYOUTS = ("plain", "fsdp2 alone", *MULTIPLE)
+SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads
+EACH = [(layout, model) for layout in LAYOUTS for model in (MODELS if layout == "plain" else SPLIT_MODELS)]
 
 
 @pytest.fixture(scope="module")
@@ -29,266 +38,329 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: saved_model(name, folder) for name in MODELS}
 
 
-def make_policy(path: Path, *, optimizer_steps: int = 1, temperature: float = 1.0, **config: Any) -> FSDP2Policy:
-    settings: dict[str, Any] = {
-        "model_name": str(path),
-        "precision": "float32",
-        "device": "cpu",
-        "train_global_batch_size": len(LENGTHS) // optimizer_steps,
-        "train_micro_batch_size": 3,
-        "logprob_chunk_size": 4,
-        "max_grad_norm": None,
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}},
-    }
-    needs_reference = config.pop("needs_reference", False)
-    tokenizer = config.pop("tokenizer", None)
-    return FSDP2Policy(
-        PolicyConfig.model_validate({**settings, **config}),
-        model_path=str(path),
-        temperature=temperature,
-        needs_reference=needs_reference,
-        num_samples_per_step=len(LENGTHS),
-        seed=0,
-        tokenizer=tokenizer,
-    )
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    running = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield running
+    running.close()
 
 
-def using(policy: FSDP2Policy, use: Callable[[FSDP2Policy], Awaitable[ResultT]]) -> ResultT:
-    """Run `use` and close the policy."""
+class Layouts:
+    """Runs calls of a policy on a layout of ranks."""
 
-    async def main() -> ResultT:
-        try:
-            return await use(policy)
-        finally:
-            await policy.close()
+    def __init__(self, pool: RankPool, models: dict[str, Path]) -> None:
+        self._pool = pool
+        self._models = models
+        self._kept: dict[Any, list[Any]] = {}
 
-    return asyncio.run(main())
+    def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
+        """What each call returns on the first rank; metrics and log-probs are the same on all of them."""
+        arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}
+        if layout not in MULTIPLE:
+            return play(ALONE if layout == "plain" else FSDP2_ALONE, **arguments)
+        first, *others = self._pool.run(MULTIPLE[layout], play, **arguments)
+        for result in others:
+            for (name, *_), value, expected in zip(calls, result, first, strict=True):
+                assert value is None if name == "with_weights" else same(value, expected), name
+        return first
+
+    def learnt(self, layout: str, model: str) -> list[Any]:
+        """Log-probs, weights and metrics around one step with SGD, whose learning rate is 1; made once."""
+        if (layout, model) not in self._kept:
+            batch = make_batch(UNEVEN)
+            config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, "train_micro_batch_size": 2}
+            reading = [("logprobs", batch), ("reference_logprobs", batch), ("with_weights", clones)]
+            self._kept[layout, model] = self(
+                layout, model, *reading, ("train_step", batch, WeightedNLL()), *reading, **config
+            )
+        return self._kept[layout, model]
 
 
-async def weights_of(policy: FSDP2Policy) -> dict[str, torch.Tensor]:
-    return await policy.with_weights(lambda pairs: {name: tensor.clone() for name, tensor in pairs})
+@pytest.fixture(scope="module")
+def run(pool: RankPool, models: dict[str, Path]) -> Layouts:
+    return Layouts(pool, models)
 
 
-def trained(path: Path, batch: TensorDict, num_steps: int = 1, **config: Any) -> tuple[list[dict[str, float]], dict]:
-    """Metrics of each training step, and the weights after them."""
+def same(value: Any, expected: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, expected)
+    return repr(value) == repr(expected)  # also of metrics that are not a number
 
-    async def use(policy: FSDP2Policy) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        metrics = [await policy.train_step(batch, WeightedNLL()) for _ in range(num_steps)]
-        return metrics, await weights_of(policy)
 
-    return using(make_policy(path, **config), use)
+def assert_near(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=atol)
+
+
+def assert_same_metrics(metrics: dict[str, float], expected: dict[str, float]) -> None:
+    for name in metrics.keys() - {"num_micro_batches"}:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
 
 
 def plain(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_those_of_the_plain_model(name: str, models: dict[str, Path]) -> None:
-    batch = make_batch(LENGTHS)
-    logprobs = using(make_policy(models[name], temperature=0.7), lambda p: p.logprobs(batch))
+@pytest.mark.parametrize(("layout", "name"), EACH)
+def test_logprobs_are_those_of_the_plain_model(layout: str, name: str, run: Layouts, models: dict[str, Path]) -> None:
+    logprobs = run.learnt(layout, name)[0]
     with torch.no_grad():
-        expected = plain_logprobs(plain(models[name]), batch, temperature=0.7)
+        expected = plain_logprobs(plain(models[name]), make_batch(UNEVEN), temperature=0.7)
     assert logprobs.dtype == torch.float32
     assert expected.min() < -1
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_plain_model(name: str, models: dict[str, Path]) -> None:
-    """One step of SGD with learning rate 1 moves every weight by its gradient."""
-    batch = make_batch(LENGTHS)
-    sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
-    metrics, after = trained(models[name], batch, optimizer=sgd)
-    model = plain(models[name])
-    loss = -(batch["advantages"] * plain_logprobs(model, batch)).sum() / batch["token_mask"].sum()
+@pytest.mark.parametrize(("layout", "name"), EACH)
+def test_gradients_are_those_of_the_plain_model(layout: str, name: str, run: Layouts, models: dict[str, Path]) -> None:
+    _, _, _, metrics, logprobs_after, _, after = run.learnt(layout, name)
+    batch, model = make_batch(UNEVEN), plain(models[name])
+    loss = -(batch["advantages"] * plain_logprobs(model, batch, temperature=0.7)).sum() / batch["token_mask"].sum()
     loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters()}
     before = dict(model.named_parameters())
+    gradients = {n: p.grad for n, p in before.items()}
     assert after.keys() >= gradients.keys()
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(before[parameter] - after[parameter], gradient, rtol=1e-4, atol=1e-5)
     norm = torch.stack([g.norm() for g in gradients.values() if g is not None]).norm()
-    assert metrics[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert metrics[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["global_valid_toks"] == float(batch["token_mask"].sum())
+    assert metrics["global_valid_seqs"] == len(UNEVEN)
+    with torch.no_grad():
+        for parameter, weight in before.items():
+            weight.copy_(after[parameter])
+        expected = plain_logprobs(model, batch, temperature=0.7)
+    torch.testing.assert_close(logprobs_after, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"train_micro_batch_size": 1},
-        {"train_micro_batch_size": 8, "logprob_chunk_size": None},
-        {"dtensor_cfg": {"activation_checkpointing": True}},
-    ],
-    ids=["one by one", "all at once", "recomputed"],
-)
-def test_result_does_not_depend_on_how_it_is_computed(config: dict[str, Any], models: dict[str, Path]) -> None:
-    batch = make_batch(LENGTHS)
-    expected_metrics, expected = trained(models["qwen2"], batch, num_steps=2)
-    metrics, weights = trained(models["qwen2"], batch, num_steps=2, **config)
+@pytest.mark.parametrize(("layout", "name"), EACH)
+def test_reference_keeps_the_first_weights(layout: str, name: str, run: Layouts) -> None:
+    first, reference, _, _, after, reference_after, _ = run.learnt(layout, name)
+    torch.testing.assert_close(reference, first, rtol=0, atol=1e-6)
+    assert torch.equal(reference_after, reference)
+    assert not torch.allclose(after, reference_after, atol=1e-2)
+
+
+@pytest.mark.parametrize(("layout", "name"), EACH)
+def test_weights_are_the_checkpoints_with_tied_ones_once(
+    layout: str, name: str, run: Layouts, models: dict[str, Path]
+) -> None:
+    weights = run.learnt(layout, name)[2]
+    expected = dict(plain(models[name]).named_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[n], expected[n]) for n in expected)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one by one": {"train_micro_batch_size": 1},
+    "all at once": {"train_micro_batch_size": 8, "logprob_chunk_size": None},
+    "recomputed": {"dtensor_cfg": {"activation_checkpointing": True}},
+    "offloaded": {"dtensor_cfg": {"cpu_offload": True}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
+    calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("with_weights", clones)]
+    momentum = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
+    *expected_metrics, expected = run("plain", "qwen2", *calls, optimizer=momentum)
+    *metrics, weights = run(layout, "qwen2", *calls, optimizer=momentum, **VARIANTS[variant])
     for got, want in zip(metrics, expected_metrics, strict=True):
-        for name in got.keys() - {"num_micro_batches"}:
-            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+        assert_same_metrics(got, want)
+    assert_near(weights, expected)
 
 
-def test_optimizer_steps_follow_each_other_along_groups(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_ranks_without_a_sample_keep_up(num_samples: int, layout: str, run: Layouts) -> None:
+    batch = make_batch(LENGTHS[:num_samples])
+    config: dict[str, Any] = {"optimizer": SGD, "num_samples": num_samples, "train_micro_batch_size": 1}
+    calls = [("logprobs", batch), ("train_step", batch, WeightedNLL()), ("with_weights", clones)]
+    expected_logprobs, expected_metrics, expected = run("plain", "qwen2", *calls, **config)
+    logprobs, metrics, weights = run(layout, "qwen2", *calls, **config)
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
+    assert_same_metrics(metrics, expected_metrics)
+    assert_near(weights, expected)
+
+
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2"])
+def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layouts) -> None:
     """Two steps of one batch are the two steps of its halves."""
     batch = make_batch(LENGTHS)
-    metrics, weights = trained(models["llama"], batch, optimizer_steps=2)
+    config: dict[str, Any] = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}}
+    metrics, weights = run(
+        layout, "llama", ("train_step", batch, WeightedNLL()), ("with_weights", clones), optimizer_steps=2, **config
+    )
+    halves = [("train_step", half, WeightedNLL()) for half in batch.split(4)]
+    *of_halves, expected = run("plain", "llama", *halves, ("with_weights", clones), **config)
+    num_micro_batches = {"plain": 2, "2 ranks": 2, "2 x tp 2": 2}  # 3 + 1 samples, or 2 + 2 on two ranks
+    assert metrics["num_optimizer_steps"] == 2
+    assert metrics["num_micro_batches"] == num_micro_batches[layout]
+    assert metrics["loss"] == pytest.approx(sum(m["loss"] for m in of_halves) / 2, abs=1e-6)
+    assert metrics["global_valid_toks"] == float(batch["token_mask"].sum())
+    assert metrics["global_valid_seqs"] == 8
+    assert_near(weights, expected)
 
-    async def halves(policy: FSDP2Policy) -> tuple[list[float], dict[str, torch.Tensor]]:
-        losses = [(await policy.train_step(half, WeightedNLL()))["loss"] for half in batch.split(4)]
-        return losses, await weights_of(policy)
 
-    losses, expected = using(make_policy(models["llama"]), halves)
-    assert metrics[0]["num_optimizer_steps"] == 2
-    assert metrics[0]["num_micro_batches"] == 2  # the mean: each half has 3 + 1 samples
-    assert metrics[0]["loss"] == pytest.approx(sum(losses) / 2, abs=1e-6)
-    assert metrics[0]["global_valid_toks"] == float(batch["token_mask"].sum())
-    assert metrics[0]["global_valid_seqs"] == 8
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
-
-
-def test_gradient_is_clipped_and_its_norm_reported_before(models: dict[str, Path]) -> None:
-    batch = make_batch(LENGTHS)
-    sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
-    metrics, after = trained(models["llama"], batch, optimizer=sgd, max_grad_norm=0.01)
-    before = dict(plain(models["llama"]).named_parameters())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layouts, models: dict[str, Path]) -> None:
+    calls = [("train_step", make_batch(LENGTHS), WeightedNLL()), ("with_weights", clones)]
+    metrics, after = run(layout, "qwen3", *calls, optimizer=SGD, max_grad_norm=0.01)
+    before = dict(plain(models["qwen3"]).named_parameters())
     moved = torch.stack([(before[n] - after[n]).norm() for n in before]).norm()
-    assert metrics[0]["grad_norm"] > 0.1
+    assert metrics["grad_norm"] > 0.1
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_non_finite_gradient_leaves_the_weights_as_they_are(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("layout", ["plain", "2 x tp 2"])
+def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS)
     schedule = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
-
-    async def use(policy: FSDP2Policy) -> None:
-        before = await weights_of(policy)
-        metrics = await policy.train_step(batch, Exploding())
-        after = await weights_of(policy)
-        assert metrics["num_skipped_steps"] == 1
-        assert metrics["num_optimizer_steps"] == 0
-        assert all(torch.equal(after[name], before[name]) for name in before)
-        assert (await policy.train_step(batch, WeightedNLL()))["lr"] == 1e-2  # the schedule has not moved
-        assert (await policy.train_step(batch, WeightedNLL()))["lr"] == 5e-3
-
-    using(make_policy(models["llama"], scheduler=schedule), use)
+    steps = [("train_step", batch, loss()) for loss in (Exploding, WeightedNLL, WeightedNLL)]
+    weights = ("with_weights", clones)
+    before, metrics, after, second, third = run(
+        layout, "llama", weights, steps[0], weights, *steps[1:], scheduler=schedule
+    )
+    assert metrics["num_skipped_steps"] == 1
+    assert metrics["num_optimizer_steps"] == 0
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert second["lr"] == 1e-2  # the schedule has not moved
+    assert third["lr"] == 5e-3
 
 
-def test_batch_without_a_valid_token_is_skipped(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("layout", ["plain", "2 ranks"])
+def test_batch_without_a_valid_token_is_skipped(layout: str, run: Layouts, models: dict[str, Path]) -> None:
     batch = make_batch(LENGTHS)
     batch["sample_mask"] = torch.zeros(len(LENGTHS))
-    metrics, after = trained(models["llama"], batch)
-    assert (metrics[0]["num_skipped_steps"], metrics[0]["loss"]) == (1, 0)
+    metrics, after = run(layout, "llama", ("train_step", batch, WeightedNLL()), ("with_weights", clones))
+    assert (metrics["num_skipped_steps"], metrics["loss"]) == (1, 0)
     assert all(torch.equal(after[n], p) for n, p in plain(models["llama"]).named_parameters())
 
 
-def test_loss_that_reads_a_missing_key_is_refused(models: dict[str, Path]) -> None:
-    batch = make_batch(LENGTHS).exclude("advantages")
+def test_loss_that_reads_a_missing_key_is_refused(run: Layouts) -> None:
     with pytest.raises(PolicyError, match="advantages"):
-        using(make_policy(models["llama"]), lambda p: p.train_step(batch, WeightedNLL()))
+        run("plain", "llama", ("train_step", make_batch(LENGTHS).exclude("advantages"), WeightedNLL()))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_reference_keeps_the_first_weights(precision: str, models: dict[str, Path]) -> None:
-    batch = make_batch(LENGTHS)
-
-    async def use(policy: FSDP2Policy) -> None:
-        first = await policy.logprobs(batch)
-        await policy.train_step(batch, WeightedNLL())
-        reference = await policy.reference_logprobs(batch)
-        assert torch.equal(reference, first)
-        assert not torch.allclose(await policy.logprobs(batch), reference, atol=1e-2)
-
-    using(make_policy(models["qwen2"], needs_reference=True, precision=precision), use)
-
-
-def test_reference_that_was_not_asked_for_is_refused(models: dict[str, Path]) -> None:
+def test_reference_that_was_not_asked_for_is_refused(run: Layouts) -> None:
     with pytest.raises(PolicyError, match="without a reference"):
-        using(make_policy(models["qwen2"]), lambda p: p.reference_logprobs(make_batch(LENGTHS)))
+        run("plain", "qwen2", ("reference_logprobs", make_batch(LENGTHS)))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_bfloat16_is_near_float32_and_keeps_float32_weights(name: str, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "name"), [("plain", "qwen2"), ("plain", "gemma2"), *[(layout, "qwen3") for layout in MULTIPLE]]
+)
+def test_bfloat16_is_near_float32_and_keeps_float32_weights(layout: str, name: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS)
-    sgd = {"name": "torch.optim.SGD", "kwargs": {"lr": 1e-4}}  # steps that bfloat16 weights would lose
-
-    async def use(policy: FSDP2Policy) -> tuple[torch.Tensor, dict[str, float], set[torch.dtype]]:
-        logprobs = await policy.logprobs(batch)
-        metrics = await policy.train_step(batch, WeightedNLL())
-        return logprobs, metrics, {w.dtype for w in (await weights_of(policy)).values()}
-
-    exact, exact_metrics, _ = using(make_policy(models[name], optimizer=sgd), use)
-    policy = make_policy(models[name], optimizer=sgd, precision="bfloat16")
-    logprobs, metrics, dtypes = using(policy, use)
+    config: dict[str, Any] = {
+        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 1e-4}},  # steps that bfloat16 weights would lose
+        "needs_reference": True,
+    }
+    calls = [
+        ("logprobs", batch),
+        ("reference_logprobs", batch),
+        ("train_step", batch, WeightedNLL()),
+        ("with_weights", clones),
+        ("parameter_types",),
+    ]
+    exact, _, exact_metrics, _, _ = run("plain", name, *calls, **config)
+    logprobs, reference, metrics, weights, types = run(layout, name, *calls, precision="bfloat16", **config)
     assert logprobs.dtype == torch.float32
     assert 0 < (logprobs - exact).abs().max() < 0.3
+    assert (logprobs - reference).abs().max() < 0.1
     assert metrics["loss"] == pytest.approx(exact_metrics["loss"], abs=0.05)
     assert metrics["grad_norm"] == pytest.approx(exact_metrics["grad_norm"], rel=0.05)
-    assert dtypes == {torch.bfloat16}
-    assert {p.dtype for p in policy._rank.module.parameters()} == {torch.float32}
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert types == {torch.float32}
 
 
-def test_weights_have_the_names_of_the_checkpoint_with_tied_ones_once(models: dict[str, Path]) -> None:
-    for name, has_head in (("qwen2", False), ("llama", True)):
-        weights = using(make_policy(models[name]), weights_of)
-        expected = dict(plain(models[name]).named_parameters())
-        assert weights.keys() == expected.keys()
-        assert ("lm_head.weight" in weights) is has_head
-        assert all(torch.equal(weights[n], expected[n]) for n in expected)
+def test_float32_weights_alone_are_not_copied(models: dict[str, Path]) -> None:
+    policy = make_policy(ALONE, models["qwen2"])
+    own = {p.data_ptr() for p in policy.module.parameters()}
+    assert own == policy.with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
+    policy.close()
 
 
-def test_float32_weights_are_not_copied(models: dict[str, Path]) -> None:
-    async def use(policy: FSDP2Policy) -> bool:
-        own = {p.data_ptr() for p in policy._rank.module.parameters()}
-        return own == await policy.with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2"])
+def test_reader_of_weights_may_stop_early_or_raise(layout: str, run: Layouts) -> None:
+    """The other ranks are not left in a gather that the first has given up."""
+    calls = [("with_weights", first_name), ("with_weights", raising), ("logprobs", make_batch(LENGTHS))]
+    name, error, logprobs = run(layout, "qwen2", *calls)
+    assert name == "model.embed_tokens.weight"
+    assert error == "KeyError('the reader')"
+    assert len(logprobs) == len(LENGTHS)
 
-    assert using(make_policy(models["qwen2"]), use)
 
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_training_goes_on_exactly_after_loading(precision: str, models: dict[str, Path], tmp_path: Path) -> None:
-    batches = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
+@pytest.mark.parametrize(("layout", "precision"), [*[(layout, "float32") for layout in LAYOUTS], ("plain", "bfloat16")])
+def test_training_goes_on_exactly_after_loading(layout: str, precision: str, run: Layouts, tmp_path: Path) -> None:
+    """And the save holds what the policy was when it began, whatever was trained while it was written."""
+    steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(4)]
     linear = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}}
-    settings: dict[str, Any] = {
+    config: dict[str, Any] = {
         "precision": precision,
         "optimizer_steps": 2,
         "scheduler": [linear, {"name": "torch.optim.lr_scheduler.ConstantLR"}, {"milestones": [3]}],
     }
-
-    async def first(policy: FSDP2Policy) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        for batch in batches[:2]:
-            await policy.train_step(batch, WeightedNLL())
-        await policy.save(tmp_path, save_optimizer=True)
-        return [await policy.train_step(b, WeightedNLL()) for b in batches[2:]], await weights_of(policy)
-
-    async def second(policy: FSDP2Policy) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        await policy.load(tmp_path)
-        return [await policy.train_step(b, WeightedNLL()) for b in batches[2:]], await weights_of(policy)
-
-    metrics, weights = using(make_policy(models["qwen2"], **settings), first)
-    resumed_metrics, resumed = using(make_policy(models["qwen2"], **settings), second)
+    save = ("save", tmp_path, {"save_optimizer": True})
+    last = [*steps[2:], ("with_weights", clones)]
+    *metrics, weights = run(layout, "qwen2", *steps[:2], save, *last, **config)[3:]
+    *resumed_metrics, resumed = run(layout, "qwen2", ("load", tmp_path), *last, **config)[1:]
     assert [m["lr"] for m in metrics] == pytest.approx([7e-3, 1e-2 / 3])
     assert resumed_metrics == metrics
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_saved_folder_is_a_hugging_face_model(precision: str, models: dict[str, Path], tmp_path: Path) -> None:
-    batch = make_batch(LENGTHS)
+MOVES = [
+    *[("plain", layout) for layout in LAYOUTS[1:]],
+    *[(layout, "plain") for layout in LAYOUTS[1:]],
+    ("2 ranks", "4 ranks"),
+    ("4 ranks", "tp 2"),
+    ("tp 2", "2 x tp 2"),
+    ("2 x tp 2", "2 ranks"),
+]
 
-    async def use(policy: FSDP2Policy) -> dict[str, torch.Tensor]:
-        await policy.train_step(batch, WeightedNLL())
-        await policy.save(tmp_path, save_optimizer=False)
-        return await weights_of(policy)
 
+@pytest.fixture(scope="module")
+def checkpoints(run: Layouts, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`checkpoints(layout)`: a folder saved there after a step, and metrics and weights of the step after it."""
+    kept: dict[str, tuple[Path, dict[str, float], dict[str, torch.Tensor]]] = {}
+
+    def saved(layout: str) -> tuple[Path, dict[str, float], dict[str, torch.Tensor]]:
+        if layout not in kept:
+            path = tmp_path_factory.mktemp("saved")
+            steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(2)]
+            save = ("save", path, {"save_optimizer": True})
+            _, _, metrics, weights = run(layout, "qwen3", steps[0], save, steps[1], ("with_weights", clones))
+            kept[layout] = (path, metrics, weights)
+        return kept[layout]
+
+    return saved
+
+
+@pytest.mark.parametrize(("written_on", "read_on"), MOVES)
+def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: Layouts, checkpoints: Any) -> None:
+    path, expected_metrics, expected = checkpoints(written_on)
+    calls = [("load", path), ("train_step", make_batch(LENGTHS, seed=1), WeightedNLL()), ("with_weights", clones)]
+    _, metrics, weights = run(read_on, "qwen3", *calls)
+    assert_same_metrics(metrics, expected_metrics)
+    assert_near(weights, expected, atol=1e-4)  # AdamW divides by what may be near 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("plain", "float32"), ("plain", "bfloat16"), ("2 x tp 2", "float32")]
+)
+def test_saved_folder_is_a_hugging_face_model(layout: str, precision: str, run: Layouts, tmp_path: Path) -> None:
     words = WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]")
-    weights = using(make_policy(models["qwen2"], precision=precision, tokenizer=tokenizer), use)
+    calls = [
+        ("train_step", make_batch(LENGTHS), WeightedNLL()),
+        ("save", tmp_path, {"save_optimizer": False}),
+        ("with_weights", clones),
+    ]
+    weights = run(layout, "qwen2", *calls, precision=precision, tokenizer=tokenizer)[2]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
     config = json.loads((tmp_path / "weights" / "config.json").read_text())
     for folder in ("weights", "tokenizer"):
@@ -300,43 +372,81 @@ def test_saved_folder_is_a_hugging_face_model(precision: str, models: dict[str, 
     assert all(torch.equal(p, weights[n]) for n, p in loaded.named_parameters())
 
 
-def test_loading_without_optimizer_or_without_anything(models: dict[str, Path], tmp_path: Path) -> None:
-    async def use(policy: FSDP2Policy) -> None:
-        await policy.save(tmp_path / "weights only", save_optimizer=False)
-        await policy.load(tmp_path / "weights only")
-        with pytest.raises(CheckpointError, match="nothing"):
-            await policy.load(tmp_path / "nothing")
-
-    using(make_policy(models["llama"]), use)
+def test_loading_without_optimizer_or_without_anything(run: Layouts, tmp_path: Path) -> None:
+    run("plain", "llama", ("save", tmp_path / "weights", {"save_optimizer": False}), ("load", tmp_path / "weights"))
+    with pytest.raises(CheckpointError, match="nothing"):
+        run("plain", "llama", ("load", tmp_path / "nothing"))
 
 
-def test_checkpoint_of_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    using(make_policy(models["llama"]), lambda p: p.save(tmp_path, save_optimizer=False))
+def test_checkpoint_of_another_model_is_refused(run: Layouts, tmp_path: Path) -> None:
+    run("plain", "llama", ("save", tmp_path, {"save_optimizer": False}))
     with pytest.raises(CheckpointError, match="another model"):
-        using(make_policy(models["gpt2"]), lambda p: p.load(tmp_path))
+        run("plain", "gpt2", ("load", tmp_path))
+
+
+def test_state_of_another_optimizer_is_refused(run: Layouts, tmp_path: Path) -> None:
+    run("plain", "llama", ("save", tmp_path, {"save_optimizer": True}), optimizer=SGD)
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        run("plain", "llama", ("load", tmp_path))
+
+
+def test_save_that_cannot_be_written_is_an_error(run: Layouts, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        run("plain", "llama", ("save", tmp_path, {"save_optimizer": False}), ("finish_save",))
 
 
 def test_model_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name"):
-        make_policy(tmp_path / "none")
+        make_policy(ALONE, tmp_path / "none")
 
 
-def test_offload_and_onload_change_nothing_on_a_cpu(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("layout", ["plain", "2 ranks"])
+def test_offload_and_onload_change_nothing_on_a_cpu(layout: str, run: Layouts) -> None:
+    reading = ("logprobs", make_batch(LENGTHS))
+    before, _, _, after = run(layout, "llama", reading, ("offload",), ("onload",), reading)
+    assert torch.equal(before, after)
+
+
+def on_a_thread(path: Path, **config: Any) -> FSDP2Policy:
+    settings = {"model_name": str(path), "train_global_batch_size": 8, **SETTINGS, **config}
+    return FSDP2Policy(
+        PolicyConfig.model_validate(settings),
+        model_path=str(path),
+        temperature=1.0,
+        needs_reference=True,
+        num_samples_per_step=8,
+        seed=0,
+    )
+
+
+def test_policy_on_a_thread_gives_what_its_rank_gives(run: Layouts, models: dict[str, Path], tmp_path: Path) -> None:
     batch = make_batch(LENGTHS)
+    step = ("train_step", batch, WeightedNLL())
+    expected = run("plain", "qwen2", ("logprobs", batch), step, ("with_weights", clones))
 
-    async def use(policy: Policy) -> bool:
-        before = await policy.logprobs(batch)
+    async def use(policy: Policy) -> list[Any]:
+        results = [await policy.reference_logprobs(batch), await policy.train_step(batch, WeightedNLL())]
+        await policy.save(tmp_path, save_optimizer=True)
+        assert (tmp_path / "optimizer" / ".metadata").exists()
+        await policy.train_step(batch, WeightedNLL())
         await policy.offload()
         await policy.onload()
-        return torch.equal(before, await policy.logprobs(batch))
+        await policy.load(tmp_path)
+        results.append(await policy.with_weights(clones))
+        await policy.close()
+        return results
 
-    assert using(make_policy(models["llama"]), use)
+    logprobs, metrics, weights = asyncio.run(use(on_a_thread(models["qwen2"])))
+    assert torch.equal(logprobs, expected[0])
+    assert metrics == expected[1]
+    assert all(torch.equal(weights[name], weight) for name, weight in expected[2].items())
 
 
 def test_event_loop_goes_on_during_a_training_step(models: dict[str, Path]) -> None:
     """The loss waits, on the policy's thread, for something that only the event loop can do."""
 
-    async def use(policy: FSDP2Policy) -> float:
+    async def main() -> float:
         loop = asyncio.get_running_loop()
 
         class Waiting(WeightedNLL):
@@ -344,6 +454,9 @@ def test_event_loop_goes_on_during_a_training_step(models: dict[str, Path]) -> N
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=120)
                 return super().__call__(logprobs, batch, normalizer)
 
-        return (await policy.train_step(make_batch(LENGTHS), Waiting()))["num_optimizer_steps"]
+        policy = on_a_thread(models["llama"])
+        metrics = await policy.train_step(make_batch(LENGTHS), Waiting())
+        await policy.close()
+        return metrics["num_optimizer_steps"]
 
-    assert using(make_policy(models["llama"]), use) == 1
+    assert asyncio.run(main()) == 1

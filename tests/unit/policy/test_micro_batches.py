@@ -1,8 +1,10 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.policy.micro_batches import count_valid, expected_optimizer_steps, micro_batches, split_optimizer_steps
+from nemo_rl.policy.ranks import RankLayout
 from tests.unit.policy.tiny import make_batch
 
 
@@ -61,3 +63,24 @@ def test_samples_of_one_trajectory_count_once() -> None:
     batch["sample_mask"] = torch.tensor([0.0, 1.0, 1.0, 0.0])
     assert count_valid(batch, torch.arange(4)).num_valid_trajectories == 2
     assert count_valid(batch, torch.tensor([2, 3])).num_valid_trajectories == 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [
+        (1, [[[2, 0], [4, 1], [3]]]),
+        (2, [[[2, 4], [3]], [[0, 1], []]]),
+        (4, [[[2, 3]], [[0]], [[4]], [[1]]]),
+    ],
+)
+def test_ranks_get_as_many_parts_of_like_length(num_ranks: int, expected: list[list[list[int]]]) -> None:
+    """Lengths 9, 5, 12, 3, 7: longest first these are rows 2, 0, 4, 1, 3."""
+    batch = make_batch([9, 5, 12, 3, 7])
+    for rank in range(num_ranks):
+        layout = RankLayout(rank, num_ranks, init_method="file:///nowhere")
+        parts = list(micro_batches(batch, torch.arange(5), 2, layout))
+        assert [rows.tolist() for rows, _ in parts] == expected[rank]
+        for rows, part in parts:
+            if len(rows) == 0:
+                assert part["token_ids"].shape == (1, 2)
+                assert part["token_mask"].sum() == 0

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_rl.interfaces import Metric, Normalizer
-from nemo_rl.policy.training import OptimizerStep, clip_grad_norm, over_optimizer_steps, reduced
+from nemo_rl.policy.training import OptimizerStep, Reduction, clip_grad_norm, over_optimizer_steps, over_ranks, reduced
 
 
 def test_metrics_of_micro_batches_are_reduced_as_they_say() -> None:
@@ -14,8 +14,17 @@ def test_metrics_of_micro_batches_are_reduced_as_they_say() -> None:
     assert reduced(Metric(one, "max"), two) == 2
 
 
+def test_metrics_of_ranks_are_reduced_as_they_say_and_a_rank_may_have_none() -> None:
+    reductions: dict[str, Reduction] = {"loss": "sum", "low": "min", "high": "max", "samples": "count"}
+    one = {"loss": 1.0, "low": -1.0, "high": 5.0, "samples": 4.0}
+    two = {"loss": 2.0, "low": -4.0, "high": 2.0, "samples": 3.0}
+    metrics, known = over_ranks([({}, {}), (one, reductions), (two, reductions)])
+    assert metrics == {"loss": 3.0, "low": -4.0, "high": 5.0, "samples": 7.0}
+    assert known == reductions
+
+
 def test_sums_are_averaged_over_optimizer_steps_counts_and_extremes_are_not() -> None:
-    reductions = {"loss": "sum", "low": "min", "high": "max", "samples": "count"}
+    reductions: dict[str, Reduction] = {"loss": "sum", "low": "min", "high": "max", "samples": "count"}
     steps = [
         OptimizerStep(
             {"loss": 1.0, "low": -1.0, "high": 5.0, "samples": 4.0}, reductions, Normalizer(10, 2), 3.0, False

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from nemo_rl.interfaces import Metric, Normalizer
@@ -45,7 +47,11 @@ def qwen2() -> PreTrainedModel:
 
 
 def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True))
 
 
 def gemma2() -> PreTrainedModel:
@@ -69,6 +75,7 @@ def gpt2() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": qwen2,
     "llama": llama,
+    "qwen3": qwen3,
     "gemma2": gemma2,
     "cohere": cohere,
     "granite": granite,

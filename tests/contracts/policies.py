@@ -1,0 +1,93 @@
+"""Policies on any layout of ranks, and scripts of calls that run on all of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl.config.policy import Policy as PolicyConfig
+from nemo_rl.policy.rank import RankPolicy
+from nemo_rl.policy.ranks import RankLayout
+
+SETTINGS: dict[str, Any] = {
+    "precision": "float32",
+    "device": "cpu",
+    "train_micro_batch_size": 3,
+    "logprob_chunk_size": 4,
+    "max_grad_norm": None,
+    "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}},
+}
+SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}  # a step moves every weight by its gradient
+
+Call = tuple[Any, ...]  # a method's name and its arguments, the keywords last as a dict
+
+
+def make_policy(
+    layout: RankLayout,
+    path: Path,
+    *,
+    num_samples: int = 8,
+    optimizer_steps: int = 1,
+    temperature: float = 1.0,
+    needs_reference: bool = False,
+    tokenizer: Any = None,
+    **config: Any,
+) -> RankPolicy:
+    settings = {
+        "model_name": str(path),
+        "train_global_batch_size": num_samples // optimizer_steps,
+        **SETTINGS,
+        **config,
+    }
+    return RankPolicy(
+        PolicyConfig.model_validate(settings),
+        layout=layout,
+        model_path=str(path),
+        temperature=temperature,
+        needs_reference=needs_reference,
+        num_samples_per_step=num_samples,
+        seed=0,
+        tokenizer=tokenizer,
+    )
+
+
+def play(layout: RankLayout, *, path: Path, calls: Sequence[Call], config: dict[str, Any]) -> list[Any]:
+    """What each call of a policy made for them returns, on one rank."""
+    policy = make_policy(layout, path, **config)
+    try:
+        return [_called(policy, *call) for call in calls]
+    finally:
+        policy.close()
+
+
+def _called(policy: RankPolicy, name: str, *arguments: Any) -> Any:
+    if name == "parameter_types":
+        return {parameter.dtype for parameter in policy.module.parameters()}
+    if arguments and arguments[0] is raising:
+        return _error_of(policy, raising)
+    keywords = arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}
+    return getattr(policy, name)(*(arguments[:-1] if keywords else arguments), **keywords)
+
+
+def clones(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+def first_name(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A reader that stops after the first of all weights."""
+    return next(iter(weights))[0]
+
+
+def raising(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A reader that fails at the second of all weights."""
+    for index, _ in enumerate(weights):
+        if index == 1:
+            raise KeyError("the reader")
+
+
+def _error_of(policy: RankPolicy, use: Any) -> str | None:
+    try:
+        return policy.with_weights(use)
+    except KeyError as error:
+        return repr(error)

@@ -1,0 +1,113 @@
+"""Processes that are the ranks of a policy, kept for a whole test session.
+
+Importing torch and transformers takes seconds, so one process imports them and forks all ranks; each then waits for
+jobs. A job is a function of a layout, called on all of its ranks at once.
+"""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl.policy.ranks import RankLayout
+
+JOB_TIMEOUT_S = 240.0
+COLLECTIVE_TIMEOUT_S = 200.0
+
+Job = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of a layout; its processes are those of its number of ranks."""
+
+    data_parallel_size: int
+    tensor_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.tensor_parallel_size
+
+
+class RankPool:
+    """Groups of 2 and of 4 ranks, forked together and used in turn."""
+
+    def __init__(self, folder: Path, world_sizes: tuple[int, ...] = (2, 4)) -> None:
+        self._folder = folder
+        context = get_context("spawn")
+        pipes = {size: [context.Pipe() for _ in range(size)] for size in world_sizes}
+        self._connections = {size: [ours for ours, _ in pairs] for size, pairs in pipes.items()}
+        theirs = [connection for pairs in pipes.values() for _, connection in pairs]
+        self._parent = context.Process(target=_fork_ranks, args=(theirs,))
+        self._parent.start()
+        for connection in theirs:
+            connection.close()
+
+    def run(self, mesh: Mesh, job: Job, **arguments: Any) -> list[Any]:
+        """What the job returned on each rank; the first rank that raised raises here, and its group is gone."""
+        connections = self._connections[mesh.world_size]
+        for rank, connection in enumerate(connections):
+            connection.send_bytes(pickle.dumps((job, self._layout(mesh, rank), arguments)))
+        return [self._answer(mesh, connection) for connection in connections]
+
+    def close(self) -> None:
+        for connection in (c for group in self._connections.values() for c in group):
+            connection.close()
+        self._parent.join(timeout=60)
+        self._parent.kill()
+
+    def _layout(self, mesh: Mesh, rank: int) -> RankLayout:
+        return RankLayout(
+            rank=rank,
+            data_parallel_size=mesh.data_parallel_size,
+            tensor_parallel_size=mesh.tensor_parallel_size,
+            init_method=f"file://{self._folder}/group-of-{mesh.world_size}",
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+        )
+
+    def _answer(self, mesh: Mesh, connection: Connection) -> Any:
+        if not connection.poll(JOB_TIMEOUT_S):
+            raise TimeoutError(f"a rank of {mesh} did not answer in {JOB_TIMEOUT_S} s")
+        is_good, value = pickle.loads(connection.recv_bytes())
+        if not is_good:
+            for one in self._connections[mesh.world_size]:
+                one.close()
+            raise RuntimeError(f"on a rank of {mesh}:\n{value}")
+        return value
+
+
+def _fork_ranks(connections: list[Connection]) -> None:
+    """The process that has imported everything, by importing this module and the jobs' modules."""
+    import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
+
+    context = get_context("fork")
+    ranks = [context.Process(target=_serve, args=(connection, connections)) for connection in connections]
+    for rank in ranks:
+        rank.start()
+    for connection in connections:
+        connection.close()
+    for rank in ranks:
+        rank.join()
+
+
+def _serve(own: Connection, all_connections: list[Connection]) -> None:
+    for connection in all_connections:
+        if connection is not own:
+            connection.close()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, layout, arguments = pickle.loads(own.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, job(layout, **arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        own.send_bytes(pickle.dumps(answer))
