@@ -51,7 +51,7 @@ def defaulted(key: str, *inert: object) -> Rule:
     return Rule(key, inert, "keep")
 
 
-RESPONSE_DATASET = "ResponseDataset"
+RESPONSE_DATASET, NEMO_GYM_DATASET = "ResponseDataset", "NemoGymDataset"
 NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
 ONE_ENGINE = "one engine on one device"
@@ -154,8 +154,9 @@ RULES: tuple[Rule, ...] = (
     refused("data.agent_name", "write data.default.agent_name"),
     defaulted("data.default", None),
     # env
-    refused("env.should_use_nemo_gym", "there is no NeMo Gym client", False),
+    silent("env.should_use_nemo_gym"),  # an entry of type nemo_gym says so
     silent("env.should_log_nemo_gym_responses"),
+    refused("env.should_mask_flagged_samples", "mask_sample of NeMo Gym's replies is honoured", True),
     refused("env.*.math_verify_impl", "answers are compared by math-verify", "hf_math_verify"),
     refused("env.*.verifier_type", "write env.<name>.type", "math"),
     # checkpointing
@@ -217,20 +218,27 @@ def take_out(config: dict[str, Any]) -> None:
 
 
 def name_datasets(config: dict[str, Any]) -> None:
-    """Write NeMo-RL's `dataset_name: ResponseDataset` as jsonl or huggingface, by its data_path; in place."""
+    """Write NeMo-RL's `dataset_name: ResponseDataset` as jsonl or huggingface, by its data_path, and `NemoGymDataset`
+    as nemo_gym; in place."""
     data = config.get("data")
     if not isinstance(data, dict):
         return
     default = data.get("default") if isinstance(data.get("default"), dict) else {}
     assert isinstance(default, dict)
+    for one in (default, *_listed(data.get("train")), *_listed(data.get("validation"))):
+        if isinstance(one, dict) and one.get("dataset_name") == NEMO_GYM_DATASET:
+            one["dataset_name"] = "nemo_gym"
     for name in ("train", "validation"):
-        sets = data.get(name)
-        for one in sets if isinstance(sets, list) else [sets]:
+        for one in _listed(data.get(name)):
             if isinstance(one, dict) and (one.get("dataset_name") or default.get("dataset_name")) == RESPONSE_DATASET:
                 path = str(one.get("data_path") or default.get("data_path"))
                 one["dataset_name"] = "jsonl" if path.endswith((".jsonl", ".json")) else "huggingface"
     if default.get("dataset_name") == RESPONSE_DATASET:
         del default["dataset_name"]
+
+
+def _listed(sets: object) -> list[object]:
+    return sets if isinstance(sets, list) else [sets]
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,5 @@
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -146,6 +147,48 @@ def test_response_dataset_is_read_by_its_path(load: Load, tmp_path_factory: pyte
     assert isinstance(config.data.validation, list)
     assert [one.dataset_name for one in config.data.validation] == ["huggingface", "gsm8k"]
     assert config.data.default.dataset_name is None
+
+
+def test_a_recipe_of_nemo_rl_for_nemo_gym_loads(load: Load, tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").touch()
+    config = load(
+        f"""
+        data:
+          default: {{dataset_name: NemoGymDataset, processor: nemo_gym_data_processor, env_name: nemo_gym}}
+          train: {{dataset_name: null, data_path: {tmp_path}/train.jsonl}}
+          validation: [{{dataset_name: NemoGymDataset, data_path: {tmp_path}/validation.jsonl, repeat: 4}}]
+        env:
+          should_use_nemo_gym: true
+          should_log_nemo_gym_responses: true
+          should_mask_flagged_samples: true
+          nemo_gym: {{head_url: "http://127.0.0.1:11000"}}
+        grpo: {{invalid_tool_call_advantage: -5.0, malformed_thinking_advantage: -5.0}}
+        reward_penalties:
+          penalize_unwanted_tokens: true
+          penalize_malformed_think_tag: true
+          token_ids: {{unwanted: [2], think_open: null, think_close: null}}
+        """
+    )
+    assert config.data.default.dataset_name == "nemo_gym"
+    assert config.data.default.processor is None
+    assert isinstance(config.data.validation, list)
+    assert (config.data.validation[0].dataset_name, config.data.validation[0].repeat) == ("nemo_gym", 4)
+    assert set(config.env) == {"math", "nemo_gym"}
+    assert config.reward_penalties.enabled == ("penalize_unwanted_tokens", "penalize_malformed_think_tag")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("env: {should_mask_flagged_samples: false}", "mask_sample of NeMo Gym's replies is honoured"),
+        ("data: {train_jsonl_fpath: rows.jsonl}", "write data.train.data_path, with dataset_name: nemo_gym"),
+        ("data: {agent_name: mcqa}", "write data.default.agent_name"),
+    ],
+)
+def test_older_keys_of_nemo_gym_say_what_to_write(load: Load, line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(line)
 
 
 @pytest.mark.parametrize("flat", ["normalize_rewards", "use_leave_one_out_baseline"])
