@@ -107,11 +107,15 @@ class AsyncSource:
         return CollectedGroups(tuple(one.group for one in chosen), metrics)
 
     def give_back(self, groups: Iterable[TrajectoryGroup], *, next_version: int) -> list[TrajectoryGroup]:
-        """Take back groups that this step does not need; returns those that `next_version` may not train on."""
-        given = [self._handed_out.pop(group.group_id) for group in groups]
-        usable = [one for one in given if one.weight_version + self._max_age >= next_version]
-        self._buffer.restore(usable)
-        return [one.group for one in given if one not in usable]
+        """Take back groups that this step does not need; returns those dropped, too old for `next_version`."""
+        lost = []
+        for one in [self._handed_out.pop(group.group_id) for group in groups]:
+            if one.weight_version + self._max_age >= next_version:
+                self._buffer.restore([one])
+            else:
+                self._record_drop(one.group.group_id, f"not needed by a step, and too old for version {next_version}")
+                lost.append(one.group)
+        return lost
 
     @asynccontextmanager
     async def hold(self, *, until_idle: bool = False) -> AsyncIterator[None]:
@@ -201,14 +205,17 @@ class AsyncSource:
 
     def _drop(self, place: int, reason: str) -> None:
         """Give a group up, and cancel its rollouts where they run alone."""
-        dropped = DroppedGroup(self._loader.at(place).group_id, reason)
-        logger.warning("group %s is dropped: %s", dropped.group_id, dropped.reason)
-        self._dropped = (*self._dropped, dropped)
-        self._meter.num_dropped += 1
+        group_id = self._loader.at(place).group_id
+        logger.warning("group %s is dropped: %s", group_id, reason)
+        self._record_drop(group_id, reason)
         self._buffer.remove([place])
         for task, places in self._tasks.items():
             if places == (place,):
                 task.cancel()
+
+    def _record_drop(self, group_id: str, reason: str) -> None:
+        self._dropped = (*self._dropped, DroppedGroup(group_id, reason))
+        self._meter.num_dropped += 1
 
     def _metrics(self) -> dict[str, float]:
         """Of the time since the last step's groups."""
