@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from nemo_rl.build.rollouts import make_sampling
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import import_path
 from nemo_rl.errors import ConfigError
@@ -14,6 +16,9 @@ from nemo_rl.experience.agents import AgentRuntime, FunctionAgent, TaskAgent
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.interfaces import Agent, Generation
+
+if TYPE_CHECKING:
+    from nemo_rl.gateway.manager import GatewayManager
 
 CALLS_OF_A_RUN = 16  # at once, of all runs on average; above it calls are answered 429
 MODEL_NAME = "policy"  # as agents see it; any other name they ask for is served too
@@ -55,22 +60,30 @@ def make_codec(config: GRPOConfig, encoder: ChatEncoder) -> Codec:
 
 
 async def open_gateway(
-    config: GRPOConfig, agents: Mapping[str, Agent], codec: Codec, generation: Generation, stack: AsyncExitStack
-) -> dict[str, AgentRuntime]:
-    """Start the gateway, closed with `stack`, and give every agent its sessions."""
+    config: GRPOConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
+) -> "GatewayManager":
+    """Start the gateway, closed with `stack`."""
     from nemo_rl.gateway.manager import GatewayManager  # loads Ray
 
-    sections = agent_sections(config)
+    runners = (section for section in config.env.values() if isinstance(section, AgentSection | NemoGymSection))
     rules = CompletionRules(
         MODEL_NAME,
         max_model_len=config.policy.max_total_sequence_length,
         sampling=make_sampling(config, codec.encoder.stop_token_ids),
         seed=config.grpo.seed,
-        max_concurrent_calls=CALLS_OF_A_RUN * sum(section.max_concurrency for section in sections.values()),
+        max_concurrent_calls=CALLS_OF_A_RUN * sum(section.max_concurrency for section in runners),
         timeout_s=config.policy.generation.timeout_s,
     )
     manager = await GatewayManager.start(generation, codec, rules, config.gateway)
     stack.push_async_callback(manager.close)
+    return manager
+
+
+def agent_runtimes(
+    config: GRPOConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
+) -> dict[str, AgentRuntime]:
+    """Every agent with the gateway's sessions."""
+    sections = agent_sections(config)
     return {
         name: AgentRuntime(
             agent,

@@ -8,7 +8,6 @@ from nemo_rl.algorithms.validation import Validator
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.scoring import Scoring
@@ -24,7 +23,6 @@ def make_context(
     generation: Generation,
     environments: Mapping[str, Environment],
     on_rollout: Callable[[object], None],
-    agents: Mapping[str, AgentRuntime] | None = None,
     scoring: Scoring | None = None,
 ) -> RolloutContext:
     """What training and validation rollouts are run with; `on_rollout` is told each one as it ends."""
@@ -47,7 +45,6 @@ def make_context(
         sampling=make_sampling(config, inputs.encoder.stop_token_ids),
         seed=config.grpo.seed,
         progress=on_rollout,
-        agents=agents or {},
         scoring=scoring or Scoring(),
     )
 

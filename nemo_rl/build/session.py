@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -19,9 +20,10 @@ from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.penalties import make_penalties
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
-from nemo_rl.build.agents import make_agents, make_codec, open_gateway
+from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
 from nemo_rl.build.inputs import load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
+from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.build.scorers import open_scorers
 from nemo_rl.build.workers import engine_dtype, find_layout, open_workers
@@ -29,6 +31,7 @@ from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import AdvantageEstimator, Environment
@@ -70,7 +73,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         environments = _open_environments(config, stack)
         scoring = open_scorers(config, stack)
         agents = make_agents(config)
-        codec = make_codec(config, inputs.encoder) if agents else None
+        codec = make_codec(config, inputs.encoder) if agents or gym_sections(config) else None
         run_dir = make_run_directory(config.logger.log_dir)
         (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
         logger.info("run directory: %s", run_dir)
@@ -88,8 +91,11 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         stack.callback(weight_sync.close)
         progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)
         stack.callback(progress.close)
-        runtimes = await open_gateway(config, agents, codec, generation, stack) if codec else {}
-        context = make_context(config, inputs, generation, environments, progress.rollout, runtimes, scoring)
+        context = make_context(config, inputs, generation, environments, progress.rollout, scoring)
+        if codec is not None:
+            manager = await open_gateway(config, codec, generation, stack)
+            gyms = await open_nemo_gym(config, inputs, manager, run_dir, stack)
+            context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
         estimator = make_advantage_estimator(
@@ -127,7 +133,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
 def _open_environments(config: GRPOConfig, stack: AsyncExitStack) -> dict[str, Environment]:
     environments: dict[str, Environment] = {}
     for name, section in config.env.items():
-        if not isinstance(section, AgentSection):
+        if not isinstance(section, AgentSection | NemoGymSection):
             environments[name] = make_environment(name, section)
             stack.push_async_callback(environments[name].close)
     return environments

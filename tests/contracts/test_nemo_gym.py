@@ -1,0 +1,200 @@
+"""Real NeMo Gym before real vLLM: what its agents made the policy sample is what a policy computes, token for token."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.run import Gateway
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
+from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits
+from nemo_rl.gateway import parsers
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules
+from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.types import Message, MessageLog, Prompt, SamplingParams, Trajectory
+from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, exact_logprobs, tiny_model
+from tests.contracts.test_weight_sync import published
+from tests.real_gym import running_gym, unused_port
+from tests.templates import byte_tokenizer
+
+pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
+
+TEMPERATURE = 0.7
+WEIGHT_VERSION = 8
+DEADLINE_S = 300.0
+NUM_GENERATIONS = 3
+STOP_TOKENS = tuple(range(0, VOCAB_SIZE, 8))  # responses end by themselves: Gym ends a rollout whose response was cut
+ENVIRONMENTS = ("reasoning_gym", "mcqa", "example_single_tool_call", "blackjack")
+
+SPELL = "Spell this word backward (example: sun -> nus): cat"
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def asking(*messages: tuple[str, str], **parameters: Any) -> dict[str, Any]:
+    return {"input": [{"role": role, "content": content} for role, content in messages], **parameters}
+
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {  # environment -> agent, row
+    "reasoning_gym": (
+        "reasoning_gym_simple_agent",
+        {
+            "responses_create_params": asking(("user", SPELL), temperature=0.1),
+            "question": SPELL,
+            "answer": "tac",
+            "metadata": {"source_dataset": "spell_backward", "word": "cat", "word_len": 3},
+        },
+    ),
+    "mcqa": (
+        "mcqa_simple_agent",
+        {
+            "responses_create_params": asking(("user", "Which letter? \\boxed{}\nA: one\nB: two")),
+            "options": [{"A": "one"}, {"B": "two"}],
+            "expected_answer": "B",
+            "grading_mode": "strict_single_letter_boxed",
+        },
+    ),
+    "example_single_tool_call": (
+        "example_single_tool_call_simple_agent",
+        {
+            "responses_create_params": asking(
+                ("developer", "You help."),
+                ("user", "Is it warm?"),
+                tools=[{"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}],
+            )
+        },
+    ),
+    "blackjack": (
+        "blackjack_gymnasium_agent",
+        {"responses_create_params": asking(("system", "Play."), ("user", "Deal me in."))},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def gateway_port() -> int:
+    return unused_port()
+
+
+@pytest.fixture(scope="module")
+def head_url(gateway_port: int) -> Iterator[str]:
+    """Servers of all environments, which call a gateway at `gateway_port`."""
+    with running_gym(ENVIRONMENTS, f"http://127.0.0.1:{gateway_port}/v1") as url:
+        yield url
+
+
+@pytest.fixture
+def engine(engines: Any, engine_loop: asyncio.Runner) -> Any:
+    engine = engines("vllm", "tied")
+    published(engine_loop, engine, tiny_model(tied=True), weight_version=WEIGHT_VERSION)
+    return engine
+
+
+@pytest.fixture
+def scripted_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model of random weights never writes: a tool call, an action. Its tokens stay what it sampled."""
+    turns = itertools.count()
+
+    def calls_now_and_then(text: str) -> tuple[str, tuple[parsers.ParsedCall, ...]]:
+        if next(turns) % 2:
+            return "It is warm.", ()
+        return "", (parsers.ParsedCall("get_weather", json.dumps({"city": "Here"})),)
+
+    monkeypatch.setitem(parsers.TOOL_PARSERS, "scripted", calls_now_and_then)  # type: ignore[arg-type]
+    monkeypatch.setitem(parsers.REASONING_PARSERS, "scripted", lambda text: (None, "<action>hit</action>"))
+
+
+def rollouts_of(
+    environment: str, runner: asyncio.Runner, engine: Any, head_url: str, port: int, **codec: Any
+) -> tuple[Trajectory, ...]:
+    async def main() -> tuple[Trajectory, ...]:
+        agent, row = ROWS[environment]
+        encoder = ChatEncoder(byte_tokenizer("chatml"))
+        sampling = SamplingParams(60, temperature=TEMPERATURE, stop_token_ids=STOP_TOKENS)
+        rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, 1, max_concurrent_calls=64, timeout_s=DEADLINE_S)
+        manager = await GatewayManager.start(engine, Codec(encoder, **codec), rules, Gateway(port=port))
+        client = GymClient(NemoGymSection(head_url=head_url, timeout_s=DEADLINE_S))
+        try:
+            await client.connect([agent])
+            runtime = GymRuntime(client, manager, max_concurrency=1)
+            limits = RolloutLimits(max_turns=1, max_total_length=MAX_MODEL_LEN)
+            context = RolloutContext(engine, {}, encoder, limits, sampling, seed=3, gyms={"gym": runtime})
+            sent = {**row, "agent_ref": {"type": "responses_api_agents", "name": agent}}
+            prompt = Prompt("p", "gym", (Message("user", "as Gym's"),), {"row": sent}, agent_name=agent)
+            jobs = [RolloutJob(prompt, "0:p", index) for index in range(NUM_GENERATIONS)]
+            trajectories = await run_nemo_gym_rollouts(jobs, context)
+            assert manager.num_sessions == (0,)
+            assert manager.num_echoed_calls == 0
+            return trajectories
+        finally:
+            await client.close()
+            await manager.close()
+
+    return runner.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def check_tokens(trajectories: tuple[Trajectory, ...]) -> None:
+    """Every chain's log-probs are those of one exact forward pass over its tokens."""
+    model = tiny_model(tied=True)
+    for trajectory in trajectories:
+        assert trajectory.failure is None
+        assert trajectory.weight_versions == (WEIGHT_VERSION, WEIGHT_VERSION)
+        for chain in trajectory.chains:
+            check_chain(model, chain)
+
+
+def check_chain(model: Any, chain: MessageLog) -> None:
+    tokens = flat_token_ids(chain)
+    exact = torch.cat([torch.zeros(1), exact_logprobs(model, tokens[:1], tokens[1:], TEMPERATURE)])
+    mask = torch.tensor([message.is_generated for message in chain for _ in message.token_ids])
+    assert all(message.is_generated == (message.message.role == "assistant") for message in chain)
+    told = torch.tensor([logprob for message in chain for logprob in message.generation_logprobs or ()])
+    assert len(told) > 0
+    torch.testing.assert_close(told, exact[mask], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("environment", ["reasoning_gym", "mcqa"])
+def test_single_turns_train_on_what_was_sampled(
+    environment: str, engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
+) -> None:
+    trajectories = rollouts_of(environment, engine_loop, engine, head_url, gateway_port)
+    check_tokens(trajectories)
+    assert [trajectory.num_turns for trajectory in trajectories] == [1] * NUM_GENERATIONS
+    assert all(0 <= trajectory.reward <= 1 for trajectory in trajectories)
+    assert len({flat_token_ids(trajectory.message_log) for trajectory in trajectories}) == NUM_GENERATIONS
+    again = rollouts_of(environment, engine_loop, engine, head_url, gateway_port)
+    assert [flat_token_ids(t.message_log) for t in again] == [flat_token_ids(t.message_log) for t in trajectories]
+
+
+@pytest.mark.usefixtures("scripted_text")
+def test_a_tool_call_and_its_answer_are_one_chain(
+    engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
+) -> None:
+    environment = "example_single_tool_call"
+    trajectories = rollouts_of(environment, engine_loop, engine, head_url, gateway_port, tool_parser_name="scripted")
+    check_tokens(trajectories)
+    for trajectory in trajectories:
+        roles = [message.message.role for message in trajectory.message_log]
+        assert roles == ["system", "user", "assistant", "tool", "assistant"]
+        assert "Here" in trajectory.message_log[3].message.content
+        assert trajectory.other_chains == ()
+
+
+@pytest.mark.usefixtures("scripted_text")
+def test_a_game_of_several_turns_is_one_chain(
+    engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
+) -> None:
+    trajectories = rollouts_of(
+        "blackjack", engine_loop, engine, head_url, gateway_port, reasoning_parser_name="scripted"
+    )
+    check_tokens(trajectories)
+    assert max(trajectory.num_turns for trajectory in trajectories) >= 2
+    assert all(trajectory.other_chains == () for trajectory in trajectories)
+    assert {trajectory.reward for trajectory in trajectories} <= {-1.0, 0.0, 1.0}
