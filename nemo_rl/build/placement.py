@@ -7,6 +7,7 @@ from nemo_rl.build.workers import engine_dtype, find_layout
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout, Place
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.weight_sync.make import choose_transport
 
 
 def placement_plan(config: GRPOConfig) -> str:
@@ -22,7 +23,7 @@ def placement_plan(config: GRPOConfig) -> str:
         f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
         f"#   environments: {', '.join(sorted(config.env.keys() - set(agents))) or 'none'}",
         *([f"#   agents: {', '.join(agents)}; gateway on {config.gateway.host}"] if agents else []),
-        "#   weight sync: shared memory",
+        f"#   weight sync: {choose_transport(config.weight_sync.transport, layout).replace('_', ' ')}",
     ]
     return "\n".join(lines)
 

@@ -44,6 +44,7 @@ from nemo_rl.observability.summary import read_history, summary
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.optim import check_optimizer
 from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.make import make_transport
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             engine_dtype(config),
             temperature=config.policy.generation.temperature,
             keep_cache=not config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
+            transport=make_transport(config.weight_sync.transport, layout),
         )
         stack.callback(weight_sync.close)
         progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)

@@ -15,6 +15,7 @@ from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.ranks import resolve_device
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
+from nemo_rl.weight_sync.make import choose_transport
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.placement import Seat
@@ -36,6 +37,7 @@ def find_layout(config: GRPOConfig) -> Layout:
     if device == "auto":
         device = "cuda" if resolve_device("auto").type == "cuda" else "cpu"
     layout = layout_of(config, device)
+    choose_transport(config.weight_sync.transport, layout)
     if not layout.needs_cluster:
         resolve_device(device)
     return layout
@@ -83,6 +85,7 @@ async def _open_generation(config: GRPOConfig, model_path: str, layout: Layout, 
         dtype=engine_dtype(config),
         max_model_len=section.vllm_cfg.max_model_len or config.policy.max_total_sequence_length,
         device=layout.device,
+        seats=seats,
     )
 
 

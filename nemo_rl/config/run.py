@@ -21,8 +21,9 @@ class Rollout(Section):
 
 
 class WeightSync(Section):
-    """`weight_sync`: the check that the engine holds the policy's weights."""
+    """`weight_sync`: the way of the policy's weights to the engines, and the check that they arrive."""
 
+    transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"  # auto: by the layout
     verify: bool = False  # after every refit; the first one is always verified
     verify_tolerance: float | None = Field(default=None, gt=0)  # of a log-prob; None: 1e-4 in float32, else 0.1
     num_probe_prompts: int = Field(default=4, gt=0)

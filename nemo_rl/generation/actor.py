@@ -6,6 +6,7 @@ from typing import Any
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
+from nemo_rl.generation.node_file import release
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.generation.vllm_start import environment
 from nemo_rl.interfaces import Weights
@@ -61,6 +62,7 @@ class VllmInActor:
         await self.engine.wake()
 
     async def close(self) -> None:
+        release()
         await self.engine.close()
 
 

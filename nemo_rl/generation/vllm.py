@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.errors import GenerationError, WeightSyncError
-from nemo_rl.generation.node_file import release, write_once
 from nemo_rl.generation.vllm_start import importing_vllm, start_engine
 from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
@@ -194,13 +193,14 @@ class VllmGeneration:
         if output_handler is not None:  # else it reports the engine's end as a death
             output_handler.cancel()
             await asyncio.gather(output_handler, return_exceptions=True)
-        release()
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
 def loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
     """The worker's method that loads them (vllm_loading.py) and its arguments; fetches them from the object store."""
     if isinstance(weights, WeightChunks):
+        from nemo_rl.generation.node_file import write_once  # here, since a run without a cluster need not import Ray
+
         weights = write_once(weights)
     if isinstance(weights, WeightStream):
         return "load_weight_stream", astuple(weights)

@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl.config.generation import GenerationSection, VllmCfg
 from nemo_rl.config.run import WeightSync
-from nemo_rl.distributed.actors import shutdown
+from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.generation.make import make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.types import Completion

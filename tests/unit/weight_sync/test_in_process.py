@@ -7,6 +7,7 @@ import torch
 
 from nemo_rl.config.run import WeightSync
 from nemo_rl.errors import WeightSyncError
+from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.weight_sync.in_process import InProcessWeightSync
 from tests.fakes.generation import FakeGeneration
 
@@ -68,3 +69,22 @@ def test_without_probes_nothing_is_verified():
 
 def test_running_requests_keep_their_cache_where_that_is_asked_for():
     assert publish(1, section=WeightSync(), probes=(), keep_cache=True)[1] == "pause keep_cache"
+
+
+def test_the_first_refit_of_each_replica_is_verified():
+    async def main() -> list[str]:
+        engines = [FakeGeneration(), FakeGeneration()]
+        router = ReplicatedGeneration(engines)
+        policy = RecordingPolicy([])
+        sync = InProcessWeightSync(((1, 2),), WeightSync(), "float32")
+        try:
+            for version in (1, 2):
+                await sync.publish(policy, router, weight_version=version)  # type: ignore[arg-type]
+        finally:
+            sync.close()
+        asked = [request.request_id for engine in engines for request in engine.requests]
+        assert [len(engine.requests) for engine in engines] == [1, 1]
+        assert asked == ["verify-1-0", "verify-1-0"]
+        return policy.calls
+
+    assert asyncio.run(main()) == ["with_weights", "logprobs", "logprobs", "with_weights"]
