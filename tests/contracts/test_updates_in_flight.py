@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from nemo_rl.config.run import WeightSync
-from nemo_rl.types import Completion
+from nemo_rl.data.chat import flat_token_ids
+from nemo_rl.gateway import parsers
+from nemo_rl.gateway.sessions import Chain
+from nemo_rl.types import Completion, TokenizedMessage, WeightSpan
 from nemo_rl.weight_sync.in_process import InProcessWeightSync
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
+from tests.contracts.test_gateway import TEMPERATURE, manager_of, parse_anything, three_turns
 from tests.contracts.test_weight_sync import PROBES, published
 
 NUM_TOKENS = 150
@@ -54,13 +58,22 @@ async def publish(engine: Any, weight_version: int, *, keep_cache: bool = False)
 def error_of(completion: Completion) -> float:
     """How far a log-prob is at most from that of the weights that its token is said to be sampled under."""
     oldest, newest = completion.weight_versions
-    whole = [(oldest, 0, len(completion.token_ids))]
-    spans = [(span.version, span.start, span.end) for span in completion.weight_spans] or whole
-    assert [spans[0][0], spans[-1][0]] == [oldest, newest]
-    logprobs, worst = torch.tensor(completion.logprobs), 0.0
-    for version, start, end in spans:
-        exact = exact_logprobs(model_of(version), PROMPT, completion.token_ids[:end], 1.0)
-        worst = max(worst, float((logprobs[:end] - exact)[start:].abs().max()))
+    spans = completion.weight_spans or (WeightSpan(oldest, 0, len(completion.token_ids)),)
+    assert [spans[0].version, spans[-1].version] == [oldest, newest]
+    return error_of_spans(PROMPT, completion.token_ids, completion.logprobs, spans, 1.0)
+
+
+def error_of_spans(
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[WeightSpan],
+    temperature: float,
+) -> float:
+    worst = 0.0
+    for span in spans:
+        exact = exact_logprobs(model_of(span.version), prompt, sampled[: span.end], temperature)
+        worst = max(worst, float((torch.tensor(logprobs[: span.end]) - exact)[span.start :].abs().max()))
     return worst
 
 
@@ -118,3 +131,41 @@ def test_pause_without_an_update_changes_nothing(engine_loop, engine):
 
     alone, paused = engine_loop.run(main())
     assert (paused.token_ids, paused.weight_spans) == (alone.token_ids, ())
+
+
+def test_turns_of_an_agent_are_exact_while_weights_change(engine_loop, engines, monkeypatch):
+    engine = engines("vllm", "tied")
+    monkeypatch.setitem(parsers.TOOL_PARSERS, "anything", parse_anything)
+
+    async def main() -> Sequence[Chain]:
+        manager = await manager_of(engine)
+        try:
+            handle = manager.open_session(seed=3)
+            running = asyncio.create_task(three_turns(handle))
+            for version in range(1, NUM_UPDATES + 1):
+                await publish(engine, version)
+                await asyncio.sleep(PACE_S)
+            await running
+            return (await manager.finish(handle)).chains
+        finally:
+            await manager.close()
+
+    published(engine_loop, engine, model_of(0), weight_version=0)
+    (chain,) = engine_loop.run(main())
+    assert chain.weight_versions[0] < chain.weight_versions[1]
+    for index, message in enumerate(chain.message_log):
+        if message.is_generated:
+            prompt = flat_token_ids(chain.message_log[:index])
+            assert error_of_message(message, prompt, chain.weight_versions) < 1e-4
+
+
+def error_of_message(message: TokenizedMessage, prompt: Sequence[int], versions: tuple[int, int]) -> float:
+    """Of a message that no update has cut: under the weights, of those that the chain was sampled under, that fit."""
+    sampled, logprobs = message.token_ids, message.generation_logprobs
+    assert logprobs is not None
+    candidates = (
+        [message.weight_spans]
+        if message.weight_spans
+        else [(WeightSpan(version, 0, len(sampled)),) for version in range(versions[0], versions[1] + 1)[: len(MODELS)]]
+    )
+    return min(error_of_spans(prompt, sampled, logprobs, spans, TEMPERATURE) for spans in candidates)
