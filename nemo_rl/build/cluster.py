@@ -33,7 +33,8 @@ async def open_ranks(
     )
     stack.push_async_callback(policy.close)
     await stack.enter_async_context(policy.ends_this_task())
-    logger.info("policy ranks: %d, their output in %s", policy.num_ranks, log_dir)
+    pids = ", ".join(map(str, await policy.pids()))
+    logger.info("%d policy ranks are ready (processes %s), their output in %s", policy.num_ranks, pids, log_dir)
     return policy, [reservation.seat(place) for place in layout.engines]
 
 
