@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from nemo_rl.config.scorers import SCORER_SECTIONS, CustomScorerSection, ScorerSection
+from nemo_rl.config.scorers import SCORER_SECTIONS, CustomScorerSection, EndpointSection, ScorerSection
 from nemo_rl.environments.registry import import_path
 from nemo_rl.environments.scorers.contract import BatchedScorer, CheckedScorer
 from nemo_rl.errors import ConfigError, suggestion
@@ -37,6 +37,8 @@ def make_scorer(name: str, section: ScorerSection) -> CheckedScorer | BatchedSco
     interfaces.Scorer, made with `section.kwargs`. Raises ConfigError for what cannot be found or made.
     """
     inner = _inner(name, section)
+    if isinstance(section, EndpointSection):  # bounds each attempt itself; to wait for its turn is no failure
+        return CheckedScorer(inner, timeout_s=None)
     if section.batching.enabled:
         return BatchedScorer(inner, section.batching, timeout_s=section.timeout_s)
     return CheckedScorer(inner, timeout_s=section.timeout_s)

@@ -1,0 +1,53 @@
+"""A served reward model: classify, pooling and embeddings endpoints of vLLM and SGLang."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_rl.config.scorers import ClassifySection
+from nemo_rl.environments.scorers.conversation import ConversationTokens
+from nemo_rl.environments.scorers.endpoint import Endpoint, EndpointError, score_each
+from nemo_rl.environments.scorers.registry import register_scorer
+from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import Failure
+
+# By `api`: the path, the key of the tokens in the request, and where the answer's numbers are.
+APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "vllm_classify": ("/classify", "input", lambda answer: answer["data"][0]["probs"]),
+    "vllm_pooling": ("/pooling", "input", lambda answer: answer["data"][0]["data"]),
+    "sglang_classify": ("/classify", "input_ids", lambda answer: _first(answer)["embedding"]),
+    "embeddings": ("/v1/embeddings", "input", lambda answer: answer["data"][0]["embedding"]),
+}
+
+
+@register_scorer("classify")
+class ClassifyScorer:
+    """Sends the tokens of a conversation, so that no server adds a second BOS; the score is number `label`."""
+
+    def __init__(self, name: str, section: ClassifySection) -> None:
+        self._section = section
+        self._endpoint = Endpoint(name, section)
+        self._tokens = ConversationTokens.load(
+            f"scorers.{name}", section.tokenizer_name or section.model, chat_template=section.chat_template
+        )
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
+        return await score_each(requests, self._score)
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+    async def _score(self, request: ScoreRequest) -> float:
+        path, tokens_key, numbers_of = APIS[self._section.api]
+        token_ids = self._tokens.encode(request.messages)
+        body = {"model": self._section.model, tokens_key: token_ids}
+        answer = await self._endpoint.post(path, body, num_tokens=len(token_ids))
+        try:
+            numbers = numbers_of(answer)
+            return float(numbers[self._section.label] if isinstance(numbers, list) else numbers)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EndpointError(f"{path}: no score number {self._section.label} in {str(answer)[:200]}") from error
+
+
+def _first(answer: Any) -> Any:
+    """SGLang answers one request with an object or with a list of one."""
+    return answer[0] if isinstance(answer, list) else answer

@@ -1,0 +1,140 @@
+"""One HTTP request to a scoring server: paced, bounded, retried where that may help, typed where it fails."""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from nemo_rl.config.scorers import EndpointSection
+from nemo_rl.environments.contract import failure_of
+from nemo_rl.environments.scorers.limits import PerMinute, Replicas
+from nemo_rl.errors import ConfigError, NemoRLError
+from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import Failure, FailureClass
+
+RETRIED = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
+LONGEST_BACKOFF_S = 60.0
+TEXT_CHARACTERS = 300  # of a server's own words in an error
+
+log = logging.getLogger(__name__)
+
+
+class EndpointError(NemoRLError):
+    """A server that did not give a score; the text names it and says why."""
+
+
+class _MayPass(EndpointError):
+    """What another try may mend; `wait_s` is what the server asked for."""
+
+    def __init__(self, text: str, wait_s: float | None = None) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
+class Endpoint:
+    """The replicas of one scoring server, with one HTTP session for all requests. Used in one event loop."""
+
+    def __init__(self, name: str, section: EndpointSection) -> None:
+        """Raises ConfigError where `api_key_env` names a variable that is not set."""
+        limits = section.limits
+        self._section = section
+        self._replicas = Replicas.of([url.rstrip("/").removesuffix("/v1") for url in section.base_urls])
+        self._requests = PerMinute(limits.requests_per_minute)
+        self._tokens = PerMinute(limits.tokens_per_minute)
+        self._room = asyncio.Semaphore(limits.max_concurrency)
+        self._headers = _headers(name, section.api_key_env)
+        self._http: aiohttp.ClientSession | None = None
+
+    async def post(self, path: str, body: Mapping[str, Any], *, num_tokens: int) -> Any:
+        """The JSON that a replica answers with; `num_tokens` is what the request is thought to take.
+
+        A refused connection, no answer in `limits.request_timeout_s`, 408, 425, 429 and 5xx are tried again, on another
+        replica where there is one, after a backoff that doubles (or what Retry-After says); any other status is not.
+        Raises EndpointError.
+        """
+        limits, failed_at = self._section.limits, []
+        async with self._room:
+            for attempt in range(limits.max_retries + 1):
+                await self._requests.take()
+                await self._tokens.take(num_tokens)
+                async with self._replicas.least_busy(avoid=failed_at) as url:
+                    try:
+                        return await self._once(url + path, body)
+                    except _MayPass as error:
+                        failed_at.append(url)
+                        if attempt == limits.max_retries:
+                            raise EndpointError(f"{error}, after {attempt + 1} attempts") from error
+                        wait_s = error.wait_s
+                log.debug("%s did not answer, attempt %d", url, attempt + 1)
+                backoff_s = limits.retry_backoff_s * 2**attempt if wait_s is None else wait_s
+                await asyncio.sleep(min(backoff_s, LONGEST_BACKOFF_S))
+        raise AssertionError("unreachable")
+
+    def used(self, num_tokens: int, *, estimated: int) -> None:
+        """Correct the count of tokens by what the server says that a request took."""
+        self._tokens.correct(num_tokens - estimated)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _once(self, url: str, body: Mapping[str, Any]) -> Any:
+        timeout_s = self._section.limits.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._session().post(url, json=dict(body)) as response:
+                text = await response.text()
+        except TimeoutError as error:
+            raise _MayPass(f"{url}: no answer in {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _MayPass(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status >= 500 or response.status in RETRIED:
+            raise _MayPass(f"{url}: {response.status} {text[:TEXT_CHARACTERS]}", _retry_after(response))
+        if response.status >= 400:
+            raise EndpointError(f"{url}: {response.status} {text[:TEXT_CHARACTERS]}")
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EndpointError(f"{url}: no JSON: {text[:TEXT_CHARACTERS]}") from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=self._section.limits.max_concurrency)
+            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self._http
+
+
+async def score_each(
+    requests: Sequence[ScoreRequest], score: Callable[[ScoreRequest], Awaitable[float]]
+) -> list[float | Failure]:
+    """Each request on its own: what one raises is its failure alone."""
+
+    async def one(request: ScoreRequest) -> float | Failure:
+        try:
+            return await score(request)
+        except Exception as error:  # a server's words, a template's and a parser's code
+            log.debug("a request could not be scored", exc_info=error)
+            return failure_of(error, FailureClass.REWARD)
+
+    return list(await asyncio.gather(*map(one, requests)))
+
+
+def _headers(name: str, api_key_env: str | None) -> dict[str, str]:
+    if api_key_env is None:
+        return {}
+    key = os.environ.get(api_key_env)
+    if not key:
+        raise ConfigError(f"scorers.{name}.api_key_env", api_key_env, "this environment variable is not set")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
+    """Seconds (RFC 9110, 10.2.3); a date is not understood."""
+    try:
+        return max(float(response.headers.get("Retry-After", "")), 0.0)
+    except ValueError:
+        return None

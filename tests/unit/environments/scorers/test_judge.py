@@ -1,0 +1,87 @@
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from nemo_rl.config.scorers import EndpointLimits, JudgeSection
+from nemo_rl.environments.scorers.judge import JudgeScorer, answer_parser
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import Failure, FailureClass, Message
+from tests.fakes.scoring_server import scoring_server
+
+PROMPT = "{{ prompt }} -> {{ response }} (expected {{ metadata.answer }})"
+REQUEST = ScoreRequest(
+    (Message("system", "be brief"), Message("user", "2 + 2"), Message("assistant", "4")), {"answer": "four"}
+)
+
+
+def section(url: str = "http://x", **changes: Any) -> JudgeSection:
+    entry = {"base_urls": [url], "model": "m", "prompt": PROMPT, "limits": EndpointLimits(max_retries=0), **changes}
+    return JudgeSection.model_validate(entry)
+
+
+def judged(says: str, **changes: Any) -> tuple[float | Failure, dict[str, Any]]:
+    """The score, and what the judge was asked."""
+    seen: dict[str, Any] = {}
+
+    async def answer(path: str, body: dict[str, Any]) -> web.Response:
+        seen.update(body, path=path)
+        usage = {"total_tokens": 9}
+        return web.json_response({"choices": [{"message": {"content": says}}], "usage": usage})
+
+    async def main() -> float | Failure:
+        async with scoring_server(answer) as url:
+            scorer = JudgeScorer("judge", section(url, **changes))
+            (score,) = await scorer.score([REQUEST])
+            await scorer.close()
+        return score
+
+    return asyncio.run(main()), seen
+
+
+def test_the_judge_sees_the_prompt_and_its_last_score_counts() -> None:
+    score, asked = judged("A score: 3 at first. Score = 7.5", system_prompt="You are strict.")
+    assert score == 7.5
+    assert asked["path"] == "/v1/chat/completions"
+    assert asked["messages"] == [
+        {"role": "system", "content": "You are strict."},
+        {"role": "user", "content": "2 + 2 -> 4 (expected four)"},
+    ]
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0.0, 512)
+
+
+@pytest.mark.parametrize(
+    ("says", "changes", "cause"),
+    [
+        ("I cannot tell", {}, "no score in the judge's answer"),
+        ("Score: 11", {"min_score": 0, "max_score": 10}, "outside of 0.0 to 10.0"),
+        ("Score: 1", {"prompt": "{{ metadata.missing }}"}, "missing"),
+        ("yes", {"parser": "math:sqrt"}, "TypeError"),
+    ],
+)
+def test_an_answer_without_a_score_is_a_failure_and_never_zero(says: str, changes: dict[str, Any], cause: str) -> None:
+    score, _ = judged(says, **changes)
+    assert isinstance(score, Failure)
+    assert score.failure_class is FailureClass.REWARD
+    assert cause in score.cause
+
+
+@pytest.mark.parametrize(
+    ("parser", "said"),
+    [
+        ("score (", "no regular expression"),
+        ("score", "has 0 groups"),
+        ("math:squirt", "did you mean"),
+        ("math:pi", "not a"),
+    ],
+)
+def test_parsers_that_cannot_be_used_are_refused_at_start(parser: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        answer_parser("scorers.judge.parser", parser)
+
+
+def test_a_template_that_cannot_be_read_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="no Jinja template"):
+        JudgeScorer("judge", section(prompt="{{ response"))
