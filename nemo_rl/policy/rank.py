@@ -92,8 +92,7 @@ class RankPolicy:
         if config.dtensor_cfg.activation_checkpointing:
             recompute_activations(model)
         if needs_sharding(config, layout, self.device):
-            shard(self.module, config, layout, self.device)
-        self.module.to(self.device)
+            shard(self.module, config, layout, self.device)  # and bring it to the device, or leave it off
         self._optimizer = make_optimizer(config, self.module.parameters())
         self._scheduler = make_scheduler(config, self._optimizer)
         self._trainer = Trainer(
@@ -217,9 +216,10 @@ class RankPolicy:
         if self.config.precision == "bfloat16":
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        if self.layout.world_size > 1:
-            shard(module, self.config, self.layout, self.device)
-        return module.to(self.device)
+        if self.layout.world_size == 1:
+            return module.to(self.device)
+        shard(module, self.config, self.layout, self.device)
+        return module
 
     @torch.no_grad()
     def _logprobs(self, module: CausalLogprobs, batch: TrainingBatch) -> torch.Tensor:

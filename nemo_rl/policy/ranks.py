@@ -92,7 +92,7 @@ def join(layout: RankLayout, device: torch.device) -> None:
             world_size=layout.world_size,
             timeout=timedelta(seconds=layout.timeout_s),
         )
-    except dist.DistError as error:
+    except RuntimeError as error:  # torch.distributed's own, or that of a file that nobody answers in
         raise PolicyError(
             f"rank {layout.rank} of {layout.world_size} cannot join {layout.init_method}: {error}"
         ) from error

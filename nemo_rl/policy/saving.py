@@ -69,8 +69,10 @@ class BackgroundSave:
                 raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
     def close(self) -> None:
-        self.finish()
-        self._writer.shutdown()
+        try:
+            self.finish()
+        finally:
+            self._writer.shutdown()
 
 
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
@@ -102,6 +104,10 @@ def save_schedule(scheduler: LRScheduler | None, folder: Path) -> None:
 
 
 def load_schedule(scheduler: LRScheduler | None, folder: Path) -> None:
-    state = torch.load(folder / SCHEDULE_FILE, map_location="cpu", weights_only=True)["scheduler"]
+    """Raises CheckpointError: nothing there that can be read."""
+    try:
+        state = torch.load(folder / SCHEDULE_FILE, map_location="cpu", weights_only=True)["scheduler"]
+    except Exception as error:  # torch raises many types here: pickle's, zip's, its own
+        raise CheckpointError(f"{folder / SCHEDULE_FILE} cannot be read: {error}") from error
     if scheduler is not None and state is not None:
         scheduler.load_state_dict(state)

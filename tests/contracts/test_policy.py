@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from nemo_rl.config.policy import Policy as PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
@@ -20,7 +21,7 @@ from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from tests.contracts.policies import SETTINGS, SGD, Call, clones, first_name, make_policy, play, raising
 from tests.contracts.rank_pool import Mesh, RankPool
-from tests.unit.policy.tiny import MODELS, Exploding, WeightedNLL, make_batch, plain_logprobs, saved_model
+from tests.unit.policy.tiny import MODELS, SIZES, Exploding, WeightedNLL, make_batch, plain_logprobs, saved_model
 
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
 UNEVEN = [9, 5, 12, 3, 7, 12, 2]
@@ -43,6 +44,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     running = RankPool(tmp_path_factory.mktemp("ranks"))
     yield running
     running.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have; several wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Layouts:
@@ -282,6 +292,20 @@ def test_float32_weights_alone_are_not_copied(models: dict[str, Path]) -> None:
     own = {p.data_ptr() for p in policy.module.parameters()}
     assert own == policy.with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
     policy.close()
+
+
+def test_experts_of_several_ranks_have_the_names_of_the_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+    model.save_pretrained(tmp_path)
+    calls = [("with_weights", clones), ("logprobs", make_batch(LENGTHS))]
+    weights, logprobs = pool.run(Mesh(2), play, path=tmp_path, calls=calls, config={})[0]
+    expected = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in weights
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs, plain_logprobs(model.eval(), make_batch(LENGTHS)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2"])
