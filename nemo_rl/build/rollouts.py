@@ -83,6 +83,7 @@ def make_source(
             num_generations_per_prompt=grpo.num_generations_per_prompt,
             max_age_steps=background.max_trajectory_age_steps,
             stale_groups=background.stale_groups,
+            num_steps=grpo.max_num_steps,
             max_generation_failures=background.max_generation_failures,
             failures=config.rollout,
             writer=writer,

@@ -53,7 +53,9 @@ class AsyncSource:
         max_generation_failures: int,
         failures: Rollout,
         writer: RolloutWriter | None = None,
+        num_steps: int | None = None,
     ) -> None:
+        """`num_steps`: of the whole training, where it is known; no group is issued that no step would train on."""
         self._loader = loader
         self._context = replace(context, limits=_behind_other_steps(context.limits, max_age_steps))
         self._num_prompts = num_prompts_per_step
@@ -62,6 +64,7 @@ class AsyncSource:
         self._drops_late_groups = stale_groups == "drop"
         self._failures = failures
         self._writer = writer
+        self._num_steps = num_steps
         self._buffer = ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
         self._handed_out: dict[str, BufferedGroup] = {}  # at this version, by group id
         self._dropped: tuple[DroppedGroup, ...] = ()
@@ -233,7 +236,9 @@ class AsyncSource:
         is_async = self._context.generation.is_async
         if self._tasks and not is_async:
             return
-        prompts = self._loader.take(self._buffer.room(is_trainer_waiting=self._is_trainer_waiting))
+        later_steps = None if self._num_steps is None else max(self._num_steps - 1 - self._weight_version, 0)
+        room = self._buffer.room(is_trainer_waiting=self._is_trainer_waiting, later_steps=later_steps)
+        prompts = self._loader.take(room)
         for one in prompts:
             self._buffer.issue(one.place, self._weight_version)
         for batch in [(one,) for one in prompts] if is_async else [prompts] if prompts else []:

@@ -82,10 +82,13 @@ class ReplayBuffer:
     def is_running(self, place: int) -> bool:
         return place in self._running
 
-    def room(self, *, is_trainer_waiting: bool) -> int:
-        """How many more groups may be issued: A steps' worth while the trainer trains, one more while it waits."""
-        steps_ahead = self._max_age + is_trainer_waiting
-        return max(steps_ahead * self._num_groups - len(self), 0)
+    def room(self, *, is_trainer_waiting: bool, later_steps: int | None = None) -> int:
+        """How many more groups may be issued: A steps' worth while the trainer trains, one more while it waits.
+
+        `later_steps`, where it is known, is how many follow the present one.
+        """
+        steps_ahead = self._max_age if later_steps is None else min(self._max_age, later_steps)
+        return max((steps_ahead + is_trainer_waiting) * self._num_groups - len(self), 0)
 
     def issue(self, place: int, weight_version: int) -> None:
         """The rollouts of a prompt start; the engine holds `weight_version` or newer weights."""

@@ -52,6 +52,7 @@ def async_source(
     max_generation_failures: int = 10,
     failures: Rollout | None = None,
     writer: RolloutWriter | None = None,
+    num_steps: int | None = None,
 ) -> AsyncSource:
     return AsyncSource(
         PromptLoader([prompt(i) for i in range(num_prompts)], shuffle=False, seed=0, max_epochs=epochs),
@@ -63,6 +64,7 @@ def async_source(
         max_generation_failures=max_generation_failures,
         failures=failures or Rollout(),
         writer=writer,
+        num_steps=num_steps,
     )
 
 

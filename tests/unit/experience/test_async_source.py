@@ -53,6 +53,20 @@ def test_prompts_are_issued_as_far_as_the_age_bound_can_hold():
     run_in_virtual_time(main())
 
 
+def test_nothing_is_issued_that_no_step_will_train_on():
+    async def main() -> None:
+        generation = engine()
+        source = async_source(generation, batch=2, age=3, num_steps=3)
+        for version in range(3):
+            await step(source, generation, version)
+        assert places_asked(generation) == [0, 1, 2, 3, 4, 5]
+        async with source.hold(until_idle=True):
+            assert num_running() == 0
+        assert source.state_dict()["replay_buffer"].places == ()
+
+    run_in_virtual_time(main())
+
+
 def test_at_age_0_nothing_runs_between_two_steps_and_the_groups_are_those_of_a_synchronous_source():
     async def main() -> None:
         generation = engine()
