@@ -127,8 +127,9 @@ class ActorHandle:
         return result
 
     def _lost(self, name: str, error: ray.exceptions.RayError) -> WorkerError:
-        is_gone = isinstance(error, ray.exceptions.RayActorError)
-        return (WorkerDied if is_gone else WorkerError)(f"{self.name}.{name}: {_in_short(error)}")
+        if isinstance(error, ray.exceptions.RayActorError):
+            return WorkerDied(f"{self.name} has died: {_in_short(error)}")
+        return WorkerError(f"{self.name}.{name}: {_in_short(error)}")
 
 
 def put(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -183,7 +184,8 @@ def undecorated(actor_class: Any) -> type:
 
 
 def _in_short(error: BaseException) -> str:
-    """Ray's reason in one line, without its advice."""
+    """Ray's reason, without its advice: what it found of the process' end, else its first line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    detail = [line.partition("Worker exit detail:")[2].strip() for line in lines if "Worker exit detail:" in line]
-    return " ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", *detail[:1]])
+    found = next((line.partition("Worker exit detail:")[2] for line in lines if "Worker exit detail:" in line), "")
+    detail = found.partition("Some common causes")[0].strip()
+    return detail or f"{type(error).__name__}: {lines[0] if lines else ''}"

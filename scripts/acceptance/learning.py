@@ -3,6 +3,7 @@
 uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
 uv run scripts/acceptance/learning.py agent         the same through an agent that knows only a base URL
 uv run scripts/acceptance/learning.py async         with rollouts in the background (examples/configs/async.yaml)
+uv run scripts/acceptance/learning.py ranks         the same over two policy ranks and two engines, on Ray
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 """
 
@@ -33,6 +34,8 @@ AGENT = (
 )
 
 ASYNC = ("--config", "examples/configs/async.yaml")
+
+RANKS = ("policy.dtensor_cfg.data_parallel_size=2", "policy.generation.num_replicas=2")
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ def controls() -> bool:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["learning", "agent", "async", "controls"], default="learning")
+    parser.add_argument(
+        "what", nargs="?", choices=["learning", "agent", "ranks", "async", "controls"], default="learning"
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     arguments = parser.parse_args()
     print("| run | sampled | greedy | s | as it should |\n|---|---|---|---|---|", flush=True)
@@ -123,6 +128,8 @@ if __name__ == "__main__":
         passed = controls()
     elif arguments.what == "agent":
         passed = learning(tuple(arguments.seeds), "through an agent", AGENT)
+    elif arguments.what == "ranks":
+        passed = learning(tuple(arguments.seeds), "two ranks, two engines", RANKS)
     elif arguments.what == "async":
         passed = learning(tuple(arguments.seeds), "async", ASYNC)
     else:

@@ -81,7 +81,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_leaves_no_process(tmp_pat
         process.kill()  # nothing where it has ended
     text = output.read_text()
     assert process.returncode == 1, text
-    assert re.search(r"^WorkerDied: policy rank 1\.", text, re.MULTILINE), text
+    assert re.search(r"^WorkerDied: policy rank 1 has died: ", text, re.MULTILINE), text
     assert "Traceback" not in text
     _, alive = psutil.wait_procs(family, timeout=120)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []

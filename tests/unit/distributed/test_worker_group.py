@@ -132,7 +132,7 @@ def test_what_one_rank_raises_ends_the_others_that_wait_for_it() -> None:
 def test_the_death_of_a_rank_is_the_cause_not_its_echo_in_another(tmp_path: Path) -> None:
     async def use(group: WorkerGroup) -> None:
         await group.call_all("place", [1])
-        with pytest.raises(WorkerDied, match=r"(?s)policy rank 1\..*policy_1\.log:.*written by rank 1"):
+        with pytest.raises(WorkerDied, match=r"(?s)policy rank 1 has died: .*policy_1\.log:.*written by rank 1"):
             await group.call_all("die_or_fail", 1)
 
     using(use, log_dir=tmp_path)
