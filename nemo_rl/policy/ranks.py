@@ -18,6 +18,8 @@ from nemo_rl.errors import ConfigError, PolicyError
 
 ValueT = TypeVar("ValueT")
 
+WRITING_TIMEOUT_S = 1800.0  # of a checkpoint: what a slow network disk may take for a large model
+
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
@@ -81,8 +83,6 @@ def join(layout: RankLayout, device: torch.device) -> None:
                 f"rank {layout.rank} of {layout.world_size}: the process is rank {place[0]} of {place[1]}"
             )
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -107,7 +107,7 @@ def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
 @lru_cache
 def checkpoint_group() -> dist.ProcessGroup:
     """All ranks once more, on the CPU: a save goes on in the background while training uses the other groups."""
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITING_TIMEOUT_S)))
 
 
 def resolve_device(name: str) -> torch.device:

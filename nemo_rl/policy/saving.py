@@ -23,12 +23,11 @@ from transformers import PreTrainedModel
 from nemo_rl.errors import CheckpointError, ConfigError, one_line
 from nemo_rl.policy.hf_export import copy_weights, save_weights, weight_copies
 from nemo_rl.policy.hf_model import load_model
-from nemo_rl.policy.ranks import checkpoint_group
+from nemo_rl.policy.ranks import WRITING_TIMEOUT_S, checkpoint_group
 
 logger = logging.getLogger(__name__)
 
 SCHEDULE_FILE = "schedule.pt"
-WRITING_TIMEOUT_S = 1800.0  # what a slow network disk may take for a large model
 
 
 class BackgroundSave:

@@ -1,6 +1,7 @@
 """FSDP2 around a model: sharded float32 weights, computation in the policy's precision."""
 
 import math
+from typing import cast
 
 import torch
 from torch import nn
@@ -40,12 +41,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor behind a shard, which all ranks ask for together; no copy where one rank holds it all."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.size() > 1:
-        placements = list(tensor.placements)
-        for dim in range(len(placements)):  # one after the other: of two at once torch warns
-            placements[dim] = Replicate()
-            tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local()
+    # An offloaded part goes to where the ranks exchange.
+    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):  # one after the other: of two at once torch warns
+        placements[dim] = Replicate()
+        gathered = gathered.redistribute(placements=placements)
+    return gathered.to_local()
 
 
 def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
