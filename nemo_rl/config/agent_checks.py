@@ -2,6 +2,7 @@
 
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.errors import ConfigError, suggestion
 
 
@@ -39,7 +40,7 @@ def _check_scorer(key: str, section: AgentSection, config: GRPOConfig) -> None:
     scorer = section.scored_by
     if scorer is None:
         return
-    environments = [name for name, other in config.env.items() if not isinstance(other, AgentSection)]
+    environments = [name for name, other in config.env.items() if not isinstance(other, AgentSection | NemoGymSection)]
     if scorer not in environments:
         problem = f"no entry of env that is an environment{suggestion(scorer, environments)}"
         raise ConfigError(f"{key}.scored_by", scorer, problem)

@@ -11,6 +11,7 @@ from nemo_rl.config.data import Dataset
 from nemo_rl.config.layout import layout_of
 from nemo_rl.config.loss_checks import check_advantages, check_loss
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.nemo_gym_checks import check_nemo_gym
 from nemo_rl.config.penalty_checks import check_penalties
 from nemo_rl.config.policy import SchedulerStage
 from nemo_rl.config.scorer_checks import check_scorers
@@ -33,6 +34,7 @@ def check(config: GRPOConfig) -> None:
         check_penalties,
         check_checkpointing,
         check_agents,
+        check_nemo_gym,
         check_scorers,
         _check_data,
     )

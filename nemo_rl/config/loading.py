@@ -19,6 +19,7 @@ from nemo_rl.config.compatibility import move_keys, name_datasets, take_out
 from nemo_rl.config.entries import KINDS, Kinds
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.merging import merged
+from nemo_rl.config.nemo_gym import gather_overrides
 from nemo_rl.config.overrides import apply_override
 from nemo_rl.config.problems import interpolation_problem, refuse_booleans, schema_problem
 from nemo_rl.errors import ConfigError
@@ -35,6 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
     resolved = _resolve(raw)
     take_out(resolved)
     name_datasets(resolved)
+    gather_overrides(resolved)
     config = _validate(resolved)
     check(config)
     return config

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from nemo_rl.config.nemo_gym import SERVER_KINDS
 from nemo_rl.environments.nemo_gym.errors import GymBrokenReply, GymUnavailable
 
-SERVER_KINDS = ("responses_api_agents", "responses_api_models", "resources_servers")
 ASK_TIMEOUT_S = 10.0  # of one question to the head server, or to a server whether it is there
 ANY_ADDRESS = ("0.0.0.0", "::")
 NO_CONNECTION = (aiohttp.ClientError, TimeoutError, OSError)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_rl.environments.nemo_gym.discovery import SERVER_KINDS
+from nemo_rl.config.nemo_gym import SERVER_KINDS
 from nemo_rl.environments.nemo_gym.python_env import GymPython
 from nemo_rl.errors import ConfigError
 

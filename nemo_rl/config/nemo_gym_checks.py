@@ -1,0 +1,47 @@
+"""What entries of `env` of type nemo_gym need."""
+
+from urllib.parse import urlsplit
+
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.errors import ConfigError
+
+
+def check_nemo_gym(config: GRPOConfig) -> None:
+    """Raise ConfigError for the first stack that can neither be reached nor started."""
+    for name, section in config.env.items():
+        if isinstance(section, NemoGymSection):
+            _check_stack(f"env.{name}", section)
+            _check_limits(f"env.{name}", section, config)
+
+
+def _check_stack(key: str, section: NemoGymSection) -> None:
+    if (section.head_url is None) == (section.config_paths is None):
+        both = {"head_url": section.head_url, "config_paths": section.config_paths}
+        raise ConfigError(key, both, "a stack is either reached by head_url or started from config_paths")
+    if section.config_paths is not None and not section.config_paths:
+        raise ConfigError(f"{key}.config_paths", [], "must name a file of NeMo Gym's configuration")
+    if section.head_url is None:
+        return
+    parts = urlsplit(section.head_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key}.head_url", section.head_url, "must be an address such as http://127.0.0.1:11000")
+    for name, value in (("overrides", section.overrides), ("python", section.python)):
+        if value:
+            raise ConfigError(f"{key}.{name}", value, "is for a stack that is started; this one runs already")
+
+
+def _check_limits(key: str, section: NemoGymSection, config: GRPOConfig) -> None:
+    limits = {
+        "rollout.stall_timeout_s": config.rollout.stall_timeout_s,
+        "gateway.session_ttl_s": config.gateway.session_ttl_s,
+    }
+    for name, limit in limits.items():
+        if section.timeout_s >= limit:
+            raise ConfigError(f"{key}.timeout_s", section.timeout_s, f"must be below {name} = {limit:g}")
+    if section.port_range_low > section.port_range_high:
+        low, high = section.port_range_low, section.port_range_high
+        raise ConfigError(f"{key}.port_range_low", low, f"must be at most port_range_high = {high}")
+    for part, enabled in (("batching", section.batching.enabled), ("remote", section.remote.enabled)):
+        if enabled:
+            raise ConfigError(f"{key}.{part}.enabled", True, "NeMo Gym runs one row each; allowed: false")
