@@ -1,0 +1,36 @@
+"""In place of `gym env start`: a head server that is its only agent too, and a process in a session of its own.
+
+`mode` of the configuration: "serves", "dies" at once, or is "late" for ever. Writes the ids of its processes down.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+config = OmegaConf.load("env.yaml")
+sys.stderr.write("this is the stand-in of NeMo Gym\n")
+if config.mode == "dies":
+    sys.exit("no such key: policy_modle_name")
+helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+Path("pids.part").write_text(f"{os.getpid()} {helper.pid}")
+Path("pids.part").rename("pids")
+if config.mode == "late":
+    time.sleep(600)
+agent = {"responses_api_agents": {"simple_agent": dict(config.head_server)}}
+yaml = OmegaConf.to_yaml(OmegaConf.merge(config, {"agent": agent}))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(yaml).encode() if "config" in self.path else b"{}")
+
+
+HTTPServer(("127.0.0.1", config.head_server.port), Handler).serve_forever()

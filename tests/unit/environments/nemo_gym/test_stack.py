@@ -1,0 +1,132 @@
+"""A stack that is started, watched and ended, with a stand-in for Gym itself."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.errors import GymUnavailable
+from nemo_rl.environments.nemo_gym.stack import GymStack
+from nemo_rl.errors import ConfigError
+from tests.unit.environments.nemo_gym.fake_python import fake_environment
+from tests.unit.environments.nemo_gym.processes import is_alive, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted by Linux's prctl")
+
+
+@pytest.fixture
+def section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NemoGymSection]:
+    """`section(mode, ...)`: a stack of the stand-in, run from an empty directory."""
+    python = fake_environment(tmp_path / "environment")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("own.yaml").write_text("policy_model: {}")
+
+    def make(mode: str, **settings: Any) -> NemoGymSection:
+        values = {"config_paths": ["own.yaml"], "python": str(python), "overrides": {"mode": mode}, **settings}
+        return NemoGymSection(**values)
+
+    return make
+
+
+async def start(section: NemoGymSection, run_dir: Path) -> GymStack:
+    return await GymStack.start(
+        section,
+        policy_base_url=["http://a/v1", "http://b/v1"],
+        policy_api_key="k",
+        policy_model_name="policy",
+        run_dir=run_dir,
+    )
+
+
+def pids(run_dir: Path) -> list[int]:
+    return [int(pid) for pid in (run_dir / "nemo_gym" / "pids").read_text().split()]
+
+
+def with_stack(section: NemoGymSection, run_dir: Path, use: Callable[[GymStack], Awaitable[None]]) -> None:
+    async def run() -> None:
+        stack = await start(section, run_dir)
+        try:
+            await use(stack)
+        finally:
+            await stack.close()
+            await stack.close()
+
+    asyncio.run(run())
+
+
+def test_a_started_stack_answers_and_leaves_nothing(section: Any, tmp_path: Path) -> None:
+    async def use(stack: GymStack) -> None:
+        stack.check()
+        assert all(map(is_alive, pids(tmp_path)))
+        settings = section("serves")
+        client = GymClient(settings, head_url=stack.head_url)
+        await client.connect(["agent"], check=stack.check)
+        await client.close()
+
+    with_stack(section("serves"), tmp_path, use)
+    assert not any(map(is_alive, pids(tmp_path)))
+    written = OmegaConf.load(tmp_path / "nemo_gym" / "env.yaml")
+    assert list(written.policy_base_url) == ["http://a/v1", "http://b/v1"]
+    assert (written.policy_api_key, written.policy_model_name, written.mode) == ("k", "policy", "serves")
+    assert list(written.config_paths) == [str(tmp_path / "here" / "own.yaml")]
+    assert (written.port_range_low, written.port_range_high) == (10_001, 20_000)
+    assert "stand-in" in (tmp_path / "nemo_gym" / "gym.log").read_text()
+
+
+def test_overrides_win_over_what_we_say(section: Any, tmp_path: Path) -> None:
+    async def use(stack: GymStack) -> None:
+        written = OmegaConf.load(tmp_path / "nemo_gym" / "env.yaml")
+        assert (written.policy_model_name, written.port_range_low) == ("other", 5)
+
+    overrides = {"mode": "serves", "policy_model_name": "other", "port_range_low": 5}
+    with_stack(section("serves", overrides=overrides), tmp_path, use)
+
+
+def test_a_stack_that_dies_at_start_shows_the_end_of_its_log(section: Any, tmp_path: Path) -> None:
+    with pytest.raises(GymUnavailable) as error:
+        asyncio.run(start(section("dies"), tmp_path))
+    assert "the stack has ended with status 1; the end of " in str(error.value)
+    assert str(error.value).endswith("this is the stand-in of NeMo Gym\nno such key: policy_modle_name")
+
+
+def test_a_stack_that_is_late_is_ended_and_shows_its_log(section: Any, tmp_path: Path) -> None:
+    with pytest.raises(GymUnavailable) as error:
+        asyncio.run(start(section("late", start_timeout_s=3.0), tmp_path))
+    assert "not up within env.nemo_gym.start_timeout_s = 3 s; no answer of its head server" in str(error.value)
+    file = tmp_path / "nemo_gym" / "pids"
+    assert not file.exists() or not any(map(is_alive, pids(tmp_path)))
+
+
+def test_a_stack_that_dies_later_is_noticed_with_all_that_is_left_of_it(section: Any, tmp_path: Path) -> None:
+    async def use(stack: GymStack) -> None:
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        with pytest.raises(GymUnavailable, match="the stack has ended with status 137"):
+            wait_until("its end is noticed", lambda: stack.check())
+        assert not any(map(is_alive, pids(tmp_path)))
+
+    with_stack(section("serves"), tmp_path, use)
+
+
+def test_what_a_killed_supervisor_left_is_found_by_its_mark(section: Any, tmp_path: Path) -> None:
+    async def use(stack: GymStack) -> None:
+        os.kill(stack._process.pid, signal.SIGKILL)
+        wait_until("Gym has died with its supervisor", lambda: not is_alive(pids(tmp_path)[0]))
+        assert is_alive(pids(tmp_path)[1])
+
+    with_stack(section("serves"), tmp_path, use)
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_a_python_without_an_environment_is_refused(section: Any, tmp_path: Path) -> None:
+    (tmp_path / "environment" / "bin" / "activate").unlink()
+    with pytest.raises(ConfigError, match="of a virtual environment"):
+        asyncio.run(start(section("serves"), tmp_path))
