@@ -1,5 +1,7 @@
 """Whose turn it is on a device that policy and engine share."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from nemo_rl.interfaces import Generation, Policy
@@ -16,6 +18,17 @@ class Placement:
     policy: Policy
     generation: Generation
     shares_device: bool
+
+    @asynccontextmanager
+    async def scoring(self) -> AsyncIterator[None]:
+        """The engine gives up its memory to reward models that score inside, and takes it back."""
+        if self.shares_device:
+            await self.generation.sleep()
+        try:
+            yield
+        finally:
+            if self.shares_device:
+                await self.generation.wake()
 
     async def for_training(self) -> None:
         """The engine gives up its memory, then the policy takes its place."""

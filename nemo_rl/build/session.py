@@ -82,6 +82,9 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         stack.callback(metrics_logger.close)
         workers = await open_workers(config, inputs, model_path, layout, log_dir=run_dir / "logs", stack=stack)
         policy, generation = workers.policy, workers.generation
+        placement = Placement(policy, generation, shares_device=workers.shares_device)
+        if config.reward_model.shares_device:
+            scoring = replace(scoring, turn=placement.scoring)
         weight_sync = InProcessWeightSync(
             inputs.probes,
             config.weight_sync,
@@ -115,7 +118,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             source=source,
             generation=generation,
             policy=policy,
-            placement=Placement(policy, generation, shares_device=workers.shares_device),
+            placement=placement,
             weight_sync=weight_sync,
             loss_fn=loss_fn,
             advantage_estimator=estimator,

@@ -49,5 +49,8 @@ def _check_placement(config: GRPOConfig) -> None:
             raise ConfigError(f"reward_model.{key}", value, problem)
         if value < 0:
             raise ConfigError(f"reward_model.{key}", value, "must be 0 or more")
+    if placement.shares_device and config.grpo.async_grpo.enabled:
+        problem = "needs reward_model.enable_resource_pool: true, since the engine never sleeps between rollouts"
+        raise ConfigError("grpo.async_grpo.enabled", True, problem)
     if placement.enable_resource_pool and not placement.enable:
         raise ConfigError("reward_model.enable_resource_pool", True, "needs reward_model.enable: true")

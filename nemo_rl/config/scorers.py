@@ -105,3 +105,8 @@ class RewardModelPlacement(Section):
     enable_resource_pool: bool = False  # GPUs of their own: scoring overlaps generation; else the policy's, after it
     n_gpus_per_node: int = 0
     nnodes: int = 0
+
+    @property
+    def shares_device(self) -> bool:
+        """They score behind the rollouts of a step, while the engine sleeps."""
+        return self.enable and not self.enable_resource_pool

@@ -1,6 +1,7 @@
 """Rollouts of all kinds at once: prompts of agents and of NeMo Gym to these, all others to a scheduler of turns."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
@@ -15,7 +16,21 @@ Scheduler: TypeAlias = Callable[[Sequence[RolloutJob], RolloutContext], Awaitabl
 async def run_rollouts(
     jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler
 ) -> tuple[Trajectory, ...]:
-    """Trajectories in the order of `jobs`; `scheduler` is one of rollouts.py and runs those that no agent runs."""
+    """Trajectories in the order of `jobs`; `scheduler` is one of rollouts.py and runs those that no agent runs.
+
+    Scorers that share the engine's device have their turn behind the last rollout; progress is told then.
+    """
+    if context.scoring.turn is None:
+        return await _run_all(jobs, context, scheduler)
+    unscored = await _run_all(jobs, replace(context, progress=None), scheduler)
+    scored = await context.scoring.scored_together(unscored, stall_timeout_s=context.limits.stall_timeout_s)
+    if context.progress is not None:
+        for trajectory in scored:
+            context.progress(trajectory)
+    return scored
+
+
+async def _run_all(jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler) -> tuple[Trajectory, ...]:
     runners = dict.fromkeys(context.agents, run_agent_rollouts) | dict.fromkeys(context.gyms, run_nemo_gym_rollouts)
     places: dict[Scheduler, list[int]] = {}
     for place, job in enumerate(jobs):

@@ -3,12 +3,12 @@
 What fails a score fails the rollout, as reward failure: no score is ever taken for 0.
 """
 
-import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.experience.supervision import StallWatchdog, in_parallel
 from nemo_rl.experience.turns import role_and_content
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, StopReason, Trajectory
@@ -25,21 +25,42 @@ class WeightedScorer:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Which scorers reward the rollouts of which task; they add to what the environment gave."""
+    """Which scorers reward the rollouts of which task; they add to what the environment gave.
+
+    With a `turn` the scorers share the engine's device: nothing is scored while rollouts run, and all of them behind
+    the last one, inside `turn()`.
+    """
 
     by_task: Mapping[str, Sequence[WeightedScorer]] = field(default_factory=dict)
+    turn: Callable[[], AbstractAsyncContextManager[None]] | None = None
 
     def needs(self, trajectory: Trajectory) -> bool:
-        """Whether it has a score to come: it did not fail, and its task has scorers."""
-        return trajectory.failure is None and bool(self.by_task.get(trajectory.prompt.task_name))
+        """Whether it is to be scored as it ends: it did not fail, and its task has scorers that need not wait."""
+        return self.turn is None and self._has_scorers(trajectory)
 
     async def scored(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
         """The trajectory with its scores, asked for at once; failed where one scorer has none for it.
 
         One that needs none is returned as it is. Each reward is `weight * score` under the scorer's name.
         """
-        if not self.needs(trajectory):
-            return trajectory
+        return await self._scored(trajectory, watchdog) if self.needs(trajectory) else trajectory
+
+    async def scored_together(
+        self, trajectories: Sequence[Trajectory], *, stall_timeout_s: float
+    ) -> tuple[Trajectory, ...]:
+        """What was left for the scorers' turn, in order; RolloutError when no score comes for `stall_timeout_s`."""
+        watchdog = StallWatchdog(stall_timeout_s)
+
+        async def one(trajectory: Trajectory) -> Trajectory:
+            return await self._scored(trajectory, watchdog) if self._has_scorers(trajectory) else trajectory
+
+        async with self.turn() if self.turn is not None else nullcontext():
+            return tuple(await watchdog.guard(in_parallel(one(trajectory) for trajectory in trajectories)))
+
+    def _has_scorers(self, trajectory: Trajectory) -> bool:
+        return trajectory.failure is None and bool(self.by_task.get(trajectory.prompt.task_name))
+
+    async def _scored(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
         scorers, request = self.by_task[trajectory.prompt.task_name], score_request(trajectory)
         started_at = time.perf_counter()
         with watchdog.waiting_for("scorers"):
@@ -68,5 +89,5 @@ def with_scores(
 
 
 async def _all_scores(scorers: Sequence[WeightedScorer], request: ScoreRequest) -> list[float | Failure]:
-    results = await asyncio.gather(*(weighted.scorer.score([request]) for weighted in scorers))
+    results = await in_parallel(weighted.scorer.score([request]) for weighted in scorers)
     return [score for (score,) in results]

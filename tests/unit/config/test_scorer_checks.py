@@ -26,6 +26,14 @@ USES_MODEL = "++env.math.scorers=[rm]"
             "reward_model.nnodes",
             "at least 1",
         ),
+        (
+            [
+                *(MODEL, USES_MODEL, "++reward_model.enable=true", "grpo.async_grpo.enabled=true"),
+                "loss_fn.use_importance_sampling_correction=true",
+            ],
+            "grpo.async_grpo.enabled",
+            "enable_resource_pool",
+        ),
         ([MODEL, USES_MODEL, "++reward_model.nnodes=-1"], "reward_model.nnodes", "0 or more"),
         (
             ["++scorers.j={type: judge, base_urls: [localhost], model: m, prompt: p}", "++env.math.scorers=[j]"],

@@ -1,10 +1,12 @@
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
@@ -79,6 +81,35 @@ def test_the_first_score_begins_before_the_last_generation_ends(scheduler) -> No
         return await scheduler(jobs(4, tasks=("game", "b")), run_with)  # the last one is of another task
 
     assert all(t.failure is None for t in asyncio.run(main()))
+
+
+def test_scorers_that_share_the_engines_device_score_in_their_turn_behind_the_last_rollout() -> None:
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        events.append("engine sleeps")
+        yield
+        events.append("engine wakes")
+
+    async def tell(requests: Sequence[ScoreRequest]) -> None:
+        events.append("score")
+
+    async def ends(request: GenerationRequest) -> None:
+        events.append("generate")
+
+    async def main() -> tuple[Trajectory, ...]:
+        engine = FakeGeneration(vocab_size=VOCAB_SIZE, latency=ends)
+        run_with = context(engine, {"game": FakeEnvironment(reward_by_length)})
+        the_scoring = replace(scoring(judge=FakeScorer(fails_the_second, before=tell)), turn=turn)
+        run_with = replace(run_with, scoring=the_scoring, progress=lambda t: events.append(f"{t.stop_reason}"))
+        return await run_rollouts(jobs(2), run_with, run_async_multi_turn_rollout)
+
+    scored, failed = asyncio.run(main())
+    assert scored.rewards["judge"] == 2.0
+    assert failed.failure is not None
+    assert events[:6] == ["generate", "generate", "engine sleeps", "score", "score", "engine wakes"]
+    assert sorted(events[6:]) == sorted([str(scored.stop_reason), "failed"])
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -1,0 +1,106 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.build.inputs import load_prompts
+from nemo_rl.build.rescore import rescore_file
+from nemo_rl.config.loading import load_config
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.types import Failure, FailureClass, Message, StopReason, TokenizedMessage, Trajectory
+
+HERE = "tests.unit.build.test_rescore"
+
+
+def length(messages: Sequence[dict[str, str]], metadata: dict[str, Any]) -> float:
+    if messages[-1]["content"] == "":
+        raise ValueError("nothing said")
+    return float(len(messages[-1]["content"]))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GRPOConfig:
+    rows = [{"question": f"q{i}", "answer": "1"} for i in range(3)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+grpo: {{num_prompts_per_step: 1, num_generations_per_prompt: 2}}
+policy: {{model_name: none, train_global_batch_size: 2, train_micro_batch_size: 2}}
+data: {{train: {{dataset_name: jsonl, data_path: {data}, input_key: question, output_key: answer}},
+        default: {{env_name: math}}}}
+env: {{math: {{scorers: [length]}}}}
+scorers: {{length: {{type: function, function: "{HERE}:length", weight: 0.5}}}}
+"""
+    )
+    return load_config(recipe, [])
+
+
+def stored(config: GRPOConfig, path: Path) -> list[dict[str, Any]]:
+    """Four rollouts: rewarded, rewarded by the scorer before, failed for want of a reward, failed in generation."""
+    train, _ = load_prompts(config)
+    outcomes: list[tuple[str, dict[str, float], Failure | None]] = [
+        ("four", {"math": 1.0}, None),
+        ("five5", {"math": 0.0, "length": 99.0}, None),
+        ("six", {}, Failure(FailureClass.REWARD, "judge: no score")),
+        ("", {}, Failure(FailureClass.INFRA, "died")),
+    ]
+    with RolloutWriter(path) as writer:
+        writer.write(
+            1,
+            [
+                Trajectory(
+                    prompt=train.prompts[i % 3],
+                    group_id=f"0:{i}",
+                    generation_index=0,
+                    message_log=(TokenizedMessage(Message("assistant", text), ()),),
+                    stop_reason=StopReason.FAILED if failure else StopReason.TRUNCATED,
+                    rewards=rewards,
+                    failure=failure,
+                )
+                for i, (text, rewards, failure) in enumerate(outcomes)
+            ],
+        )
+    return rows_of(path)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_scores_take_the_place_of_their_name_and_what_failed_otherwise_stays(
+    config: GRPOConfig, tmp_path: Path
+) -> None:
+    before = stored(config, tmp_path / "train.jsonl")
+    means = rescore_file(config, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
+    after = rows_of(tmp_path / "out.jsonl")
+    assert [row["rewards"] for row in after] == [
+        {"math": 1.0, "length": 2.0},
+        {"math": 0.0, "length": 2.5},
+        {"length": 1.5},
+        {},
+    ]
+    assert [row["reward"] for row in after] == [3.0, 2.5, 1.5, None]
+    assert after[3] == before[3]
+    assert [row["messages"] for row in after] == [row["messages"] for row in before]
+    assert [row["stop_reason"] for row in after] == ["truncated", "truncated", "done", "failed"]
+    assert str(means[0]) == "mean reward 50.0000 over 2 rollouts, 2 failed"
+    assert str(means[1]) == "mean reward 2.3333 over 3 rollouts, 1 failed"
+    with pytest.raises(ConfigError, match="exists already"):
+        rescore_file(config, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
+
+
+def test_rollouts_of_other_data_are_refused_and_no_output_appears(config: GRPOConfig, tmp_path: Path) -> None:
+    rows = stored(config, tmp_path / "train.jsonl")
+    (tmp_path / "other.jsonl").write_text(json.dumps({**rows[0], "prompt_id": "unknown"}) + "\n")
+    with pytest.raises(DataError, match="prompt unknown is not in the data set"):
+        rescore_file(config, tmp_path / "other.jsonl", tmp_path / "out.jsonl")
+    (tmp_path / "none.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(DataError, match="not a line of a rollouts file"):
+        rescore_file(config, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
