@@ -94,6 +94,11 @@ def _environment() -> GymPython | str:
         return str(error)
 
 
+def unused_port() -> int:
+    """For a gateway whose address a stack is told before it listens."""
+    return _free_ports(1)[0]
+
+
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

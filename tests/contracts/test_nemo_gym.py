@@ -21,8 +21,8 @@ from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import Message, MessageLog, Prompt, SamplingParams, Trajectory
 from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, exact_logprobs, tiny_model
+from tests.contracts.real_gym import BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, real_gym, unused_port
 from tests.contracts.test_weight_sync import published
-from tests.real_gym import running_gym, unused_port
 from tests.templates import byte_tokenizer
 
 pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
@@ -32,7 +32,6 @@ WEIGHT_VERSION = 8
 DEADLINE_S = 300.0
 NUM_GENERATIONS = 3
 STOP_TOKENS = tuple(range(0, VOCAB_SIZE, 8))  # responses end by themselves: Gym ends a rollout whose response was cut
-ENVIRONMENTS = ("reasoning_gym", "mcqa", "example_single_tool_call", "blackjack")
 
 SPELL = "Spell this word backward (example: sun -> nus): cat"
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -42,39 +41,27 @@ def asking(*messages: tuple[str, str], **parameters: Any) -> dict[str, Any]:
     return {"input": [{"role": role, "content": content} for role, content in messages], **parameters}
 
 
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {  # environment -> agent, row
-    "reasoning_gym": (
-        "reasoning_gym_simple_agent",
-        {
-            "responses_create_params": asking(("user", SPELL), temperature=0.1),
-            "question": SPELL,
-            "answer": "tac",
-            "metadata": {"source_dataset": "spell_backward", "word": "cat", "word_len": 3},
-        },
-    ),
-    "mcqa": (
-        "mcqa_simple_agent",
-        {
-            "responses_create_params": asking(("user", "Which letter? \\boxed{}\nA: one\nB: two")),
-            "options": [{"A": "one"}, {"B": "two"}],
-            "expected_answer": "B",
-            "grading_mode": "strict_single_letter_boxed",
-        },
-    ),
-    "example_single_tool_call": (
-        "example_single_tool_call_simple_agent",
-        {
-            "responses_create_params": asking(
-                ("developer", "You help."),
-                ("user", "Is it warm?"),
-                tools=[{"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}],
-            )
-        },
-    ),
-    "blackjack": (
-        "blackjack_gymnasium_agent",
-        {"responses_create_params": asking(("system", "Play."), ("user", "Deal me in."))},
-    ),
+ROWS: dict[str, dict[str, Any]] = {  # by agent
+    REASONING_GYM: {
+        "responses_create_params": asking(("user", SPELL), temperature=0.1),
+        "question": SPELL,
+        "answer": "tac",
+        "metadata": {"source_dataset": "spell_backward", "word": "cat", "word_len": 3},
+    },
+    MCQA: {
+        "responses_create_params": asking(("user", "Which letter? \\boxed{}\nA: one\nB: two")),
+        "options": [{"A": "one"}, {"B": "two"}],
+        "expected_answer": "B",
+        "grading_mode": "strict_single_letter_boxed",
+    },
+    TOOL_CALL: {
+        "responses_create_params": asking(
+            ("developer", "You help."),
+            ("user", "Is it warm?"),
+            tools=[{"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}],
+        )
+    },
+    BLACKJACK: {"responses_create_params": asking(("system", "Play."), ("user", "Deal me in."))},
 }
 
 
@@ -86,7 +73,7 @@ def gateway_port() -> int:
 @pytest.fixture(scope="module")
 def head_url(gateway_port: int) -> Iterator[str]:
     """Servers of all environments, which call a gateway at `gateway_port`."""
-    with running_gym(ENVIRONMENTS, f"http://127.0.0.1:{gateway_port}/v1") as url:
+    with real_gym(f"http://127.0.0.1:{gateway_port}/v1") as url:
         yield url
 
 
@@ -112,10 +99,9 @@ def scripted_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rollouts_of(
-    environment: str, runner: asyncio.Runner, engine: Any, head_url: str, port: int, **codec: Any
+    agent: str, runner: asyncio.Runner, engine: Any, head_url: str, port: int, **codec: Any
 ) -> tuple[Trajectory, ...]:
     async def main() -> tuple[Trajectory, ...]:
-        agent, row = ROWS[environment]
         encoder = ChatEncoder(byte_tokenizer("chatml"))
         sampling = SamplingParams(60, temperature=TEMPERATURE, stop_token_ids=STOP_TOKENS)
         rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, 1, max_concurrent_calls=64, timeout_s=DEADLINE_S)
@@ -126,7 +112,7 @@ def rollouts_of(
             runtime = GymRuntime(client, manager, max_concurrency=1)
             limits = RolloutLimits(max_turns=1, max_total_length=MAX_MODEL_LEN)
             context = RolloutContext(engine, {}, encoder, limits, sampling, seed=3, gyms={"gym": runtime})
-            sent = {**row, "agent_ref": {"type": "responses_api_agents", "name": agent}}
+            sent = {**ROWS[agent], "agent_ref": {"type": "responses_api_agents", "name": agent}}
             prompt = Prompt("p", "gym", (Message("user", "as Gym's"),), {"row": sent}, agent_name=agent)
             jobs = [RolloutJob(prompt, "0:p", index) for index in range(NUM_GENERATIONS)]
             trajectories = await run_nemo_gym_rollouts(jobs, context)
@@ -160,16 +146,16 @@ def check_chain(model: Any, chain: MessageLog) -> None:
     torch.testing.assert_close(told, exact[mask], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("environment", ["reasoning_gym", "mcqa"])
+@pytest.mark.parametrize("agent", [REASONING_GYM, MCQA])
 def test_single_turns_train_on_what_was_sampled(
-    environment: str, engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
+    agent: str, engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
 ) -> None:
-    trajectories = rollouts_of(environment, engine_loop, engine, head_url, gateway_port)
+    trajectories = rollouts_of(agent, engine_loop, engine, head_url, gateway_port)
     check_tokens(trajectories)
     assert [trajectory.num_turns for trajectory in trajectories] == [1] * NUM_GENERATIONS
     assert all(0 <= trajectory.reward <= 1 for trajectory in trajectories)
     assert len({flat_token_ids(trajectory.message_log) for trajectory in trajectories}) == NUM_GENERATIONS
-    again = rollouts_of(environment, engine_loop, engine, head_url, gateway_port)
+    again = rollouts_of(agent, engine_loop, engine, head_url, gateway_port)
     assert [flat_token_ids(t.message_log) for t in again] == [flat_token_ids(t.message_log) for t in trajectories]
 
 
@@ -177,8 +163,7 @@ def test_single_turns_train_on_what_was_sampled(
 def test_a_tool_call_and_its_answer_are_one_chain(
     engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
 ) -> None:
-    environment = "example_single_tool_call"
-    trajectories = rollouts_of(environment, engine_loop, engine, head_url, gateway_port, tool_parser_name="scripted")
+    trajectories = rollouts_of(TOOL_CALL, engine_loop, engine, head_url, gateway_port, tool_parser_name="scripted")
     check_tokens(trajectories)
     for trajectory in trajectories:
         roles = [message.message.role for message in trajectory.message_log]
@@ -191,9 +176,7 @@ def test_a_tool_call_and_its_answer_are_one_chain(
 def test_a_game_of_several_turns_is_one_chain(
     engine_loop: asyncio.Runner, engine: Any, head_url: str, gateway_port: int
 ) -> None:
-    trajectories = rollouts_of(
-        "blackjack", engine_loop, engine, head_url, gateway_port, reasoning_parser_name="scripted"
-    )
+    trajectories = rollouts_of(BLACKJACK, engine_loop, engine, head_url, gateway_port, reasoning_parser_name="scripted")
     check_tokens(trajectories)
     assert max(trajectory.num_turns for trajectory in trajectories) >= 2
     assert all(trajectory.other_chains == () for trajectory in trajectories)

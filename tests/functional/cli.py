@@ -44,12 +44,17 @@ def run_directory(log_dir: Path) -> Path | None:
 
 def run_grpo(log_dir: Path, *arguments: str) -> Run:
     """Run to its end; `log_dir` is where its run directory goes."""
+    return run_command_line(SCRIPT, log_dir, *arguments)
+
+
+def run_command_line(script: Path, log_dir: Path, *arguments: str, **variables: str) -> Run:
+    """The same of any script, with further environment variables."""
     done = subprocess.run(
-        command(*arguments, f"logger.log_dir={log_dir}"),
+        [sys.executable, str(script), *arguments, f"logger.log_dir={log_dir}"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env=environment(),
+        env={**environment(), **variables},
         cwd=ROOT,
         check=False,
     )
