@@ -32,11 +32,12 @@ class RewardModelSection(ScorerSection):
     chat_template: str | None = None  # a Jinja text or a file; None: the tokenizer's own
     max_length: int = Field(default=4096, gt=0)  # tokens; a longer conversation is a typed failure
     micro_batch_size: int = Field(default=8, gt=0)  # conversations of one forward pass
-    packing: bool = False  # without padding: several conversations in one row
+    packing: bool = False  # without padding: those of one forward pass in one row; refused where it is not exact
     precision: Literal["float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     in_actor: bool = True  # a process of its own; scoring there takes no time of the trainer's
-    num_replicas: int = Field(default=1, gt=0)  # actors
+    num_replicas: int = Field(default=1, gt=0)  # actors; the least busy one is asked
+    start_timeout_s: float = Field(default=300.0, gt=0)  # for an actor to have loaded the model
 
 
 class EndpointLimits(Section):

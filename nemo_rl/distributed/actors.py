@@ -102,6 +102,17 @@ class ActorHandle:
         except ray.exceptions.RayError as error:
             raise self._lost(name, error) from error
 
+    def call_blocking(self, name: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """`call` for where a run is set up and nothing else is to go on; raises as it does."""
+        reference = self._actor.call.remote(name, (args, kwargs))
+        try:
+            return self._checked(name, ray.get(reference, timeout=timeout_s))
+        except ray.exceptions.GetTimeoutError as error:
+            ray.cancel(reference)
+            raise WorkerError(f"{self.name}.{name} did not answer in {timeout_s} s") from error
+        except ray.exceptions.RayError as error:
+            raise self._lost(name, error) from error
+
     async def stream(self, name: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items of the async generator method `name` as they come; closing the iterator cancels it there."""
         references = self._actor.stream.options(num_returns="streaming").remote(name, args, kwargs)

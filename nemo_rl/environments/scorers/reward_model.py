@@ -1,0 +1,206 @@
+"""A reward model of our own: on a thread of this process, or in Ray actors, of which the least busy one is asked."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from jinja2 import TemplateError
+
+from nemo_rl.config.scorers import RewardModelSection
+from nemo_rl.distributed.actors import ActorHandle, spawn_actor
+from nemo_rl.distributed.placement import Seat
+from nemo_rl.environments.contract import failure_of
+from nemo_rl.environments.scorers.classifier import (
+    check_exact,
+    load_classifier,
+    max_tokens,
+    micro_batches,
+    packed_scores,
+    padded_scores,
+)
+from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
+from nemo_rl.environments.scorers.registry import register_scorer
+from nemo_rl.errors import ConfigError, EnvironmentFault, WorkerDied, WorkerError
+from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import Failure, FailureClass, Message
+
+logger = logging.getLogger(__name__)
+
+Conversation = tuple[Message, ...]
+
+
+class RewardModel:
+    """The model itself; used by one thread. Raises ConfigError below `scorers.<name>` where it cannot be had."""
+
+    def __init__(self, name: str, section: RewardModelSection) -> None:
+        key = f"scorers.{name}"
+        device = _device(f"{key}.device", section.device)
+        model = load_classifier(f"{key}.model_name", section.model_name, precision=section.precision)
+        self._model = model.to(device)  # pyright: ignore[reportArgumentType]
+        self._scores = packed_scores if section.packing else padded_scores
+        named, value = ("packing", True) if section.packing else ("model_name", section.model_name)
+        check_exact(f"{key}.{named}", value, self._model, self._scores)
+        self._micro_batch_size = section.micro_batch_size
+        self._tokens = ConversationTokens.load(
+            key,
+            section.tokenizer_name or section.model_name,
+            chat_template=section.chat_template,
+            max_length=max_tokens(self._model, section.max_length),
+        )
+
+    @torch.inference_mode()
+    def score(self, conversations: Sequence[Conversation]) -> list[float | Failure]:
+        """One score a conversation, in order; what is too long, cannot be rendered or meets an error fails alone, or
+        with its micro-batch."""
+        results = [self._encoded(conversation) for conversation in conversations]
+        rows = {place: row for place, row in enumerate(results) if not isinstance(row, Failure)}
+        scores: list[float | Failure] = [row if isinstance(row, Failure) else _lost() for row in results]
+        places = list(rows)
+        for batch in micro_batches(list(rows.values()), self._micro_batch_size):
+            batch_scores = self._forward([rows[places[i]] for i in batch])
+            for i, score in zip(batch, batch_scores, strict=True):
+                scores[places[i]] = score
+        return scores
+
+    def _encoded(self, conversation: Conversation) -> list[int] | Failure:
+        try:
+            token_ids = self._tokens.encode(conversation)
+        except (ConversationTooLong, TemplateError) as error:
+            return failure_of(error, FailureClass.REWARD)
+        return token_ids or Failure(FailureClass.REWARD, "the conversation has no tokens")
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Sequence[float | Failure]:
+        try:
+            return self._scores(self._model, rows).tolist()
+        except (RuntimeError, IndexError) as error:  # out of memory; a token that the model does not have
+            return [failure_of(error, FailureClass.REWARD)] * len(rows)
+
+
+@register_scorer("reward_model")
+class RewardModelScorer:
+    """`RewardModel` behind interfaces.Scorer, in any number of requests a call.
+
+    With `in_actor`, an actor that dies fails the requests that it holds, and another takes its place. `seats`: one an
+    actor, on reserved resources; None: wherever Ray has room, without a GPU.
+    """
+
+    def __init__(self, name: str, section: RewardModelSection, *, seats: Sequence[Seat] | None = None) -> None:
+        places: Sequence[Seat | None] = seats or [None] * section.num_replicas
+        self._replicas: list[_Actor] | list[_Thread]
+        if not section.in_actor:
+            self._replicas = [_Thread(name, section)]
+            return
+        self._replicas = [_Actor(name, section, seat) for seat in places]
+        try:
+            for replica in self._replicas:
+                replica.wait_until_loaded()
+        except Exception:
+            for replica in self._replicas:
+                replica.kill()
+            raise
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
+        conversations = [request.messages for request in requests]
+        share = max(1, -(-len(conversations) // len(self._replicas)))
+        shares = [conversations[start : start + share] for start in range(0, len(conversations), share)]
+        results = await asyncio.gather(*(self._score_share(each) for each in shares))
+        return [score for of_share in results for score in of_share]
+
+    async def close(self) -> None:
+        for replica in self._replicas:
+            replica.kill()
+
+    async def _score_share(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
+        replica = min(self._replicas, key=lambda each: each.num_held)
+        replica.num_held += len(conversations)
+        try:
+            return await replica.score(conversations)
+        finally:
+            replica.num_held -= len(conversations)
+
+
+class _Thread:
+    """The model on one thread of this process, as torch's modes and streams want it."""
+
+    def __init__(self, name: str, section: RewardModelSection) -> None:
+        self.num_held = 0  # conversations
+        self._executor = ThreadPoolExecutor(
+            1, f"scorer-{name}", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        )
+        self._model = self._executor.submit(RewardModel, name, section).result()
+
+    async def score(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._model.score, conversations)
+
+    def kill(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+class _Actor:
+    """The model in an actor; one that has died is replaced."""
+
+    def __init__(self, name: str, section: RewardModelSection, seat: Seat | None) -> None:
+        self.num_held = 0  # conversations
+        self._name = name
+        self._section = section
+        self._seat = seat
+        self._actor = self._spawn()
+
+    def wait_until_loaded(self) -> None:
+        """Raises ConfigError for what the actor cannot load, or when it does not answer in time."""
+        try:
+            refusal = self._actor.call_blocking("refusal", timeout_s=self._section.start_timeout_s)
+        except WorkerError as error:
+            raise ConfigError(f"scorers.{self._name}.in_actor", True, str(error)) from error
+        if refusal is not None:
+            raise ConfigError(*refusal)
+
+    async def score(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
+        actor = self._actor
+        try:
+            return await actor.call("score", conversations)
+        except WorkerDied as error:
+            if self._actor is actor:  # the first of its calls to hear of it
+                logger.warning("the actor of scorers.%s has died and is started again: %s", self._name, error)
+                self._actor = self._spawn()
+            return [failure_of(error, FailureClass.REWARD)] * len(conversations)
+        except WorkerError as error:
+            return [failure_of(error, FailureClass.REWARD)] * len(conversations)
+
+    def kill(self) -> None:
+        self._actor.kill()
+
+    def _spawn(self) -> ActorHandle:
+        return spawn_actor(_Hosted, self._name, self._section, seat=self._seat, label=f"scorers.{self._name}")
+
+
+class _Hosted:
+    """What stands in the actor: the model, or why it cannot be had."""
+
+    def __init__(self, name: str, section: RewardModelSection) -> None:
+        self._refusal: ConfigError | None = None
+        try:
+            self._model = RewardModel(name, section)
+        except ConfigError as error:
+            self._refusal = error
+
+    def refusal(self) -> tuple[str, object, str] | None:
+        error = self._refusal
+        return (error.key, error.value, error.problem) if error else None
+
+    def score(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
+        if self._refusal is not None:
+            raise EnvironmentFault(str(self._refusal))
+        return self._model.score(conversations)
+
+
+def _device(key: str, name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(key, name, "this process sees no CUDA device; allowed: cpu, auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _lost() -> Failure:
+    return Failure(FailureClass.REWARD, "was not scored")
