@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind
 
+from nemo_rl import interfaces
 from nemo_rl.build.models import resolve_model
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.run import WeightSync
 from nemo_rl.generation.vllm import VllmGeneration
-from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.in_process import InProcessWeightSync
 
@@ -63,7 +63,7 @@ class WatchedGeneration(VllmGeneration):
     async def pause(self, *, keep_cache: bool = False) -> None:
         await self._timed("pause", super().pause(keep_cache=keep_cache))
 
-    async def update_weights(self, manifest: WeightManifest, weight_version: int) -> None:
+    async def update_weights(self, manifest: interfaces.Weights, weight_version: int) -> None:
         await self._timed("load", super().update_weights(manifest, weight_version))
 
     async def resume(self) -> None:
@@ -95,7 +95,7 @@ async def keep_asking(engine: WatchedGeneration, names: Iterable[int]) -> None:
 async def measure(engine: WatchedGeneration, policy: Weights, num_requests: int, rounds: int, keep_cache: bool) -> str:
     """One row: medians over the rounds."""
     sync = InProcessWeightSync([], WeightSync(), "float32", keep_cache=keep_cache)
-    sync._is_first = False  # not verified: that is no part of an update
+    sync._verified.add(engine)  # not verified: that is no part of an update
     names = itertools.count()
     askers = [asyncio.create_task(keep_asking(engine, names)) for _ in range(num_requests)]
     gaps: list[float] = []

@@ -29,7 +29,15 @@ QUIET = {
     "TORCH_LOGS": "-all",  # errors only
 }
 # On a CPU, compiling takes longer than it saves, and the executor in the engine's own process is the quicker one.
-CPU_ONLY = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# A refit copies and packs every matrix: glibc keeps that memory instead of asking the kernel for it page by page each
+# time, which took more than half of it.
+CPU_ONLY = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "MALLOC_MMAP_THRESHOLD_": str(2**33),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 
 
 def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
