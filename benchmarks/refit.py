@@ -44,8 +44,8 @@ def make_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    model: Qwen2ForCausalLM = Qwen2ForCausalLM(config).eval()
-    return model.to(dtype=dtype)
+    model: Any = Qwen2ForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 class Weights:
