@@ -54,7 +54,7 @@ def defaulted(key: str, *inert: object) -> Rule:
 RESPONSE_DATASET, NEMO_GYM_DATASET = "ResponseDataset", "NemoGymDataset"
 NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
-ONE_ENGINE = "one engine on one device"
+ONE_ENGINE = "an engine is parallel over tensors alone"
 
 RULES: tuple[Rule, ...] = (
     # grpo
