@@ -1,6 +1,7 @@
 """The GRPO loop. Synchronous, asynchronous and filtered training differ in `run.source`, not here."""
 
 import logging
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from nemo_rl.algorithms.interrupt import Interrupted
@@ -36,7 +37,7 @@ async def train(run: GRPORun) -> Training:
         while _goes_on(run, training):
             await train_one_step(run, training)
     except Interrupted:
-        logger.info("the step under way is abandoned; its prompts are drawn again on resuming")
+        logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
     except RolloutError:  # the policy is whole: what it has learnt is not lost
         await save(run, training.position, _named_metrics(training))
         raise
@@ -90,7 +91,9 @@ async def _publish(run: GRPORun, step: int) -> None:
     Rollouts that run in the background go on through it where asked; else they end first, and none starts meanwhile.
     """
     await run.placement.for_publishing()
-    async with run.source.hold(until_idle=not run.config.grpo.async_grpo.in_flight_weight_updates):
+    async with AsyncExitStack() as stack:
+        hold = run.source.hold(until_idle=not run.config.grpo.async_grpo.in_flight_weight_updates)
+        await run.interrupt.guard(stack.enter_async_context(hold))
         await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
     await run.placement.for_generation()
 

@@ -12,6 +12,7 @@ class Batching(Section):
     max_batch_size: int = Field(default=64, gt=0)
     max_wait_ms: float = Field(default=20.0, ge=0)
     max_queue_size: int = Field(default=100_000, gt=0)  # items waiting; more have to wait for room
+    max_calls: int | None = Field(default=None, gt=0)  # at once; items gather while so many run. None: any number
 
 
 class Remote(Section):

@@ -27,9 +27,9 @@ class Batcher(Generic[ItemT, ResultT]):
     """Items of concurrent `submit` calls share calls of `answer`, which gives one result an item, in order.
 
     A call begins when `max_batch_size` items wait, or `max_wait_ms` after the oldest one came, whatever their number;
-    several may run at once. At most `max_queue_size` items wait, further callers wait for room. What `answer` raises is
-    raised to the callers of its own items and no others; it keeps its own deadline. A cancelled caller's waiting items
-    are dropped. `close` first answers what waits.
+    at most `max_calls` run at once, and what comes meanwhile goes together. At most `max_queue_size` items wait,
+    further callers wait for room. What `answer` raises is raised to the callers of its own items and no others; it
+    keeps its own deadline. A cancelled caller's waiting items are dropped. `close` first answers what waits.
 
     Consumes: items of `submit`. Produces: their results, through futures. The flushing task waits for a first item,
     then for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
@@ -82,9 +82,7 @@ class Batcher(Generic[ItemT, ResultT]):
 
     async def _flush_forever(self) -> None:
         while batch := await self._next_batch():
-            call = asyncio.create_task(self._call(batch))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            self._calls.add(asyncio.create_task(self._call(batch)))
 
     async def _next_batch(self) -> list[_Waiting[ItemT, ResultT]]:
         """The next items for one call; none when closed and everything has been answered."""
@@ -92,12 +90,16 @@ class Batcher(Generic[ItemT, ResultT]):
             async with self._changed:
                 await self._changed.wait_for(lambda: self._closed or self._waiting)
                 await self._wait_for_more()
+                await self._changed.wait_for(self._may_call)
                 size = min(len(self._waiting), self._batching.max_batch_size)
                 batch = [self._waiting.popleft() for _ in range(size)]
                 self._changed.notify_all()
             batch = [waiting for waiting in batch if not waiting.result.done()]
             if batch or (self._closed and not self._waiting):
                 return batch
+
+    def _may_call(self) -> bool:
+        return self._batching.max_calls is None or len(self._calls) < self._batching.max_calls
 
     async def _wait_for_more(self) -> None:
         """Until a call's worth of items waits, or the oldest has waited long enough, or the queue can hold no more."""
@@ -112,6 +114,14 @@ class Batcher(Generic[ItemT, ResultT]):
             return
 
     async def _call(self, batch: list[_Waiting[ItemT, ResultT]]) -> None:
+        try:
+            await self._resolve(batch)
+        finally:
+            async with self._changed:
+                self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
+                self._changed.notify_all()
+
+    async def _resolve(self, batch: list[_Waiting[ItemT, ResultT]]) -> None:
         self.num_calls += 1
         self.num_items += len(batch)
         try:

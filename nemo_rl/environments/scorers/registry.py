@@ -5,7 +5,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from nemo_rl.config.scorers import SCORER_SECTIONS, CustomScorerSection, EndpointSection, ScorerSection
+from nemo_rl.config.scorers import (
+    SCORER_SECTIONS,
+    CustomScorerSection,
+    EndpointSection,
+    RewardModelSection,
+    ScorerSection,
+)
 from nemo_rl.environments.registry import import_path
 from nemo_rl.environments.scorers.contract import BatchedScorer, CheckedScorer
 from nemo_rl.errors import ConfigError, suggestion
@@ -39,8 +45,11 @@ def make_scorer(name: str, section: ScorerSection) -> CheckedScorer | BatchedSco
     inner = _inner(name, section)
     if isinstance(section, EndpointSection):  # bounds each attempt itself; to wait for its turn is no failure
         return CheckedScorer(inner, timeout_s=None)
-    if section.batching.enabled:
-        return BatchedScorer(inner, section.batching, timeout_s=section.timeout_s)
+    batching = section.batching
+    if isinstance(section, RewardModelSection) and batching.max_calls is None:  # each replica computes one at a time
+        batching = batching.model_copy(update={"max_calls": section.num_replicas})
+    if batching.enabled:
+        return BatchedScorer(inner, batching, timeout_s=section.timeout_s)
     return CheckedScorer(inner, timeout_s=section.timeout_s)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.environment import Batching
-from nemo_rl.environments.batcher import BatchedEnvironment
+from nemo_rl.environments.batcher import BatchedEnvironment, Batcher
 from nemo_rl.errors import EnvironmentFault
 from nemo_rl.types import EnvStep, Failure, Message
 
@@ -144,3 +144,32 @@ def test_closed_environment_answers_what_waits_and_takes_no_more() -> None:
             await ask(environment, 2)
 
     asyncio.run(main())
+
+
+def test_items_gather_while_as_many_calls_run_as_may() -> None:
+    sizes: list[int] = []
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def answer(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        begun.set()
+        await gate.wait()
+        return items
+
+    async def main() -> list[int]:
+        batcher: Batcher[int, int] = Batcher(answer, Batching(max_batch_size=4, max_wait_ms=0, max_calls=1))
+        first = asyncio.create_task(batcher.submit([0]))
+        await begun.wait()
+        others = [asyncio.create_task(batcher.submit([i])) for i in range(1, 7)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sizes == [1]
+        gate.set()
+        results = await first
+        for other in others:
+            results += await other
+        await batcher.close()
+        return results
+
+    assert asyncio.run(main()) == list(range(7))
+    assert sizes == [1, 4, 2]
