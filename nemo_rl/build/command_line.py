@@ -5,8 +5,10 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.config.master import GRPOConfig
@@ -17,12 +19,25 @@ EXIT_BAD_CONFIG = 2  # as argparse
 EXIT_INTERRUPTED = 130  # as a shell after Ctrl-C
 
 
-def run_command(arguments: Sequence[str], *, description: str, default_config: Path) -> int:
-    """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a script does with a recipe."""
+
+    load: Callable[[Path, Sequence[str]], Any]  # the configuration, of a recipe and overrides
+    show: Callable[[Any], int]  # prints a configuration; the exit code
+    train: Callable[[Any, str], int]  # with the command that started it; the exit code
+
+
+def run_command(arguments: Sequence[str], *, description: str, default_config: Path, job: Job | None = None) -> int:
+    """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback.
+
+    `job` None: GRPO.
+    """
+    job = job or Job(load_config, _show, _train)
     parsed = _parser(description).parse_intermixed_args(arguments)
     try:
-        config = load_config(parsed.config or default_config, parsed.overrides)
-        return _show(config) if parsed.dry_run else _train(config, command=_command(parsed))
+        config = job.load(parsed.config or default_config, parsed.overrides)
+        return job.show(config) if parsed.dry_run else job.train(config, _command(parsed))
     except NemoRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError | DataError) else EXIT_FAILED

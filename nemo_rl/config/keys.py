@@ -31,12 +31,12 @@ class Place:
         return self.values is not None
 
 
-def place_at(path: Path, raw: Any) -> Place | None:
-    """The schema's place at `path`; `raw` is the configuration, which tells the kinds of entries of `env` and the like.
+def place_at(path: Path, raw: Any, schema: type[Section] = GRPOConfig) -> Place | None:
+    """The place of `schema` at `path`; None: no such place.
 
-    None: no such place.
+    `raw` is the configuration, which tells the kinds of entries of `env` and the like.
     """
-    place: Place | None = _place(GRPOConfig)
+    place: Place | None = _place(schema)
     for depth, name in enumerate(path):
         if place is None:
             return None

@@ -5,9 +5,9 @@ that have no meaning here taken out, and the rest validated by the schema and by
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -22,7 +22,11 @@ from nemo_rl.config.merging import merged
 from nemo_rl.config.nemo_gym import gather_overrides
 from nemo_rl.config.overrides import apply_override
 from nemo_rl.config.problems import interpolation_problem, refuse_booleans, schema_problem
+from nemo_rl.config.reward_model import RewardModelConfig, check_reward_model
+from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
@@ -30,27 +34,51 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
 
     Example: `load_config(Path("examples/configs/quickstart.yaml"), ["grpo.max_num_steps=2"])`
     """
-    raw = merged(None, _read(Path(path), ()))
-    for text in overrides:
-        apply_override(raw, text)
-    resolved = _resolve(raw)
-    take_out(resolved)
-    name_datasets(resolved)
-    gather_overrides(resolved)
-    config = _validate(resolved)
+    config = _load(GRPOConfig, path, overrides, prepare=_translate)
     check(config)
     return config
 
 
-def resolved_yaml(config: GRPOConfig) -> str:
+def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
+    """The same for `examples/run_rm.py`."""
+    config = _load(RewardModelConfig, path, overrides)
+    check_reward_model(config)
+    return config
+
+
+def resolved_yaml(config: GRPOConfig | RewardModelConfig) -> str:
     """Every key with its value, as YAML that `load_config` reads to an equal configuration.
 
     Of the data sets only the keys that are set: the others come from `data.default` or from what is known of the set.
     """
     values = config.model_dump()
-    set_values = config.data.model_dump(exclude_unset=True)
-    values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
+    if isinstance(config, GRPOConfig):
+        set_values = config.data.model_dump(exclude_unset=True)
+        values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
+
+
+def _load(
+    schema: type[ConfigT],
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    prepare: Callable[[dict[str, Any]], None] = lambda resolved: None,
+) -> ConfigT:
+    """A recipe with overrides, interpolations resolved, changed in place by `prepare`, and validated by the schema."""
+    raw = merged(None, _read(Path(path), ()))
+    for text in overrides:
+        apply_override(raw, text, schema)
+    resolved = _resolve(raw)
+    prepare(resolved)
+    return _validate(schema, resolved)
+
+
+def _translate(resolved: dict[str, Any]) -> None:
+    """NeMo-RL's keys and names, in place."""
+    take_out(resolved)
+    name_datasets(resolved)
+    gather_overrides(resolved)
 
 
 def _read(path: Path, opened_by: tuple[Path, ...]) -> dict[str, Any]:
@@ -98,16 +126,16 @@ def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
         raise interpolation_problem(error, raw) from error
 
 
-def _validate(resolved: dict[str, Any]) -> GRPOConfig:
+def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
     """Entries with kinds first, each by its own section, so that an error keeps its full key."""
     data = dict(resolved)
     for key, kinds in KINDS.items():
-        if isinstance(data.get(key), dict):
+        if key in schema.model_fields and isinstance(data.get(key), dict):
             data[key] = {name: _entry(key, kinds, name, entry, resolved) for name, entry in data[key].items()}
     try:
-        config = GRPOConfig.model_validate(data)
+        config = schema.model_validate(data)
     except ValidationError as error:
-        raise schema_problem(error, resolved) from error
+        raise schema_problem(error, resolved, schema=schema) from error
     refuse_booleans(resolved, config.model_dump())
     return config
 

@@ -20,11 +20,13 @@ from hydra.errors import HydraException
 from nemo_rl.config.compatibility import current_key
 from nemo_rl.config.env import ENVIRONMENT_SECTIONS
 from nemo_rl.config.keys import at, dotted, has, place_at
+from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.merging import merged
+from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 
-def apply_override(config: dict[str, Any], text: str) -> None:
+def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GRPOConfig) -> None:
     """Change `config` in place; raises ConfigError for text that is no override or has nothing to act on."""
     override = _parse(text)
     path = current_key(override.key_or_group).split(".")
@@ -37,7 +39,7 @@ def apply_override(config: dict[str, Any], text: str) -> None:
     if override.type is OverrideType.ADD and has(config, path):
         raise ConfigError(dotted(path), value, "the recipe has this key already: write it without +")
     if override.type is OverrideType.CHANGE:
-        _check_exists(config, path, value)
+        _check_exists(config, path, value, schema)
     _put(config, path, value)
 
 
@@ -54,10 +56,10 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _check_exists(config: dict[str, Any], path: list[str], value: object) -> None:
+def _check_exists(config: dict[str, Any], path: list[str], value: object, schema: type[Section]) -> None:
     """Below a free mapping the schema cannot catch a misspelt key, so that it must be there already."""
     for depth in range(1, len(path)):
-        place = place_at(path[:depth], config)
+        place = place_at(path[:depth], config, schema)
         if place is None or not place.is_free:
             continue
         known = set(place.names) | set(at(config, path[:depth]) or {})

@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from nemo_rl.config.entries import KINDS
 from nemo_rl.config.keys import Path, at, dotted, entry_kind, has, place_at
+from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 PROBLEMS = {
@@ -18,7 +20,9 @@ PROBLEMS = {
 FIRST = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
 
 
-def schema_problem(error: ValidationError, raw: Any, prefix: Path = ()) -> ConfigError:
+def schema_problem(
+    error: ValidationError, raw: Any, prefix: Path = (), schema: type[Section] = GRPOConfig
+) -> ConfigError:
     """The most telling of the errors; `raw` is the whole configuration, `prefix` where the validated part lies."""
     found = []
     for details in error.errors(include_url=False):
@@ -27,7 +31,7 @@ def schema_problem(error: ValidationError, raw: Any, prefix: Path = ()) -> Confi
         found.append((rank, -len(path), path, details))
     _, _, path, details = min(found, key=lambda item: item[:2])
     if details["type"] == "extra_forbidden":
-        return unknown_key(path, raw)
+        return unknown_key(path, raw, schema)
     problem = PROBLEMS.get(details["type"]) or details["msg"][:1].lower() + details["msg"][1:]
     value = at(raw, path)
     if value in ("None", "none"):
@@ -35,9 +39,9 @@ def schema_problem(error: ValidationError, raw: Any, prefix: Path = ()) -> Confi
     return ConfigError(dotted(path), value, problem)
 
 
-def unknown_key(path: Path, raw: Any) -> ConfigError:
+def unknown_key(path: Path, raw: Any, schema: type[Section] = GRPOConfig) -> ConfigError:
     """An unknown key, with the nearest of those that its section has."""
-    place = place_at(path[:-1], raw)
+    place = place_at(path[:-1], raw, schema)
     problem = "unknown key"
     if len(path) == 3 and (kinds := KINDS.get(str(path[0]))):
         kind = entry_kind(path[:2], raw)

@@ -93,6 +93,13 @@ METRICS: dict[str, dict[str, str]] = {
         "validation/num_failed": "rollouts that failed and are left out of the means",
         "validation/<set>/<metric>": "each of these for one of several validation sets",
     },
+    "Reward models (run_rm.py)": {
+        "train/pair_accuracy": "share of the step's pairs whose chosen answer has the higher score",
+        "train/reward_margin": "mean score of the chosen answer minus that of the rejected one",
+        "validation/pair_accuracy": "the share of all validation pairs",
+        "validation/reward_margin": "the margin over all validation pairs",
+        "validation/loss": "the mean loss of all validation pairs",
+    },
     "Seconds": {
         "timing/train/total_step_time": "the whole step",
         "timing/train/generation": "rollouts of a synchronous step, environments included",

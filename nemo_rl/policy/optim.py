@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from nemo_rl.config.policy import Policy, SchedulerStage
+from nemo_rl.config.reward_model import RewardModelPolicy
 from nemo_rl.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def check_optimizer(config: Policy) -> None:
     make_scheduler(config, optimizer)
 
 
-def make_optimizer(config: Policy, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
+def make_optimizer(config: Policy | RewardModelPolicy, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
     """The optimizer of `policy.optimizer`; Adam's are fused (a third of the time) where the kwargs do not choose."""
     key = "policy.optimizer"
     cls = _resolve(f"{key}.name", config.optimizer.name, Optimizer)

@@ -4,11 +4,13 @@ import pytest
 
 from nemo_rl.config.data import Dataset
 from nemo_rl.config.env import ReasoningGymSection
-from nemo_rl.config.loading import load_config, resolved_yaml
+from nemo_rl.config.loading import load_config, load_reward_model_config, resolved_yaml
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.scorers import RewardModelSection
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = REPOSITORY / "examples" / "configs"
+REWARD_MODEL = "rm_quickstart.yaml"  # of run_rm.py, which has a schema of its own
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def load(name: str, *overrides: str) -> GRPOConfig:
     return load_config(RECIPES / name, overrides)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml") if path.name != REWARD_MODEL))
 def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(name: str, tmp_path: Path) -> None:
     config = load(name)
     path = tmp_path / "config.yaml"
@@ -115,3 +117,21 @@ def test_async_is_the_quickstart_collected_in_the_background() -> None:
 def test_quickstarts_batches_follow_the_number_of_prompts() -> None:
     policy = load("quickstart.yaml", "grpo.num_prompts_per_step=4").policy
     assert policy.train_global_batch_size == policy.train_micro_batch_size == 32
+
+
+def test_the_reward_models_recipe_loads_and_its_resolved_form_is_the_same_config(tmp_path: Path) -> None:
+    config = load_reward_model_config(RECIPES / REWARD_MODEL)
+    path = tmp_path / "config.yaml"
+    path.write_text(resolved_yaml(config))
+    assert load_reward_model_config(path) == config
+
+
+def test_grpo_scores_with_the_folder_that_run_rm_writes_and_validates_on_the_true_answers() -> None:
+    config, trained = load("reward_model.yaml"), load_reward_model_config(RECIPES / REWARD_MODEL)
+    section = config.scorers["rm"]
+    assert isinstance(section, RewardModelSection)
+    assert section.model_name == trained.checkpointing.checkpoint_dir
+    assert isinstance(config.data.train, Dataset)
+    assert isinstance(config.data.validation, Dataset)
+    assert config.env[str(config.data.train.env_name)].scorers == ["rm"]
+    assert config.env[str(config.data.validation.env_name)].type == "reasoning_gym"

@@ -1,0 +1,161 @@
+"""A run of examples/run_rm.py from its configuration: data, model, training, and the Hugging Face folder at its end."""
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_rl.algorithms.reward_model import TokenPair, evaluate, num_steps, train_steps
+from nemo_rl.build.models import resolve_model
+from nemo_rl.checkpoint import CONFIG_FILE
+from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.config.reward_model import PreferenceDataset, RewardModelConfig
+from nemo_rl.data.preferences import Preference, read_preferences
+from nemo_rl.environments.scorers.classifier import load_classifier, max_tokens
+from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
+from nemo_rl.errors import CheckpointError, ConfigError, DataError
+from nemo_rl.interfaces import Logger
+from nemo_rl.observability.jsonl import METRICS_FILE
+from nemo_rl.observability.loggers import make_loggers
+from nemo_rl.observability.logging_setup import configure_logging
+from nemo_rl.observability.progress import make_progress
+from nemo_rl.observability.run_directory import make_run_directory
+from nemo_rl.policy.optim import make_optimizer
+from nemo_rl.quickstart.model import make_classifier
+from nemo_rl.quickstart.preferences import quickstart_preferences
+from nemo_rl.quickstart.tokenizer import make_tokenizer
+
+logger = logging.getLogger(__name__)
+
+FRESH_MODEL = "nemo_rl/fresh_classifier"  # `policy.model_name`: the quickstart's network with random weights
+
+
+def train_reward_model(config: RewardModelConfig) -> Path:
+    """Train, write the folder, then the summary to standard output; the folder.
+
+    The folder holds the weights of the validation with the best accuracy, of equals the last; without validation data
+    those of the end.
+    """
+    console = configure_logging()
+    disable_progress_bar()  # transformers' own, which would break the display
+    make_optimizer(config.policy, [torch.nn.Parameter(torch.zeros(1))])  # refused before a model loads
+    model, tokens = _open_model(config)
+    train = _pairs("train", config.data.train, tokens)
+    validation = _pairs("validation", config.data.validation, tokens) if config.data.validation else []
+    optimizer = make_optimizer(config.policy, model.parameters())
+    run_dir = make_run_directory(config.logger.log_dir)
+    (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
+    folder = Path(config.checkpointing.checkpoint_dir or run_dir / "model")
+    logger.info("run directory: %s", run_dir)
+    best, total = -1.0, num_steps(len(train), config)
+    with ExitStack() as stack:
+        metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
+        stack.callback(metrics_logger.close)
+        progress = make_progress(config.logger, console)
+        stack.callback(progress.close)
+        progress.start(step=0, total=total)
+        for result in train_steps(model, optimizer, train, config):
+            _log_step(metrics_logger, result.step, result.metrics, result.seconds)
+            progress.step(result.step, metrics=result.metrics, seconds={"total_step_time": result.seconds})
+            if result.step % config.rm.val_period and result.step != total:
+                continue
+            accuracy = 0.0
+            if validation:
+                started_at = time.perf_counter()
+                measured = evaluate(model, validation, batch_size=config.policy.train_micro_batch_size)
+                accuracy = measured["pair_accuracy"]
+                named = {f"validation/{name}": value for name, value in measured.items()}
+                seconds = time.perf_counter() - started_at
+                metrics_logger.log_metrics({**named, "timing/validation/total_validation_time": seconds}, result.step)
+                progress.validation(result.step, metrics=measured, columns=(), rows=())
+            if accuracy >= best:
+                best = accuracy
+                save_classifier(model, tokens.tokenizer, folder)
+    sys.stdout.write(_summary(folder, run_dir / METRICS_FILE, best if validation else None))
+    return folder
+
+
+def save_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a Hugging Face folder, whole or not at all; one that stands there is replaced. Raises CheckpointError."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            made = Path(scratch) / "model"
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+            if folder.exists():
+                os.rename(folder, Path(scratch) / "old")
+            os.rename(made, folder)
+    except (OSError, shutil.Error) as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+
+def _open_model(config: RewardModelConfig) -> tuple[PreTrainedModel, ConversationTokens]:
+    policy = config.policy
+    if policy.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("policy.device", "cuda", "this process sees no CUDA device; allowed: cpu, auto")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if policy.device == "auto" else policy.device
+    if policy.model_name == FRESH_MODEL:
+        tokenizer = make_tokenizer()
+        model: PreTrainedModel = make_classifier(tokenizer, seed=config.rm.seed)
+        tokens = ConversationTokens(tokenizer, max_length=max_tokens(model, policy.max_total_sequence_length))
+    else:
+        path = resolve_model(policy.model_name)
+        torch.manual_seed(config.rm.seed)  # of the fresh head
+        model = load_classifier("policy.model_name", path, fresh_head=True)
+        tokens = ConversationTokens.load(
+            "policy.tokenizer",
+            policy.tokenizer.name or path,
+            chat_template=policy.tokenizer.chat_template,
+            max_length=max_tokens(model, policy.max_total_sequence_length),
+        )
+    return model.to(device), tokens  # pyright: ignore[reportArgumentType]
+
+
+def _pairs(name: str, dataset: PreferenceDataset, tokens: ConversationTokens) -> list[TokenPair]:
+    """The pairs as tokens; those that are too long are left out, and counted in the log."""
+    preferences = _preferences(name, dataset)[: dataset.size]
+    pairs = []
+    for preference in preferences:
+        chosen, rejected = preference.conversations
+        try:
+            pairs.append(TokenPair(tokens.encode(chosen), tokens.encode(rejected)))
+        except ConversationTooLong:
+            continue
+    if len(pairs) < len(preferences):
+        logger.warning("data.%s: %d pairs are too long and left out", name, len(preferences) - len(pairs))
+    if not pairs:
+        raise DataError(f"data.{name}: no pairs (of {len(preferences)} that were read)")
+    logger.info("data.%s: %d pairs", name, len(pairs))
+    return pairs
+
+
+def _preferences(name: str, dataset: PreferenceDataset) -> Sequence[Preference]:
+    if dataset.dataset_name == "spell_backward":
+        train, validation = quickstart_preferences()
+        return train if name == "train" else validation
+    return read_preferences(Path(dataset.data_path or ""))
+
+
+def _log_step(metrics_logger: Logger, step: int, metrics: dict[str, float], seconds: float) -> None:
+    named = {f"train/{name}": value for name, value in metrics.items()}
+    metrics_logger.log_metrics({**named, "timing/train/total_step_time": seconds}, step)
+
+
+def _summary(folder: Path, metrics_path: Path, accuracy: float | None) -> str:
+    lines = [
+        *([f"Validation pairs ranked right  {accuracy:.3f}"] if accuracy is not None else []),
+        f"Reward model                   {folder}",
+        f"Metrics                        {metrics_path}",
+        f"As a scorer                    scorers.<name>={{type: reward_model, model_name: {folder}}}",
+    ]
+    return "\n".join(lines) + "\n"

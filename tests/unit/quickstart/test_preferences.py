@@ -1,0 +1,18 @@
+import random
+
+from nemo_rl.quickstart.preferences import misspelling, pairs_of
+from nemo_rl.quickstart.words import quickstart_prompts, words_of
+
+
+def test_a_misspelling_is_never_the_word_backward() -> None:
+    draws = random.Random(0)
+    for word in ("abc", "level", "aaa", "xyz"):
+        assert all(misspelling(word, draws) != word[::-1] for _ in range(300))
+
+
+def test_pairs_follow_prompts_and_seed() -> None:
+    prompts = quickstart_prompts()[1].prompts
+    pairs = pairs_of(prompts, seed=1)
+    assert pairs == pairs_of(prompts, seed=1) != pairs_of(prompts, seed=2)
+    assert [pair.chosen[::-1] for pair in pairs] == list(words_of(prompts))
+    assert [pair.messages for pair in pairs] == [prompt.messages for prompt in prompts]
