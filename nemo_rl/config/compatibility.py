@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     silent("policy.dynamic_batching"),
     ignored("policy.sequence_packing.enabled", "samples are padded instead; the results are the same", None, False),
     silent("policy.sequence_packing"),
-    refused("policy.reward_model_cfg.enabled", "reward models are not trained", False),
+    refused("policy.reward_model_cfg.enabled", "examples/run_rm.py trains reward models", False),
     silent("policy.reward_model_cfg"),
     refused("policy.draft.enabled", "no draft model is trained", False),
     silent("policy.draft"),
