@@ -124,7 +124,7 @@ class Penalties:
         self._call_patterns = tuple(config.invalid_tool_call_patterns)
         self._decode = decode
         self._tail = functools.lru_cache(maxsize=1024)(decode)  # most prompts end with the same tokens
-        self._reads_text = set(self.names) != {"unwanted_tokens"}
+        self._reads_text = set(self.names) != {"unwanted_tokens"} or self.overwrites_advantages
 
     @property
     def overwrites_advantages(self) -> bool:

@@ -133,6 +133,19 @@ def test_each_reply_is_decoded_once_and_not_at_all_for_tokens_alone() -> None:
     assert decoded == []
 
 
+def test_overwritten_advantages_need_the_text_also_where_tokens_alone_are_penalised() -> None:
+    read = penalties(
+        GRPO(invalid_tool_call_advantage=-1.0, malformed_thinking_advantage=-2.0),
+        penalize_unwanted_tokens=True,
+        token_ids=PenaltyTokenIds(unwanted=[ord("#")]),
+    )
+    found = read.faults_of(rollout(context("Hi"), reply("<tool_call>nothing")))
+    assert [read.advantage_of(one) for one in found.chains[0]] == [-1.0]
+    found = read.faults_of(rollout(context("Hi"), reply("2</think>#")))
+    assert [read.advantage_of(one) for one in found.chains[0]] == [-2.0]
+    assert found.unwanted_tokens
+
+
 def test_nothing_is_penalised_by_default() -> None:
     assert make_penalties(RewardPenalties(), GRPO(), decode) is None
 
