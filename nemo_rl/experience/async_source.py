@@ -155,27 +155,30 @@ class AsyncSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first step. Prompts that were in flight are issued again, under the same group ids."""
+        """Before the first step. Prompts in flight, or with groups of another size, are issued again as they were."""
         self._loader.load_state_dict(state)
         buffered = replay_buffer_state(state, self._loader)
         self._loader.put_back(buffered.in_flight)
         self._buffer.restore(buffered.complete)
         self._dropped = buffered.dropped
+        count = self._num_generations
+        others = [one for one in buffered.complete if len(one.group.trajectories) != count]
+        self._issue_again(others, f"do not have grpo.num_generations_per_prompt = {count} rollouts")
 
     # ---- choosing
 
     def _tell(self, weight_version: int) -> None:
         """The trainer has reached a version."""
         if self._weight_version is None:
-            self._issue_again_what_is_too_old(weight_version)
+            self._issue_again(tuple(self._buffer.unschedulable(weight_version)), "are too old by now")
         if weight_version != self._weight_version:
             self._handed_out.clear()
         self._weight_version = weight_version
 
-    def _issue_again_what_is_too_old(self, weight_version: int) -> None:
-        places = [one.place for one in self._buffer.unschedulable(weight_version)]
+    def _issue_again(self, groups: Sequence[BufferedGroup], reason: str) -> None:
+        places = [one.place for one in groups]
         if places:
-            logger.info("%d groups of the checkpoint are too old by now; their prompts are issued again", len(places))
+            logger.info("%d groups of the checkpoint %s; their prompts are issued again", len(places), reason)
         self._buffer.remove(places)
         self._loader.put_back(places)
 
@@ -262,8 +265,15 @@ class AsyncSource:
         finally:
             del self._tasks[task]
             self._meter.runs(len(self._tasks))
-            self._issue()
+            self._issue_next()
             self._changed.set()
+
+    def _issue_next(self) -> None:
+        """As `_issue`, from a background task."""
+        try:
+            self._issue()
+        except Exception as error:  # a prompt that cannot be read any more; the trainer would wait for ever
+            self._error = self._error or error
 
     async def _groups_of(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:
         run = run_async_multi_turn_rollout if self._context.generation.is_async else run_multi_turn_rollout

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from nemo_rl.config.run import Rollout
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.errors import RolloutError
+from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.sources import FilteredSource, SyncSource
 from nemo_rl.experience.writer import RolloutWriter
@@ -338,6 +339,53 @@ def test_what_a_background_task_raises_is_raised_by_the_next_step():
         run_in_virtual_time(main())
 
 
+class UnreadableFrom(Sequence):
+    """Prompts of a file that was changed after the first few had been read."""
+
+    def __init__(self, first_unreadable: int) -> None:
+        self.first_unreadable = 10**6  # all can be read at the start
+        self._first_unreadable = first_unreadable
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index):
+        if index >= self.first_unreadable:
+            raise DataError(f"rows.jsonl: was changed while it is in use: row {index}")
+        return prompt(range(12)[index])
+
+    def change(self) -> None:
+        self.first_unreadable = self._first_unreadable
+
+
+def test_a_prompt_that_cannot_be_read_any_more_ends_the_wait_with_its_cause():
+    """It is read in the background, when a batch of an engine that is not async has ended."""
+
+    async def main() -> None:
+        generation = engine(is_async=False)
+        prompts = UnreadableFrom(8)
+        source = AsyncSource(
+            PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1),
+            context(generation, {"game": FakeEnvironment()}, limits=LIMITS),
+            num_prompts_per_step=2,
+            num_generations_per_prompt=2,
+            max_age_steps=2,
+            stale_groups="wait",
+            max_generation_failures=10,
+            failures=Rollout(),
+        )
+        prompts.change()
+        for version in range(3):
+            await step(source, generation, version)
+        assert source._tasks  # 6 and 7, behind which there is room for 8
+        with pytest.raises(DataError, match="row 8"):
+            await step(source, generation, 3)
+        await source.close()
+        assert num_running() == 0
+
+    run_in_virtual_time(main())
+
+
 def test_rollouts_that_are_cancelled_from_within_are_an_error():
     async def main() -> None:
         generation = engine(slow(1, 50.0))
@@ -413,6 +461,27 @@ def test_groups_too_old_for_a_smaller_bound_are_collected_again_on_resuming():
         assert names(await step(resumed, generation, 2)) == ["p4", "p5"]
         assert places_asked(generation)[:4] == [4, 5, 6, 7]
         assert resumed.state_dict()["replay_buffer"].dropped == ()
+        await resumed.close()
+
+    run_in_virtual_time(main())
+
+
+def test_groups_of_another_size_are_collected_again_on_resuming():
+    async def main() -> None:
+        generation = engine()
+        source = async_source(generation, group=2, age=2)
+        await step(source, generation, 0)
+        await asyncio.sleep(10)
+        state = source.state_dict()
+        await source.close()
+        assert len(state["replay_buffer"].complete) == 4
+
+        resumed = async_source(generation, group=3, age=2)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict()["consumed_prompts"] == 2
+        collected = await step(resumed, generation, 1)
+        assert names(collected) == ["p2", "p3"]
+        assert [len(group.trajectories) for group in collected.groups] == [3, 3]
         await resumed.close()
 
     run_in_virtual_time(main())
