@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from nemo_rl.build.inputs import load_prompts
 from nemo_rl.build.scorers import open_scorers
+from nemo_rl.config.env import RewardModelEnvironmentSection
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.data.jsonl import read_jsonl
 from nemo_rl.errors import ConfigError
@@ -66,7 +67,9 @@ async def _write(
 ) -> None:
     async with AsyncExitStack() as stack:
         scoring = open_scorers(config, stack)
-        async for row in rescored(rows, prompts, scoring, stall_timeout_s=config.rollout.stall_timeout_s):
+        alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentSection)}
+        limit_s = config.rollout.stall_timeout_s
+        async for row in rescored(rows, prompts, scoring, scored_alone=alone, stall_timeout_s=limit_s):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             mean.add(row)
 

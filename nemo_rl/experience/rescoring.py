@@ -3,7 +3,7 @@
 Consumes the lines of a RolloutWriter, and the prompts that they came from; produces the same lines with new rewards.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -21,30 +21,34 @@ async def rescored(
     prompts: Mapping[PromptKey, Prompt],
     scoring: Scoring,
     *,
+    scored_alone: Container[str],
     stall_timeout_s: float,
 ) -> AsyncIterator[dict[str, Any]]:
     """Each row with the scores of its task's scorers, in order.
 
     A scorer's reward takes the place of the one of its name, other rewards stay. A rollout that failed for want of a
-    reward is scored anew, one that failed otherwise stays as it is. Raises DataError for a row whose prompt is not
-    among `prompts`, or that is no rollout.
+    reward is scored anew where its task is one of `scored_alone`, whose rewards are those of scorers alone: the
+    environment's part of a failed rollout is not stored. One that failed otherwise stays as it is. Raises DataError for
+    a row whose prompt is not among `prompts`, or that is no rollout.
     """
     rows = iter(rows)
     while part := list(islice(rows, AT_ONCE)):
-        trajectories = [_unscored(row, prompts, scoring) for row in part]
+        trajectories = [_unscored(row, prompts, scoring, scored_alone) for row in part]
         results = await scoring.scored_together(trajectories, stall_timeout_s=stall_timeout_s)
         for row, trajectory in zip(part, results, strict=True):
             yield {**row, **_outcome(trajectory)}
 
 
-def _unscored(row: Mapping[str, Any], prompts: Mapping[PromptKey, Prompt], scoring: Scoring) -> Trajectory:
+def _unscored(
+    row: Mapping[str, Any], prompts: Mapping[PromptKey, Prompt], scoring: Scoring, scored_alone: Container[str]
+) -> Trajectory:
     """The row as a rollout without tokens, and without the rewards that its scorers will give."""
     try:
         prompt = prompts.get((row["dataset"], row["prompt_id"]))
         if prompt is None:
             raise DataError(f"prompt {row['prompt_id']} is not in the data set {row['dataset']!r} of the configuration")
         names = {weighted.name for weighted in scoring.by_task.get(prompt.task_name, ())}
-        failure, stop_reason = _failure(row)
+        failure, stop_reason = _failure(row, scored_anew=bool(names) and prompt.task_name in scored_alone)
         return Trajectory(
             prompt=prompt,
             group_id=row["group_id"],
@@ -59,11 +63,11 @@ def _unscored(row: Mapping[str, Any], prompts: Mapping[PromptKey, Prompt], scori
         raise DataError(f"not a line of a rollouts file: {type(error).__name__}: {error}") from error
 
 
-def _failure(row: Mapping[str, Any]) -> tuple[Failure | None, StopReason]:
+def _failure(row: Mapping[str, Any], *, scored_anew: bool) -> tuple[Failure | None, StopReason]:
     failure = row["failure"]
     if failure is None:
         return None, StopReason(row["stop_reason"])
-    if failure["class"] == FailureClass.REWARD:
+    if failure["class"] == FailureClass.REWARD and scored_anew:
         return None, StopReason.DONE  # how it ended is not stored beside its failure
     return Failure(FailureClass(failure["class"]), failure["cause"]), StopReason.FAILED
 

@@ -1,3 +1,4 @@
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from nemo_rl.build.rescore import rescore_file
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.experience.rescoring import rescored
+from nemo_rl.experience.scoring import Scoring
 from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.types import Failure, FailureClass, Message, StopReason, TokenizedMessage, Trajectory
+from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, Trajectory
 
 HERE = "tests.unit.build.test_rescore"
 
@@ -82,17 +85,45 @@ def test_scores_take_the_place_of_their_name_and_what_failed_otherwise_stays(
     assert [row["rewards"] for row in after] == [
         {"math": 1.0, "length": 2.0},
         {"math": 0.0, "length": 2.5},
-        {"length": 1.5},
+        {},
         {},
     ]
-    assert [row["reward"] for row in after] == [3.0, 2.5, 1.5, None]
-    assert after[3] == before[3]
+    assert [row["reward"] for row in after] == [3.0, 2.5, None, None]
+    assert after[2:] == before[2:]  # what math gave to the third is not stored
     assert [row["messages"] for row in after] == [row["messages"] for row in before]
-    assert [row["stop_reason"] for row in after] == ["truncated", "truncated", "done", "failed"]
+    assert [row["stop_reason"] for row in after] == ["truncated", "truncated", "failed", "failed"]
     assert str(means[0]) == "mean reward 50.0000 over 2 rollouts, 2 failed"
-    assert str(means[1]) == "mean reward 2.3333 over 3 rollouts, 1 failed"
+    assert str(means[1]) == "mean reward 2.7500 over 2 rollouts, 2 failed"
     with pytest.raises(ConfigError, match="exists already"):
         rescore_file(config, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
+
+
+def test_what_failed_for_want_of_a_score_is_scored_anew_where_rewards_are_scores_alone(
+    config: GRPOConfig, tmp_path: Path
+) -> None:
+    recipe = (tmp_path / "recipe.yaml").read_text().replace("{math: {scorers", "{math: {type: reward_model, scorers")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    config = load_config(tmp_path / "recipe.yaml", [])
+    stored(config, tmp_path / "train.jsonl")
+    rescore_file(config, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
+    after = rows_of(tmp_path / "out.jsonl")
+    assert [row["reward"] for row in after[2:]] == [1.5, None]
+    assert [row["stop_reason"] for row in after[2:]] == ["done", "failed"]
+
+
+def test_a_failed_rollout_of_a_task_without_scorers_does_not_become_a_reward_of_zero(tmp_path: Path) -> None:
+    prompt = Prompt("p", "unscored", (Message("user", "q"),), dataset="set")
+    row = {
+        "dataset": "set", "prompt_id": "p", "group_id": "0:p:0", "generation_index": 0, "messages": [], "rewards": {},
+        "reward": None, "answer": None, "stop_reason": "failed", "failure": {"class": "reward", "cause": "no score"},
+    }  # fmt: skip
+
+    async def main() -> list[dict[str, Any]]:
+        prompts = {("set", "p"): prompt}
+        rows = rescored([row], prompts, Scoring(), scored_alone=("unscored",), stall_timeout_s=60)
+        return [one async for one in rows]
+
+    assert asyncio.run(main()) == [row]
 
 
 def test_rollouts_of_other_data_are_refused_and_no_output_appears(config: GRPOConfig, tmp_path: Path) -> None:
