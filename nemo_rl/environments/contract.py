@@ -24,6 +24,14 @@ def failure_of(error: BaseException, failure_class: FailureClass = FailureClass.
     return Failure(failure_class, one_line(error))
 
 
+def raise_own_cancellation(error: BaseException) -> None:
+    """Raise `error` again where it is the cancellation of the current task; one from within is a fault of the code
+    that is called."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
 def checked_result(result: object) -> StepResult:
     """The result itself, or a failure where it is no result or a reward is no finite number."""
     if isinstance(result, Failure):
@@ -51,7 +59,8 @@ async def checked_step(
         if len(results) != len(conversations):
             raise EnvironmentFault(f"{len(results)} results for {len(conversations)} items")
         return tuple(checked_result(result) for result in results)
-    except Exception as error:  # the boundary to code of others
+    except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others
+        raise_own_cancellation(error)
         cause = TimeoutError(f"no answer in {timeout_s:g} s") if deadline.expired() else error
         LOGGER.warning("an environment failed %d items", len(conversations), exc_info=cause)
         return (failure_of(cause),) * len(conversations)

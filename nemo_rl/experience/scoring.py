@@ -49,6 +49,8 @@ class Scoring:
         self, trajectories: Sequence[Trajectory], *, stall_timeout_s: float
     ) -> tuple[Trajectory, ...]:
         """What was left for the scorers' turn, in order; RolloutError when no score comes for `stall_timeout_s`."""
+        if not any(map(self._has_scorers, trajectories)):
+            return tuple(trajectories)
         watchdog = StallWatchdog(stall_timeout_s)
 
         async def one(trajectory: Trajectory) -> Trajectory:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nemo_rl.config.environment import Batching
 from nemo_rl.environments.batcher import Batcher
-from nemo_rl.environments.contract import failure_of
+from nemo_rl.environments.contract import failure_of, raise_own_cancellation
 from nemo_rl.errors import EnvironmentFault
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass
@@ -26,7 +26,8 @@ async def checked_scores(
         if len(scores) != len(requests):
             raise EnvironmentFault(f"{len(scores)} scores for {len(requests)} requests")
         return [_checked(score) for score in scores]
-    except Exception as error:  # the boundary to code of others, and to other processes
+    except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others, and to other processes
+        raise_own_cancellation(error)
         cause = TimeoutError(f"no score in {timeout_s:g} s") if deadline.expired() else error
         logger.warning("a scorer failed %d requests", len(requests), exc_info=cause)
         return [failure_of(cause, FailureClass.REWARD)] * len(requests)

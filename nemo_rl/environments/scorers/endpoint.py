@@ -104,7 +104,8 @@ class Endpoint:
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=self._section.limits.max_concurrency)
-            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            no_limit = aiohttp.ClientTimeout(total=None)  # aiohttp's own would cut `request_timeout_s` above 300 s
+            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=no_limit)
         return self._http
 
 
@@ -135,6 +136,6 @@ def _headers(name: str, api_key_env: str | None) -> dict[str, str]:
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
     """Seconds (RFC 9110, 10.2.3); a date is not understood."""
     try:
-        return max(float(response.headers.get("Retry-After", "")), 0.0)
+        return max(0.0, float(response.headers.get("Retry-After", "")))  # NaN: 0
     except ValueError:
         return None

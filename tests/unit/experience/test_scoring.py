@@ -112,6 +112,24 @@ def test_scorers_that_share_the_engines_device_score_in_their_turn_behind_the_la
     assert sorted(events[6:]) == sorted([str(scored.stop_reason), "failed"])
 
 
+def test_the_engine_does_not_sleep_where_there_is_nothing_to_score() -> None:
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        events.append("engine sleeps")
+        yield
+
+    async def main() -> tuple[Trajectory, ...]:
+        run_with = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(reward_by_length)})
+        return await run_rollouts(
+            jobs(2), replace(run_with, scoring=Scoring({}, turn=turn)), run_async_multi_turn_rollout
+        )
+
+    assert all(trajectory.failure is None for trajectory in asyncio.run(main()))
+    assert events == []
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_scorer_that_never_answers_ends_the_rollouts_with_its_name_and_leaves_nothing_behind(scheduler) -> None:
     async def hang(requests: Sequence[ScoreRequest]) -> None:

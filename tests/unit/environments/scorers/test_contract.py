@@ -44,8 +44,18 @@ async def die(requests: Sequence[ScoreRequest]) -> None:
         raise ConnectionError("gone")
 
 
+async def lose(requests: Sequence[ScoreRequest]) -> None:
+    """As a pool that is shut down: its futures are cancelled, those who wait for them are not."""
+    if any(one.metadata["number"] == 3 for one in requests):
+        lost = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        await lost
+
+
 @pytest.mark.parametrize(
-    ("before", "said"), [(hang, "no score in 0.2 s"), (die, "ConnectionError: gone")], ids=["hangs", "dies"]
+    ("before", "said"),
+    [(hang, "no score in 0.2 s"), (die, "ConnectionError: gone"), (lose, "CancelledError")],
+    ids=["hangs", "dies", "is cancelled from within"],
 )
 def test_a_backend_that_hangs_or_dies_fails_exactly_the_requests_of_its_call(before: Any, said: str) -> None:
     async def main() -> list[float | Failure]:

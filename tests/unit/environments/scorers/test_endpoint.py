@@ -126,3 +126,12 @@ def test_no_more_requests_run_at_once_than_allowed() -> None:
 def test_a_key_comes_from_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not set"):
         Endpoint("rm", EndpointSection(base_urls=["http://x"], model="m", api_key_env="NO_SUCH_KEY"))
+
+
+def test_an_attempt_may_take_longer_than_aiohttps_own_five_minutes() -> None:
+    async def main() -> None:
+        endpoint = Endpoint("rm", section("http://127.0.0.1:1", request_timeout_s=900.0))
+        assert endpoint._session().timeout.total is None
+        await endpoint.close()
+
+    asyncio.run(main())
