@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,14 @@ def config(**policy: int) -> RewardModelConfig:
 
 def model() -> LlamaForSequenceClassification:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForSequenceClassification(LlamaConfig(vocab_size=12, num_labels=1, pad_token_id=0, **sizes)).float()
+    sizes: dict[str, Any] = {
+        "num_labels": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=12, pad_token_id=0, **sizes)).float()
 
 
 def stepped(size: int) -> tuple[dict[str, float], list[torch.Tensor]]:
