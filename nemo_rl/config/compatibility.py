@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     defaulted("policy.hf_config_overrides", None),
     ignored("policy.generation_batch_size", "the hf engine takes what it is asked for", 32, None),
     ignored("policy.offload_optimizer_for_logprob", "the optimizer's state stays where it is", None, False),
-    ignored("policy.refit_buffer_size_gb", "weights go through one file in shared memory", None),
+    ignored("policy.refit_buffer_size_gb", "weights go tensor by tensor, or in chunks of 64 MiB", None),
     silent("policy.make_sequence_length_divisible_by"),
     refused("policy.dtensor_cfg.enabled", "FSDP2 is the only training backend", True),
     silent("policy.dtensor_cfg._v2"),

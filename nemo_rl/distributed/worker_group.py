@@ -18,6 +18,7 @@ from nemo_rl.errors import WorkerDied, WorkerError
 
 LOGGER = logging.getLogger(__name__)
 PROBE_S = 5.0  # for a living worker to say so, whatever else it does
+PIDS_S = 120.0
 CALLS_AT_ONCE = 8  # a method of the object, the log, the probes
 TAIL_LINES = 20
 
@@ -103,7 +104,7 @@ class WorkerGroup:
 
     async def pids(self) -> list[int]:
         """The processes' ids on their machines."""
-        return await self._call(self._workers, "pid", (), {}, PROBE_S)
+        return await self._call(self._workers, "pid", (), {}, PIDS_S)
 
     @asynccontextmanager
     async def ends_this_task(self) -> AsyncIterator[None]:

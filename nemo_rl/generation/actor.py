@@ -7,13 +7,14 @@ from nemo_rl.config.generation import GenerationSection
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
 from nemo_rl.generation.node_file import release
-from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.generation.vllm import CONTROL_S, VllmGeneration
 from nemo_rl.generation.vllm_start import environment
 from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 START_S = 300.0
 CLOSE_S = 60.0
+ANSWER_S = CONTROL_S + 30.0  # the engine itself says what took too long, unless its actor stands still
 MAX_CONCURRENCY = 10_000  # calls at once: more than requests ever are
 
 
@@ -136,7 +137,7 @@ class VllmActorGeneration:
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         try:
-            refusal = await self._actor.call("update_weights", manifest, weight_version)
+            refusal = await self._actor.call("update_weights", manifest, weight_version, timeout_s=ANSWER_S)
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error
         if refusal is not None:
@@ -162,6 +163,6 @@ class VllmActorGeneration:
 
     async def _call(self, name: str, **arguments: bool) -> None:
         try:
-            await self._actor.call(name, **arguments)
+            await self._actor.call(name, timeout_s=ANSWER_S, **arguments)
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error

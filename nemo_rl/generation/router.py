@@ -97,21 +97,21 @@ class ReplicatedGeneration:
 
     def _hand_out(self, attempts: Sequence[Attempt], call: Call) -> None:
         """Start each attempt on its session's replica: one call of the engine for all that go there."""
-        if not self._seats.replicas:
+        if self._closed or not self._seats.replicas:
             raise self._none_left()
         parts: dict[int, list[Attempt]] = {}
         for attempt in attempts:
             parts.setdefault(self._seats.take(attempt.original.session_id), []).append(attempt)
         for index, part in parts.items():
-            task = asyncio.create_task(self._serve(index, part, call))
+            task = asyncio.create_task(self._serve(index, self._living[index], part, call))
             call.tasks.add(task)
             task.add_done_callback(call.tasks.discard)
 
-    async def _serve(self, index: int, attempts: Sequence[Attempt], call: Call) -> None:
-        """Ask replica `index`; what is not answered when it dies is handed out again."""
+    async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: Call) -> None:
+        """Ask `engine`, replica `index` by then; what is not answered when it dies is handed out again."""
         waiting = {attempt.request.request_id: attempt for attempt in attempts}
         try:
-            async with aclosing(self._living[index].generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
+            async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
                     self._seats.leave(index)
@@ -121,7 +121,7 @@ class ReplicatedGeneration:
             if waiting:
                 raise GenerationError(f"no result for {len(waiting)} of {len(attempts)} requests")
         except GenerationError as error:
-            self._take_out(index, error)
+            self._take_out(index, engine, error)
             self._ask_again(list(waiting.values()), error, call)
         except Exception as error:  # a bug: whoever iterates must see it
             call.results.put_nowait(error)
@@ -143,11 +143,11 @@ class ReplicatedGeneration:
         except GenerationError as none_left:
             call.results.put_nowait(none_left)
 
-    def _take_out(self, index: int, error: GenerationError) -> None:
-        """Once a replica; its process is ended, and started anew where that was asked for."""
-        engine = self._living.pop(index, None)
-        if engine is None or self._closed:
+    def _take_out(self, index: int, engine: Generation, error: GenerationError) -> None:
+        """Once an engine; its process is ended, and started anew where that was asked for."""
+        if self._living.get(index) is not engine or self._closed:
             return
+        del self._living[index]
         self._seats.remove(index)
         self._last_death = error
         log.warning(
@@ -204,16 +204,18 @@ class ReplicatedGeneration:
     async def _on_all(self, control: Callable[[Generation], Awaitable[None]]) -> None:
         """Await it on all living replicas, whatever one of them raises; then raise the first error that is no death."""
 
-        async def on_one(index: int) -> None:
+        async def on_one(index: int, engine: Generation) -> None:
             try:
                 async with asyncio.timeout(self._control_s):
-                    await control(self._living[index])
+                    await control(engine)
             except TimeoutError:
-                self._take_out(index, GenerationError(f"did not answer within {self._control_s:g} s"))
+                self._take_out(index, engine, GenerationError(f"did not answer within {self._control_s:g} s"))
             except GenerationError as error:
-                self._take_out(index, error)
+                self._take_out(index, engine, error)
 
-        outcomes = await asyncio.gather(*map(on_one, tuple(self._living)), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(on_one(index, engine) for index, engine in self._living.items()), return_exceptions=True
+        )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -7,6 +7,7 @@ for requests with stop strings.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
+CONTROL_S = 600.0  # for the engine to pause, go on, load weights, sleep or wake
 SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
 
 log = logging.getLogger(__name__)
@@ -30,10 +32,13 @@ class VllmGeneration:
     """Samples with vLLM's AsyncLLM. All calls are made from the event loop that `create` ran in.
 
     A request that vLLM refuses, or that is not answered within `section.timeout_s`, is a FailedRequest; when the
-    engine has died, GenerationError is raised for all that were running and for all that follow.
+    engine has died, GenerationError is raised for all that were running and for all that follow. The other calls raise
+    it too, also when the engine does not answer them in `control_s`.
     """
 
-    def __init__(self, engine: "AsyncLLM", section: GenerationSection, *, device: str) -> None:
+    def __init__(
+        self, engine: "AsyncLLM", section: GenerationSection, *, device: str, control_s: float = CONTROL_S
+    ) -> None:
         """Use `create`."""
         from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
         from vllm.exceptions import VLLMClientError
@@ -43,6 +48,7 @@ class VllmGeneration:
 
         self._engine = engine
         self._timeout_s = section.timeout_s
+        self._control_s = control_s
         self._seeds_requests = section.vllm_cfg.seed_requests
         self._sleeps = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
         self._sampling_params = SamplingParams
@@ -72,8 +78,9 @@ class VllmGeneration:
             )
             generation = cls(engine, section, device=device)
             try:
-                await engine.collective_rpc("stand_apart")
-                await engine.update_weight_version("0")
+                async with generation._answers_in_time("start"):
+                    await engine.collective_rpc("stand_apart")
+                    await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
                 raise
@@ -113,7 +120,7 @@ class VllmGeneration:
         except TimeoutError:
             return FailedRequest(request.request_id, f"not answered within {self._timeout_s:g} s")
         except self._death as error:
-            raise GenerationError("vLLM's engine process has died; its log tells why") from error
+            raise _dead() from error
         except self._refusals as error:
             return FailedRequest(request.request_id, one_line(error))
         finally:
@@ -151,37 +158,54 @@ class VllmGeneration:
         self._admits.clear()
         if self._num_running:
             # Not AsyncLLM.pause_generation, which sleeps another 20 ms so that outputs under way arrive first.
-            await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
+            async with self._answers_in_time("pause"):
+                await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
             self._paused_engine = True
 
     async def resume(self) -> None:
         if self._paused_engine:
-            await self._engine.resume_generation()
+            async with self._answers_in_time("go on"):
+                await self._engine.resume_generation()
             self._paused_engine = False
         self._admits.set()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        try:
-            method, arguments = await asyncio.to_thread(loading_call, manifest)
-            await self._engine.collective_rpc(method, args=arguments)
-            if not self._paused_engine and not await self._engine.reset_prefix_cache():
-                raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
-            await self._engine.update_weight_version(str(weight_version))
-        except self._death as error:
-            raise GenerationError("vLLM's engine process has died; its log tells why") from error
-        except WeightSyncError:
-            raise
-        except Exception as error:  # what failed in the worker arrives as a plain Exception
-            raise WeightSyncError(f"vLLM could not load the weights: {one_line(error)}") from error
+        async with self._answers_in_time("load weights"):
+            try:
+                await self._load(manifest, weight_version)
+            except (WeightSyncError, self._death):
+                raise
+            except Exception as error:  # what failed in the worker arrives as a plain Exception
+                raise WeightSyncError(f"vLLM could not load the weights: {one_line(error)}") from error
         self._weight_version = weight_version
+
+    async def _load(self, weights: Weights, weight_version: int) -> None:
+        method, arguments = await asyncio.to_thread(loading_call, weights)
+        await self._engine.collective_rpc(method, args=arguments)
+        if not self._paused_engine and not await self._engine.reset_prefix_cache():
+            raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
+        await self._engine.update_weight_version(str(weight_version))
 
     async def sleep(self) -> None:
         if self._sleeps:
-            await self._engine.sleep(level=1)
+            async with self._answers_in_time("sleep"):
+                await self._engine.sleep(level=1)
 
     async def wake(self) -> None:
         if self._sleeps:
-            await self._engine.wake_up()
+            async with self._answers_in_time("wake"):
+                await self._engine.wake_up()
+
+    @asynccontextmanager
+    async def _answers_in_time(self, what: str) -> AsyncIterator[None]:
+        """A death of the engine inside, or no end before the deadline, is a GenerationError."""
+        try:
+            async with asyncio.timeout(self._control_s):
+                yield
+        except TimeoutError as error:
+            raise GenerationError(f"vLLM did not {what} within {self._control_s:g} s") from error
+        except self._death as error:
+            raise _dead() from error
 
     async def close(self) -> None:
         """End the engine's process; requests that still run fail. May be called twice."""
@@ -194,6 +218,10 @@ class VllmGeneration:
             output_handler.cancel()
             await asyncio.gather(output_handler, return_exceptions=True)
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
+
+
+def _dead() -> GenerationError:
+    return GenerationError("vLLM's engine process has died; its log tells why")
 
 
 def loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:

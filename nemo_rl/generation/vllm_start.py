@@ -29,8 +29,8 @@ QUIET = {
     "TORCH_LOGS": "-all",  # errors only
 }
 # On a CPU, compiling takes longer than it saves, and the executor in the engine's own process is the quicker one.
-# A refit copies and packs every matrix: glibc keeps that memory instead of asking the kernel for it page by page each
-# time, which took more than half of it.
+# A refit copies and packs every matrix: glibc keeps that memory, instead of giving it back to the kernel and asking for
+# it page by page each time.
 CPU_ONLY = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

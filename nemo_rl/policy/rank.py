@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
-from nemo_rl.errors import PolicyError
+from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn
 from nemo_rl.policy.flops import matmul_parameters, train_flops
 from nemo_rl.policy.hf_export import named_weights, use_on_first_rank
@@ -181,7 +181,10 @@ class RankPolicy:
         self.finish_save()
         load_weights(self._model, path / "weights")
         folder = path / "optimizer"
-        if not folder.exists():
+        seen = self.layout.gathered_of_all(folder.exists())  # on a shared disk not all need see the same
+        if any(seen) and not all(seen):
+            raise CheckpointError(f"{folder} is not there for ranks {[r for r, there in enumerate(seen) if not there]}")
+        if not any(seen):
             logger.warning("%s does not exist: optimizer and schedule start afresh", folder)
             return
         join(self.layout, self.device)

@@ -60,11 +60,15 @@ class RankLayout:
 
     def gathered(self, value: ValueT) -> list[ValueT]:
         """Each data-parallel rank's value, in their order; the same on every rank."""
+        return self.gathered_of_all(value)[:: self.tensor_parallel_size]
+
+    def gathered_of_all(self, value: ValueT) -> list[ValueT]:
+        """Each rank's value, in their order; the same on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[ValueT | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
-        return cast(list[ValueT], values[:: self.tensor_parallel_size])
+        return cast(list[ValueT], values)
 
 
 ALONE = RankLayout()

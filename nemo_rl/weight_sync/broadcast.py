@@ -11,7 +11,9 @@ from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
 from nemo_rl.errors import WeightSyncError, WorkerError
 from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, replicas_of
 
-TIMEOUT_S = 600.0  # for all members to meet, and for one broadcast
+TIMEOUT_S = (
+    120.0  # for all members to meet, and for one broadcast; below that of the ranks' own collectives, which wait
+)
 
 _STREAMS: dict[tuple[str, int], TensorStream] = {}  # in the policy's process, by host and port
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,28 @@ def test_training_goes_on_exactly_after_loading(layout: str, precision: str, run
     assert [m["lr"] for m in metrics] == pytest.approx([7e-3, 1e-2 / 3])
     assert resumed_metrics == metrics
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+def load_from(layout: RankLayout, *, path: Path, folders: tuple[Path, Path]) -> str:
+    """The error of a policy whose first rank reads another folder than the others, as on a disk that lags."""
+    policy = make_policy(layout, path, optimizer=SGD)
+    try:
+        policy.load(folders[min(layout.rank, 1)])
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        policy.close()
+    return "none"
+
+
+def test_optimizer_that_only_one_rank_sees_is_an_error_on_both(
+    pool: RankPool, run: Layouts, models: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, lacking = tmp_path / "whole", tmp_path / "lacking"
+    run("2 ranks", "llama", ("save", whole, {"save_optimizer": True}), ("finish_save",), optimizer=SGD)
+    shutil.copytree(whole / "weights", lacking / "weights")
+    errors = pool.run(Mesh(2), load_from, path=models["llama"], folders=(whole, lacking))
+    assert [error.partition("optimizer")[2] for error in errors] == [" is not there for ranks [1]"] * 2
 
 
 MOVES = [

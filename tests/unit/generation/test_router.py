@@ -276,6 +276,49 @@ def test_a_replica_that_does_not_answer_in_time_is_taken_out():
     assert run(main())
 
 
+def test_a_replica_that_dies_before_it_is_asked_costs_nothing():
+    """One call's requests find it dead in the very moment in which another call has chosen it."""
+
+    async def main():
+        dying, other = Mortal(answers=0), Mortal()
+        router = ReplicatedGeneration([dying, other])
+        chosen = [asyncio.create_task(answers(router, [asked(f"r{i}")])) for i in range(2)]
+        await asyncio.sleep(0)  # both have been handed out, neither was begun
+        router._take_out(0, dying, GenerationError("it died"))
+        return [answer for task in chosen for answer in (await task).values()], router.replicas == (other,)
+
+    results, is_out = run(main())
+    assert is_out
+    assert all(isinstance(result, Completion) for result in results)
+
+
+def test_a_late_error_of_an_old_engine_does_not_take_its_successor_out():
+    async def main():
+        old, fresh = FakeGeneration(), FakeGeneration()
+
+        async def restart(index: int) -> FakeGeneration:
+            return fresh
+
+        router = ReplicatedGeneration([old, FakeGeneration()], restart=restart)
+        router._take_out(0, old, GenerationError("it died"))
+        await asyncio.gather(*router._background)
+        await router.pause()
+        router._take_out(0, old, GenerationError("its last request"))
+        return fresh in router.replicas
+
+    assert run(main())
+
+
+def test_requests_of_closed_engines_fail():
+    async def main():
+        router = ReplicatedGeneration([FakeGeneration(), FakeGeneration()])
+        await router.close()
+        with pytest.raises(GenerationError, match="closed"):
+            await answers(router, [asked("a")])
+
+    run(main())
+
+
 def test_a_restarted_replica_serves_only_after_it_has_the_weights():
     async def main():
         fresh = FakeGeneration()

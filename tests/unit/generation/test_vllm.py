@@ -8,6 +8,7 @@ from nemo_rl.config.generation import GenerationSection
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.vllm import VllmGeneration, completion_of
 from nemo_rl.generation.vllm_start import importing_vllm
+from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request
 
@@ -68,6 +69,45 @@ def test_death_of_the_engine_ends_all_requests():
         with pytest.raises(GenerationError, match="died"):
             await answers(engine, [request(str(i)) for i in range(5)])
         assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+CONTROLS = {
+    "pause": lambda engine: engine.pause(),
+    "resume": lambda engine: engine.resume(),
+    "update": lambda engine: engine.update_weights(WeightManifest("", ()), 1),
+    "sleep": lambda engine: engine.sleep(),
+    "wake": lambda engine: engine.wake(),
+}
+
+
+def controlled(answer: Any, *, control_s: float) -> VllmGeneration:
+    """An engine with a request under way, all of whose control calls do what `answer` does."""
+    engine = dying_engine()
+    for name in ("resume_generation", "collective_rpc", "sleep", "wake_up"):
+        setattr(engine, name, answer)
+    engine.engine_core = SimpleNamespace(pause_scheduler_async=answer)
+    generation = VllmGeneration(engine, GenerationSection(), device="cpu", control_s=control_s)
+    generation._num_running, generation._paused_engine, generation._sleeps = 1, True, True
+    return generation
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_control_of_an_engine_that_has_died_or_stands_still_is_an_error(control: str):
+    async def dies(*args: Any, **kwargs: Any) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        raise EngineDeadError
+
+    async def stands_still(*args: Any, **kwargs: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def main():
+        with pytest.raises(GenerationError, match="has died"):
+            await CONTROLS[control](controlled(dies, control_s=600))
+        with pytest.raises(GenerationError, match=r"did not .* within 0\.01 s"):
+            await CONTROLS[control](controlled(stands_still, control_s=0.01))
 
     asyncio.run(main())
 
