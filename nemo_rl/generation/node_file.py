@@ -2,15 +2,15 @@
 
 import fcntl
 import os
-import tempfile
 from pathlib import Path
 
 from nemo_rl.distributed.objects import get_bytes
+from nemo_rl.distributed.weight_files import default_directory, remove_leftovers
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import WeightChunks, WeightManifest
 
-SHARED_MEMORY = Path("/dev/shm")
 FETCH_S = 600.0  # for one chunk to come from another machine
+ATTEMPTS = 5  # to write a file that another run removes before it is locked
 MARK_BYTES = 8  # behind the weights: the number of the refit that wrote them
 
 _HELD: dict[Path, int] = {}  # files that this process reads; the lock keeps others from removing them
@@ -20,30 +20,43 @@ def write_once(weights: WeightChunks) -> WeightManifest:
     """The manifest of a file with these weights; raises WeightSyncError, or WorkerError when they cannot be had.
 
     The file is locked while it is written, and shared afterwards until this process writes it again or releases it.
+    Files of killed runs are removed before the first one.
     """
-    directory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    path = directory / weights.name
-    file = reopened(path)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        if not holds(file, weights):
-            write(file, weights)
-    except OSError as error:
-        raise WeightSyncError(f"{path}: the weights could not be written: {error}") from error
-    finally:
-        fcntl.flock(file, fcntl.LOCK_SH)
-    return WeightManifest(str(path), weights.entries)
+    path = default_directory() / weights.name
+    if not _HELD:
+        remove_leftovers(path.parent)
+    for _ in range(ATTEMPTS):
+        file = reopened(path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if not holds(file, weights):
+                write(file, weights)
+        except OSError as error:
+            raise WeightSyncError(f"{path}: the weights could not be written: {error}") from error
+        finally:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if lies_at(file, path):
+            return WeightManifest(str(path), weights.entries)
+    raise WeightSyncError(f"{path} is removed again and again by another run")
 
 
 def reopened(path: Path) -> int:
     """The open file of that name; one that was removed meanwhile is made anew."""
     if (held := _HELD.pop(path, None)) is not None:
-        if path.exists() and os.path.samestat(os.fstat(held), path.stat()):
+        if lies_at(held, path):
             _HELD[path] = held
             return held
         os.close(held)
     _HELD[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     return _HELD[path]
+
+
+def lies_at(file: int, path: Path) -> bool:
+    """Whether nobody has taken the file for a leftover, in a moment in which it was not locked."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def holds(file: int, weights: WeightChunks) -> bool:

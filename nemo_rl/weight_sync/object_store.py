@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.distributed.objects import put_bytes
+from nemo_rl.distributed.weight_files import PREFIX, SUFFIX
 from nemo_rl.interfaces import Generation, Policy, WeightChunks, WeightEntry, Weights
-from nemo_rl.weight_sync.weight_file import ALIGNMENT, PREFIX, SUFFIX
+from nemo_rl.weight_sync.weight_file import ALIGNMENT
 
 CHUNK_BYTES = 64 * 2**20
 

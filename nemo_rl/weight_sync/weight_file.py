@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl.distributed.weight_files import PREFIX, SUFFIX, default_directory, remove_leftovers
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 
-SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64  # bytes
-PREFIX, SUFFIX = "nemo_rl_weights_", ".bin"
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +88,6 @@ class WeightFile:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def default_directory() -> Path:
-    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-
-
 def create_locked(directory: Path) -> tuple[int, Path]:
     """A new file, locked before it has the name by which others look for leftovers."""
     name = f"{PREFIX}{os.getpid()}_{secrets.token_hex(4)}{SUFFIX}"
@@ -101,23 +96,3 @@ def create_locked(directory: Path) -> tuple[int, Path]:
     fcntl.flock(file, fcntl.LOCK_EX)
     os.rename(unlocked, directory / name)
     return file, directory / name
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Remove weight files that nobody holds a lock on: their runs were killed.
-
-    A lock rather than the process id in the name: containers that share memory do not share process ids.
-    """
-    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            log.info("removed %s, left behind by a run that was killed", path)
-        except OSError:  # locked: in use
-            pass
-        finally:
-            os.close(file)

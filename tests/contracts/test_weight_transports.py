@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nemo_rl.config.run import WeightSync
+from nemo_rl.distributed import weight_files
 from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation import node_file
@@ -39,7 +40,7 @@ def transport(request: pytest.FixtureRequest) -> Transport:
 
 
 def leftovers() -> set[Path]:
-    return set(node_file.SHARED_MEMORY.glob("nemo_rl_weights_*"))
+    return set(weight_files.SHARED_MEMORY.glob("nemo_rl_weights_*"))
 
 
 def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loop, engines, transport):

@@ -23,7 +23,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
     monkeypatch.setattr(object_store, "put_bytes", put)
     monkeypatch.setattr(node_file, "get_bytes", lambda reference, timeout_s: stored[reference])
-    monkeypatch.setattr(node_file, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(node_file, "default_directory", lambda: tmp_path)
     return stored
 
 
@@ -51,6 +51,31 @@ def test_each_transfer_is_written_once(store):
     assert dict(map_weights(node_file.write_once(weights)))["a"][0, 0] == 1.0
     again = staged(2, 3.0)
     assert dict(map_weights(node_file.write_once(again)))["a"][0, 0] == 3.0
+    node_file.release()
+
+
+def test_files_of_killed_runs_are_removed_and_those_in_use_stay(tmp_path: Path):
+    left, used = (tmp_path / f"nemo_rl_weights_node_{name}.bin" for name in ("left", "used"))
+    left.write_bytes(b"weights")
+    with used.open("wb") as other:
+        node_file.fcntl.flock(other, node_file.fcntl.LOCK_SH)
+        node_file.write_once(staged(1, 1.0))
+        assert not left.exists()
+        assert used.exists()
+    node_file.release()
+
+
+def test_a_file_that_is_taken_for_a_leftover_while_it_is_written_is_written_again(monkeypatch: pytest.MonkeyPatch):
+    whole, removed = node_file.write, []
+
+    def write(file: int, weights: WeightChunks) -> None:
+        whole(file, weights)
+        if not removed:
+            removed.append(file)
+            (node_file.default_directory() / weights.name).unlink()
+
+    monkeypatch.setattr(node_file, "write", write)
+    assert dict(map_weights(node_file.write_once(staged(1, 6.0))))["a"][0, 0] == 6.0
     node_file.release()
 
 
