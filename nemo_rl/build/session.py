@@ -17,11 +17,11 @@ from nemo_rl.algorithms.advantage import make_advantage_estimator
 from nemo_rl.algorithms.grpo import Training, train
 from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
 from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.algorithms.penalties import make_penalties
+from nemo_rl.algorithms.penalties import Penalties, make_penalties
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
 from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
-from nemo_rl.build.inputs import load_inputs, load_prompts
+from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
@@ -29,6 +29,7 @@ from nemo_rl.build.scorers import open_scorers
 from nemo_rl.build.workers import engine_dtype, find_layout, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.env import AgentSection
+from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
@@ -75,40 +76,24 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         scoring = open_scorers(config, stack)
         agents = make_agents(config)
         codec = make_codec(config, inputs.encoder) if agents or gym_sections(config) else None
-        run_dir = make_run_directory(config.logger.log_dir)
-        (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
-        logger.info("run directory: %s", run_dir)
+        run_dir = _begin_run_directory(config)
         metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
         stack.callback(metrics_logger.close)
         workers = await open_workers(config, inputs, model_path, layout, log_dir=run_dir / "logs", stack=stack)
-        policy, generation = workers.policy, workers.generation
-        placement = Placement(policy, generation, shares_device=workers.shares_device)
+        placement = Placement(workers.policy, workers.generation, shares_device=workers.shares_device)
         if config.reward_model.shares_device:
             scoring = replace(scoring, turn=placement.scoring)
-        weight_sync = InProcessWeightSync(
-            inputs.probes,
-            config.weight_sync,
-            engine_dtype(config),
-            temperature=config.policy.generation.temperature,
-            keep_cache=not config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
-            transport=make_transport(config.weight_sync.transport, layout),
-        )
-        stack.callback(weight_sync.close)
+        weight_sync = _open_weight_sync(config, inputs, layout, stack)
         progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)
         stack.callback(progress.close)
-        context = make_context(config, inputs, generation, environments, progress.rollout, scoring)
+        context = make_context(config, inputs, workers.generation, environments, progress.rollout, scoring)
         if codec is not None:
-            manager = await open_gateway(config, codec, generation, stack)
+            manager = await open_gateway(config, codec, workers.generation, stack)
             gyms = await open_nemo_gym(config, inputs, manager, run_dir, stack)
             context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
-        estimator = make_advantage_estimator(
-            config.grpo.adv_estimator,
-            config.loss_fn,
-            clip_low=config.grpo.advantage_clip_low,
-            clip_high=config.grpo.advantage_clip_high,
-        )
+        estimator = _make_estimator(config)
         gc.collect()
         gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
         yield GRPORun(
@@ -116,8 +101,8 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             run_dir=run_dir,
             num_steps=_num_steps(config, len(inputs.train.prompts)),
             source=source,
-            generation=generation,
-            policy=policy,
+            generation=workers.generation,
+            policy=workers.policy,
             placement=placement,
             weight_sync=weight_sync,
             loss_fn=loss_fn,
@@ -129,9 +114,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             progress=progress,
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
             interrupt=Interrupt(),
-            penalties=make_penalties(
-                config.reward_penalties, config.grpo, functools.partial(inputs.encoder.decode, keep_special=True)
-            ),
+            penalties=_make_penalties(config, inputs),
         )
 
 
@@ -142,6 +125,41 @@ def _open_environments(config: GRPOConfig, stack: AsyncExitStack) -> dict[str, E
             environments[name] = make_environment(name, section)
             stack.push_async_callback(environments[name].close)
     return environments
+
+
+def _begin_run_directory(config: GRPOConfig) -> Path:
+    """A new one, with the configuration in it."""
+    run_dir = make_run_directory(config.logger.log_dir)
+    (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
+    logger.info("run directory: %s", run_dir)
+    return run_dir
+
+
+def _open_weight_sync(config: GRPOConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack) -> InProcessWeightSync:
+    weight_sync = InProcessWeightSync(
+        inputs.probes,
+        config.weight_sync,
+        engine_dtype(config),
+        temperature=config.policy.generation.temperature,
+        keep_cache=not config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
+        transport=make_transport(config.weight_sync.transport, layout),
+    )
+    stack.callback(weight_sync.close)
+    return weight_sync
+
+
+def _make_estimator(config: GRPOConfig) -> AdvantageEstimator:
+    return make_advantage_estimator(
+        config.grpo.adv_estimator,
+        config.loss_fn,
+        clip_low=config.grpo.advantage_clip_low,
+        clip_high=config.grpo.advantage_clip_high,
+    )
+
+
+def _make_penalties(config: GRPOConfig, inputs: Inputs) -> Penalties | None:
+    decode = functools.partial(inputs.encoder.decode, keep_special=True)
+    return make_penalties(config.reward_penalties, config.grpo, decode)
 
 
 def _rollout_writer(config: GRPOConfig, path: Path, stack: AsyncExitStack) -> RolloutWriter | None:
