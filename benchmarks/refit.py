@@ -23,7 +23,7 @@ from nemo_rl.config.generation import GenerationSection, VllmCfg
 from nemo_rl.config.run import WeightSync
 from nemo_rl.generation.make import make_generation
 from nemo_rl.types import GenerationRequest, SamplingParams
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transport import SharedMemory
 
 WARM_UP_ROUNDS, ROUNDS = 3, 12
@@ -107,7 +107,7 @@ async def measure(dtype: str, num_replicas: int, *, is_busy: bool) -> tuple[int,
         model.save_pretrained(Path(folder))
         engine = await make_generation(section, model_path=folder, dtype=dtype, max_model_len=2048, device="cpu")
     policy, transport = Weights(model), TimedSharedMemory()
-    sync = InProcessWeightSync([], WeightSync(), dtype, transport=transport)
+    sync = TransportWeightSync([], WeightSync(), dtype, transport=transport)
     refits, copies = [], []
     running = asyncio.create_task(generate(engine, 0)) if is_busy else None
     try:

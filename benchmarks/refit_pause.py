@@ -27,7 +27,7 @@ from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.run import WeightSync
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.types import GenerationRequest, SamplingParams
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 
 BAR_MS = 50
 PROMPT = tuple(range(5, 32))  # 27 tokens, like the quickstart's
@@ -94,7 +94,7 @@ async def keep_asking(engine: WatchedGeneration, names: Iterable[int]) -> None:
 
 async def measure(engine: WatchedGeneration, policy: Weights, num_requests: int, rounds: int, keep_cache: bool) -> str:
     """One row: medians over the rounds."""
-    sync = InProcessWeightSync([], WeightSync(), "float32", keep_cache=keep_cache)
+    sync = TransportWeightSync([], WeightSync(), "float32", keep_cache=keep_cache)
     sync._verified.add(engine)  # not verified: that is no part of an update
     names = itertools.count()
     askers = [asyncio.create_task(keep_asking(engine, names)) for _ in range(num_requests)]

@@ -44,8 +44,8 @@ from nemo_rl.observability.run_directory import make_run_directory
 from nemo_rl.observability.summary import read_history, summary
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.optim import check_optimizer
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
 from nemo_rl.weight_sync.make import make_transport
+from nemo_rl.weight_sync.refit import TransportWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,8 @@ def _begin_run_directory(config: GRPOConfig) -> Path:
     return run_dir
 
 
-def _open_weight_sync(config: GRPOConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack) -> InProcessWeightSync:
-    weight_sync = InProcessWeightSync(
+def _open_weight_sync(config: GRPOConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack) -> TransportWeightSync:
+    weight_sync = TransportWeightSync(
         inputs.probes,
         config.weight_sync,
         engine_dtype(config),

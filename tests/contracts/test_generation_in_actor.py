@@ -12,7 +12,7 @@ from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.actor import VllmActorGeneration
 from nemo_rl.generation.make import make_generation
 from nemo_rl.types import Completion, FailedRequest
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 
@@ -27,7 +27,7 @@ def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
         )
         assert isinstance(engine, VllmActorGeneration)
         policy = UntrainedPolicy(model)
-        sync = InProcessWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32")
+        sync = TransportWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32")
         try:
             await sync.publish(policy, engine, weight_version=4)  # type: ignore[arg-type]
             several = await answers(engine, [request("a"), request("b", seed=1), request("bad", tokens=[])])

@@ -12,7 +12,7 @@ from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.generation.make import make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.types import Completion
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 PROMPT = (5, 6, 7)
@@ -30,7 +30,7 @@ def check_exact(model: Any, completion: Any) -> None:
     torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
 
 
-async def publish(engine: Any, model: Any, weight_version: int, sync: InProcessWeightSync) -> None:
+async def publish(engine: Any, model: Any, weight_version: int, sync: TransportWeightSync) -> None:
     await sync.publish(UntrainedPolicy(model), engine, weight_version=weight_version)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_model
         )
         assert isinstance(router, ReplicatedGeneration)
         router._restart = None  # the machine has better things to do than to start one for this test
-        sync = InProcessWeightSync([PROMPT], WeightSync(verify=True), "float32")
+        sync = TransportWeightSync([PROMPT], WeightSync(verify=True), "float32")
         try:
             await publish(router, old, 1, sync)
             quick = [request(f"q{i}", seed=i, max_new_tokens=4) for i in range(4)]

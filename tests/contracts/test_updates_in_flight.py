@@ -12,7 +12,7 @@ from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.gateway import parsers
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import Completion, TokenizedMessage, WeightSpan
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 from tests.contracts.test_gateway import TEMPERATURE, manager_of, parse_anything, three_turns
 from tests.contracts.test_weight_sync import PROBES, published
@@ -47,7 +47,7 @@ async def sampled_through_updates(engine: Any, *, keep_cache: bool = False) -> l
 
 
 async def publish(engine: Any, weight_version: int, *, keep_cache: bool = False) -> None:
-    sync = InProcessWeightSync(PROBES, WeightSync(), "float32", keep_cache=keep_cache)
+    sync = TransportWeightSync(PROBES, WeightSync(), "float32", keep_cache=keep_cache)
     sync._verified.add(engine)  # not verified: the engine without overlapping calls would answer the probes last
     try:
         await sync.publish(UntrainedPolicy(model_of(weight_version)), engine, weight_version=weight_version)  # type: ignore[arg-type]

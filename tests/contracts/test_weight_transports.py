@@ -13,8 +13,8 @@ from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation import node_file
 from nemo_rl.weight_sync.broadcast import Broadcast
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
 from nemo_rl.weight_sync.object_store import ObjectStore
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transport import SharedMemory, Transport
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
@@ -48,7 +48,7 @@ def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loo
     before = leftovers()
 
     async def main() -> None:
-        sync = InProcessWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32", transport=transport)
+        sync = TransportWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32", transport=transport)
         try:
             for version in (1, 2):
                 model = tiny_model(tied=True, seed=20 + version)

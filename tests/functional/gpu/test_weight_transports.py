@@ -12,7 +12,7 @@ from nemo_rl.config.run import WeightSync
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.weight_sync.broadcast import Broadcast
 from nemo_rl.weight_sync.cuda_ipc import CudaIpc
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transport import Transport
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, save_tiny_model, tiny_model
 
@@ -52,7 +52,7 @@ def refit_twice(folder: Path, transport: Transport, policy_device: str) -> None:
             max_model_len=MAX_MODEL_LEN,
             device="cuda",
         )
-        sync = InProcessWeightSync(
+        sync = TransportWeightSync(
             [(5, 6, 7), (250, 3)], WeightSync(verify=True, verify_tolerance=2e-2), "float32", transport=transport
         )
         try:

@@ -8,7 +8,7 @@ import torch
 from nemo_rl.config.run import WeightSync
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.router import ReplicatedGeneration
-from nemo_rl.weight_sync.in_process import InProcessWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.fakes.generation import FakeGeneration
 
 
@@ -34,7 +34,7 @@ def publish(
     async def main() -> list[str]:
         engine = FakeGeneration()
         policy = RecordingPolicy(engine.calls, off)
-        sync = InProcessWeightSync(probes, section, "float32", keep_cache=keep_cache)
+        sync = TransportWeightSync(probes, section, "float32", keep_cache=keep_cache)
         try:
             for version in versions:
                 await sync.publish(policy, engine, weight_version=version)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_the_first_refit_of_each_replica_is_verified():
         engines = [FakeGeneration(), FakeGeneration()]
         router = ReplicatedGeneration(engines)
         policy = RecordingPolicy([])
-        sync = InProcessWeightSync(((1, 2),), WeightSync(), "float32")
+        sync = TransportWeightSync(((1, 2),), WeightSync(), "float32")
         try:
             for version in (1, 2):
                 await sync.publish(policy, router, weight_version=version)  # type: ignore[arg-type]

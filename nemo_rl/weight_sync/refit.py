@@ -15,7 +15,7 @@ LOW_PRECISION_TOLERANCE = 0.1
 log = logging.getLogger(__name__)
 
 
-class InProcessWeightSync:
+class TransportWeightSync:
     """Publishes by `transport`; None: through a file in shared memory.
 
     All engines pause, all load, all go on: none samples under the new weights before all have them. The first refit of
