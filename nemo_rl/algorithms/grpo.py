@@ -31,8 +31,8 @@ async def train(run: GRPORun) -> Training:
     training = Training(await restore(run))
     report_start(run, training.position.step)
     try:
-        await _publish(run, training.position.step)
-        if run.config.grpo.val_at_start and training.position.step == 0:
+        is_published = await _publish(run, training.position.step)
+        if is_published and run.config.grpo.val_at_start and training.position.step == 0:
             await _validate(run, training, StepTimer())
         while _goes_on(run, training):
             await train_one_step(run, training)
@@ -78,24 +78,30 @@ async def train_one_step(run: GRPORun, training: Training) -> None:
         step += 1
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         with timer("weight_sync"):
-            await _publish(run, step)
-        if _validates_after(run, step):
+            is_published = await _publish(run, step)
+        if is_published and _validates_after(run, step):
             await _validate(run, training, timer)
         await _save_if_due(run, training, timer, is_last=step == run.config.grpo.max_num_steps)
     report_step(run, step, metrics, timer)
 
 
-async def _publish(run: GRPORun, step: int) -> None:
+async def _publish(run: GRPORun, step: int) -> bool:
     """Bring the policy's weights to the engine and leave the device to it.
 
     Rollouts that run in the background go on through it where asked; else they end first, and none starts meanwhile.
+    False where a stop is asked for while they end: the step that was trained is complete without it.
     """
     await run.placement.for_publishing()
     async with AsyncExitStack() as stack:
         hold = run.source.hold(until_idle=not run.config.grpo.async_grpo.in_flight_weight_updates)
-        await run.interrupt.guard(stack.enter_async_context(hold))
+        try:
+            await run.interrupt.guard(stack.enter_async_context(hold))
+        except Interrupted:
+            logger.info("the weights of step %d do not go to the engine any more", step)
+            return False
         await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
     await run.placement.for_generation()
+    return True
 
 
 async def _finish(run: GRPORun, training: Training) -> None:

@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,25 @@ def test_a_stop_during_training_finishes_the_step_and_saves_it(tmp_path: Path) -
     training = trained(rig)
     assert training.interrupted
     assert rig.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", "save"]
+    assert list(rig.checkpoints()) == list(rig.steps()) == [1]
+
+
+def test_a_stop_while_rollouts_end_before_an_update_keeps_the_step_and_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = Interrupt()
+    config = make_config(grpo={"val_period": 1})
+    rig = make_rig(tmp_path, config, on_train_step=lambda step: interrupt.request(), interrupt=interrupt)
+
+    @asynccontextmanager
+    async def hold(*, until_idle: bool = False) -> AsyncIterator[None]:
+        if interrupt.requested:
+            await asyncio.Event().wait()  # for a rollout that runs on
+        yield
+
+    monkeypatch.setattr(rig.run.source, "hold", hold)
+    assert trained(rig).interrupted
+    assert rig.calls == ["publish 0", "next_groups 0", "train_step", "save"]
     assert list(rig.checkpoints()) == list(rig.steps()) == [1]
 
 
