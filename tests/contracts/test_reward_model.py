@@ -126,6 +126,19 @@ def test_a_conversation_that_is_too_long_fails_alone(tmp_path: Path) -> None:
     assert "where 90 fit" in long.cause
 
 
+def test_a_conversation_that_the_template_breaks_on_fails_alone(tmp_path: Path) -> None:
+    """With whatever its expressions raise, here a TypeError of Python's."""
+    save(tmp_path)
+    template = "{{ messages[0]['content'] + (1 if messages[0]['content'] == 'x' else '') }}"
+    talks = [TALKS[0], (Message("user", "x"),), TALKS[1]]
+    with asyncio.Runner() as runner, scorer_of(tmp_path, runner, in_actor=False, chat_template=template) as scorer:
+        first, broken, last = scores_of(runner, scorer, talks)
+    assert isinstance(first, float)
+    assert isinstance(last, float)
+    assert isinstance(broken, Failure)
+    assert "TypeError" in broken.cause
+
+
 @pytest.mark.parametrize("in_actor", [False, True], ids=["thread", "actor"])
 def test_a_model_of_several_labels_is_refused(tmp_path: Path, in_actor: bool) -> None:
     connect(num_cpus=2)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from jinja2 import TemplateError
 
 from nemo_rl.config.scorers import RewardModelSection
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
@@ -20,7 +19,7 @@ from nemo_rl.environments.scorers.classifier import (
     packed_scores,
     padded_scores,
 )
-from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
+from nemo_rl.environments.scorers.conversation import ConversationTokens
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, EnvironmentFault, WorkerDied, WorkerError
 from nemo_rl.interfaces import ScoreRequest
@@ -67,7 +66,7 @@ class RewardModel:
     def _encoded(self, conversation: Conversation) -> list[int] | Failure:
         try:
             token_ids = self._tokens.encode(conversation)
-        except (ConversationTooLong, TemplateError) as error:
+        except Exception as error:  # too long, or whatever a template's expressions raise
             return failure_of(error, FailureClass.REWARD)
         return token_ids or Failure(FailureClass.REWARD, "the conversation has no tokens")
 
