@@ -66,7 +66,7 @@ async def _write(
     mean: MeanReward,
 ) -> None:
     async with AsyncExitStack() as stack:
-        scoring = open_scorers(config, stack)
+        scoring = await open_scorers(config, None, stack)
         alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentSection)}
         limit_s = config.rollout.stall_timeout_s
         async for row in rescored(rows, prompts, scoring, scored_alone=alone, stall_timeout_s=limit_s):

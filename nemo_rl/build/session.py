@@ -73,7 +73,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
     inputs = load_inputs(config, model_path, prompts)
     async with AsyncExitStack() as stack:
         environments = _open_environments(config, stack)
-        scoring = open_scorers(config, stack)
+        scoring = await open_scorers(config, layout, stack)
         agents = make_agents(config)
         codec = make_codec(config, inputs.encoder) if agents or gym_sections(config) else None
         run_dir = _begin_run_directory(config)

@@ -9,6 +9,7 @@ from typing import Literal
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.policy import Policy
+from nemo_rl.config.scorers import RewardModelPlacement
 from nemo_rl.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
@@ -46,6 +47,21 @@ class Layout:
     @property
     def engine_nodes(self) -> tuple[int, ...]:
         return tuple(sorted({place.node for place in self.engines}))
+
+
+def pool_layout(pool: RewardModelPlacement, device: Device) -> Layout:
+    """Nodes for reward models alone, a model on each GPU; on a CPU a process takes the place of a GPU."""
+    gpus = range(pool.n_gpus_per_node)
+    places = tuple(Place(node, (gpu,) if device == "cuda" else ()) for node in range(pool.nnodes) for gpu in gpus)
+    return Layout(
+        device=device,
+        num_nodes=pool.nnodes,
+        gpus_per_node=pool.n_gpus_per_node if device == "cuda" else 0,
+        ranks=(),
+        engines=places,
+        is_split=True,
+        needs_cluster=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,19 +67,24 @@ class Reservation:
 
 
 async def reserve(
-    layout: Layout, *, timeout_s: float, may_grow: bool = False, gpu_resource: str = "GPU"
+    layout: Layout,
+    *,
+    timeout_s: float,
+    may_grow: bool = False,
+    gpu_resource: str = "GPU",
+    keys: str = "cluster.num_nodes, cluster.gpus_per_node",
 ) -> Reservation:
     """Set aside the layout's nodes, each a machine of its own, with its GPUs.
 
     `may_grow`: machines may still join, so a cluster that is too small is waited for. `gpu_resource` is Ray's name of
-    what a GPU takes; another name than GPU stands for simulated ones, which no process sees.
+    what a GPU takes; another name than GPU stands for simulated ones, which no process sees. `keys` ask for them.
 
     Raises:
         WorkerError: not to be had, or not within `timeout_s`; says what was asked for and what the cluster has.
     """
     bundle = {"CPU": CPUS_OF_A_NODE} | ({gpu_resource: layout.gpus_per_node} if layout.gpus_per_node else {})
     if not may_grow:
-        _check_enough(layout, bundle)
+        _check_enough(layout, bundle, keys)
     group = placement_group([bundle] * layout.num_nodes, strategy="STRICT_SPREAD")
     try:
         async with asyncio.timeout(timeout_s):
@@ -88,27 +93,25 @@ async def reserve(
         reserved = await _nodes_of(group, layout, has_gpus=layout.gpus_per_node > 0 and gpu_resource == "GPU")
     except TimeoutError as error:
         remove_placement_group(group)
-        raise _not_placed(layout, bundle, f"within {timeout_s:g} s (cluster.start_timeout_s)") from error
+        raise _not_placed(layout, bundle, keys, f"within {timeout_s:g} s (cluster.start_timeout_s)") from error
     except BaseException:
         remove_placement_group(group)
         raise
     return Reservation(group, reserved)
 
 
-def _check_enough(layout: Layout, bundle: Mapping[str, float]) -> None:
+def _check_enough(layout: Layout, bundle: Mapping[str, float], keys: str) -> None:
     fits = [node for node in nodes() if all(node["Resources"].get(name, 0) >= n for name, n in bundle.items())]
     if len(fits) < layout.num_nodes:
-        raise _not_placed(layout, bundle, "on this cluster")
+        raise _not_placed(layout, bundle, keys, "on this cluster")
 
 
-def _not_placed(layout: Layout, bundle: Mapping[str, float], why: str) -> WorkerError:
+def _not_placed(layout: Layout, bundle: Mapping[str, float], keys: str, why: str) -> WorkerError:
     gpus = next((name for name in bundle if name != "CPU"), None)
     asked = f"{layout.num_nodes} {'node' if layout.num_nodes == 1 else 'nodes'}"
     if gpus:
         asked += f" with {layout.gpus_per_node} {gpus} each"
-    return WorkerError(
-        f"cannot place {asked} (cluster.num_nodes, cluster.gpus_per_node) {why}; it has {resources_text(gpus)}"
-    )
+    return WorkerError(f"cannot place {asked} ({keys}) {why}; it has {resources_text(gpus)}")
 
 
 async def _nodes_of(group: PlacementGroup, layout: Layout, *, has_gpus: bool) -> list[_Node]:

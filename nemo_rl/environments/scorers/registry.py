@@ -2,8 +2,8 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nemo_rl.config.scorers import (
     SCORER_SECTIONS,
@@ -17,7 +17,10 @@ from nemo_rl.environments.scorers.contract import BatchedScorer, CheckedScorer
 from nemo_rl.errors import ConfigError, suggestion
 from nemo_rl.interfaces import Scorer
 
-Factory: TypeAlias = Callable[[str, Any], Scorer]  # (the entry's name, its section)
+if TYPE_CHECKING:
+    from nemo_rl.distributed.placement import Seat
+
+Factory: TypeAlias = Callable[..., Scorer]  # (the entry's name, its section), and of reward models `seats`
 FactoryT = TypeVar("FactoryT", bound=Factory)
 
 SCORERS: dict[str, Factory] = {}
@@ -36,13 +39,17 @@ def register_scorer(name: str) -> Callable[[FactoryT], FactoryT]:
     return add
 
 
-def make_scorer(name: str, section: ScorerSection) -> CheckedScorer | BatchedScorer:
+def make_scorer(name: str, section: ScorerSection, *, seats: "Sequence[Seat]" = ()) -> CheckedScorer | BatchedScorer:
     """The scorer of the entry `scorers.<name>`, its calls bounded by `timeout_s` and batched as it says.
+
+    `seats`: of the reward models' pool, where there is one; each holds a replica of every reward model.
 
     `section.type` (None: `name`) is a built-in or registered name, or the dotted path of a class that satisfies
     interfaces.Scorer, made with `section.kwargs`. Raises ConfigError for what cannot be found or made.
     """
-    inner = _inner(name, section)
+    if isinstance(section, RewardModelSection) and seats:
+        section = section.model_copy(update={"in_actor": True, "num_replicas": len(seats)})
+    inner = _inner(name, section, seats)
     if isinstance(section, EndpointSection):  # bounds each attempt itself; to wait for its turn is no failure
         return CheckedScorer(inner, timeout_s=None)
     batching = section.batching
@@ -53,7 +60,7 @@ def make_scorer(name: str, section: ScorerSection) -> CheckedScorer | BatchedSco
     return CheckedScorer(inner, timeout_s=section.timeout_s)
 
 
-def _inner(name: str, section: ScorerSection) -> Scorer:
+def _inner(name: str, section: ScorerSection, seats: "Sequence[Seat]") -> Scorer:
     kind = section.type or name
     if "." in kind or ":" in kind:
         return _from_path(f"scorers.{name}", kind, section)
@@ -62,6 +69,8 @@ def _inner(name: str, section: ScorerSection) -> Scorer:
     if kind not in SCORERS:
         near = suggestion(kind, {*SCORER_SECTIONS, *SCORERS})
         raise ConfigError(f"scorers.{name}.type", kind, f"unknown scorer, and no dotted path{near}")
+    if isinstance(section, RewardModelSection) and seats:
+        return SCORERS[kind](name, section, seats=seats)
     return SCORERS[kind](name, section)
 
 
