@@ -1,0 +1,115 @@
+"""Scoring beside real generation: vLLM samples, a reward model in a Ray actor scores each rollout as it ends.
+
+uv run benchmarks/scoring_real.py
+
+Each round makes the same rollouts three times, paired: generated without scores, the scores of all of them at once, and
+both together. On two cores the two share the processors, so what overlap can gain is what either leaves idle.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paired import RECIPE
+
+from nemo_rl.build.session import open_grpo
+from nemo_rl.config.loading import load_config
+from nemo_rl.experience.collection import run_rollouts
+from nemo_rl.experience.groups import jobs_of
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.experience.scoring import Scoring
+
+WARM_UP_ROUNDS, ROUNDS = 1, 8
+NUM_PROMPTS = 32
+OVERRIDES = (
+    "policy.generation.max_new_tokens=64",
+    "policy.generation.ignore_eos=true",
+    "policy.generation.vllm_cfg.max_num_seqs=64",  # so that rollouts end one wave after the other
+    "policy.max_total_sequence_length=128",
+    "data.train.env_name=chat",
+    "data.validation=null",
+    "checkpointing.enabled=false",
+    "checkpointing.metric_name=null",
+    "grpo.val_greedy=false",
+    "logger.progress=false",
+    f"grpo.num_prompts_per_step={NUM_PROMPTS}",
+)
+
+
+class Timed:
+    """A scorer that notes when it was first asked."""
+
+    def __init__(self, scorer: Any) -> None:
+        self.first_asked = float("inf")
+        self._scorer = scorer
+
+    async def score(self, requests: Any) -> Any:
+        self.first_asked = min(self.first_asked, time.perf_counter())
+        return await self._scorer.score(requests)
+
+
+async def main(folder: Path, model: str) -> None:
+    scorer = f"{{type: reward_model, model_name: {model}, micro_batch_size: 16, max_length: 128}}"
+    chat = ["++env.chat={type: reward_model, scorers: [rm]}", f"++scorers.rm={scorer}"]
+    config = load_config(RECIPE, [*OVERRIDES, *chat, f"logger.log_dir={folder}"])
+    alone_s, score_s, both_s, gaps = [], [], [], []
+    async with open_grpo(config) as run:
+        await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
+        source: Any = run.source
+        context = source._context
+        (weighted,) = context.scoring.by_task["chat"]
+        jobs = jobs_of(source._loader.take(NUM_PROMPTS), config.grpo.num_generations_per_prompt)
+        for index in range(WARM_UP_ROUNDS + ROUNDS):
+            timed = Timed(weighted.scorer)
+            scoring = Scoring({"chat": (replace(weighted, scorer=timed),)})
+            started = time.perf_counter()
+            unscored = await run_rollouts(jobs, replace(context, scoring=Scoring()), run_async_multi_turn_rollout)
+            generated = time.perf_counter()
+            await context.scoring.scored_together(unscored, stall_timeout_s=600)
+            scored = time.perf_counter()
+            await run_rollouts(jobs, replace(context, scoring=scoring), run_async_multi_turn_rollout)
+            ended = time.perf_counter()
+            if index >= WARM_UP_ROUNDS:
+                alone_s.append(generated - started)
+                score_s.append(scored - generated)
+                both_s.append(ended - scored)
+                gaps.append(timed.first_asked - scored)
+    ratio = statistics.median(b / (g + s) for b, g, s in zip(both_s, alone_s, score_s, strict=True))
+    medians = [statistics.median(each) for each in (alone_s, score_s, both_s, gaps)]
+    print(
+        "| rollouts | generate s | score s | both s | first score asked for after s | both / (generate + score) [< 1] |"
+    )
+    print("|---|---|---|---|---|---|")
+    print(f"| {len(jobs)} | " + " | ".join(f"{each:.3f}" for each in medians) + f" | {ratio:.3f} |")
+
+
+def save_reward_model(folder: Path) -> str:
+    """A random classifier some three times the policy's size, with the policy's tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    from nemo_rl.build.models import resolve_model
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("nemo_rl/quickstart"))
+    sizes: dict[str, Any] = {"num_labels": 1, "pad_token_id": None}
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        max_position_embeddings=256,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        asyncio.run(main(Path(scratch) / "runs", save_reward_model(Path(scratch) / "rm")))
