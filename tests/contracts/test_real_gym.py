@@ -15,6 +15,8 @@ from nemo_rl.environments.nemo_gym.errors import GymRefused
 from nemo_rl.environments.nemo_gym.reply import GymReply
 from tests.contracts.real_gym import AGENTS, BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, example_rows, real_gym
 
+pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
+
 WEATHER_CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
 
 
