@@ -20,9 +20,11 @@ from nemo_rl.checkpoint import CONFIG_FILE
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.reward_model import PreferenceDataset, RewardModelConfig
 from nemo_rl.data.preferences import Preference, read_preferences
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.distributed.device import resolve_device
 from nemo_rl.environments.scorers.classifier import load_classifier, max_tokens
 from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
-from nemo_rl.errors import CheckpointError, ConfigError, DataError
+from nemo_rl.errors import CheckpointError, DataError
 from nemo_rl.interfaces import Logger
 from nemo_rl.observability.jsonl import METRICS_FILE
 from nemo_rl.observability.loggers import make_loggers
@@ -101,23 +103,16 @@ def save_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 def _open_model(config: RewardModelConfig) -> tuple[PreTrainedModel, ConversationTokens]:
     policy = config.policy
-    if policy.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("policy.device", "cuda", "this process sees no CUDA device; allowed: cpu, auto")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if policy.device == "auto" else policy.device
+    device = resolve_device(policy.device)
     if policy.model_name == FRESH_MODEL:
         tokenizer = make_tokenizer()
         model: PreTrainedModel = make_classifier(tokenizer, seed=config.rm.seed)
-        tokens = ConversationTokens(tokenizer, max_length=max_tokens(model, policy.max_total_sequence_length))
     else:
         path = resolve_model(policy.model_name)
         torch.manual_seed(config.rm.seed)  # of the fresh head
         model = load_classifier("policy.model_name", path, fresh_head=True)
-        tokens = ConversationTokens.load(
-            "policy.tokenizer",
-            policy.tokenizer.name or path,
-            chat_template=policy.tokenizer.chat_template,
-            max_length=max_tokens(model, policy.max_total_sequence_length),
-        )
+        tokenizer = load_tokenizer(policy.tokenizer, path)
+    tokens = ConversationTokens(tokenizer, max_length=max_tokens(model, policy.max_total_sequence_length))
     return model.to(device), tokens  # pyright: ignore[reportArgumentType]
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.layout import Layout, layout_of
 from nemo_rl.config.master import GRPOConfig
+from nemo_rl.distributed.device import resolve_device
 from nemo_rl.generation.make import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.hf_model import load_config
-from nemo_rl.policy.ranks import resolve_device
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
 from nemo_rl.weight_sync.make import choose_transport
 

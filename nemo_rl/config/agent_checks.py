@@ -1,5 +1,6 @@
 """What agents of `env` need."""
 
+from nemo_rl.config.entry_checks import check_session_timeout, refuse_wrappers
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
@@ -12,13 +13,7 @@ def check_agents(config: GRPOConfig) -> None:
     for name, section in agents.items():
         _check_what_runs(f"env.{name}", section)
         _check_scorer(f"env.{name}", section, config)
-        limits = {
-            "rollout.stall_timeout_s": config.rollout.stall_timeout_s,
-            "gateway.session_ttl_s": config.gateway.session_ttl_s,
-        }
-        for key, limit in limits.items():
-            if section.timeout_s >= limit:
-                raise ConfigError(f"env.{name}.timeout_s", section.timeout_s, f"must be below {key} = {limit:g}")
+        check_session_timeout(f"env.{name}", section.timeout_s, config)
 
 
 def _check_what_runs(key: str, section: AgentSection) -> None:
@@ -29,11 +24,7 @@ def _check_what_runs(key: str, section: AgentSection) -> None:
         raise ConfigError(f"{key}.command", [], "must name a program")
     if section.in_tasks and section.function is None:
         raise ConfigError(f"{key}.in_tasks", True, "a command has a process of its own already; allowed: false")
-    for part, enabled in (("batching", section.batching.enabled), ("remote", section.remote.enabled)):
-        if enabled:
-            raise ConfigError(
-                f"{key}.{part}.enabled", True, "agents run one prompt each; allowed: false (see in_tasks)"
-            )
+    refuse_wrappers(key, section, "agents run one prompt each; allowed: false (see in_tasks)")
 
 
 def _check_scorer(key: str, section: AgentSection, config: GRPOConfig) -> None:

@@ -2,6 +2,7 @@
 
 from urllib.parse import urlsplit
 
+from nemo_rl.config.entry_checks import check_session_timeout, refuse_wrappers
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.errors import ConfigError
@@ -32,16 +33,8 @@ def _check_stack(key: str, section: NemoGymSection) -> None:
 
 
 def _check_limits(key: str, section: NemoGymSection, config: GRPOConfig) -> None:
-    limits = {
-        "rollout.stall_timeout_s": config.rollout.stall_timeout_s,
-        "gateway.session_ttl_s": config.gateway.session_ttl_s,
-    }
-    for name, limit in limits.items():
-        if section.timeout_s >= limit:
-            raise ConfigError(f"{key}.timeout_s", section.timeout_s, f"must be below {name} = {limit:g}")
+    check_session_timeout(key, section.timeout_s, config)
     if section.port_range_low > section.port_range_high:
         low, high = section.port_range_low, section.port_range_high
         raise ConfigError(f"{key}.port_range_low", low, f"must be at most port_range_high = {high}")
-    for part, enabled in (("batching", section.batching.enabled), ("remote", section.remote.enabled)):
-        if enabled:
-            raise ConfigError(f"{key}.{part}.enabled", True, "NeMo Gym runs one row each; allowed: false")
+    refuse_wrappers(key, section, "NeMo Gym runs one row each; allowed: false")

@@ -1,5 +1,6 @@
 """What `scorers`, `env.<name>.scorers` and `reward_model` need of each other."""
 
+from nemo_rl.config.entry_checks import check_timeout
 from nemo_rl.config.env import RewardModelEnvironmentSection
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.scorers import EndpointSection, JudgeSection, RewardModelSection
@@ -18,9 +19,8 @@ def check_scorers(config: GRPOConfig) -> None:
     for name, section in config.scorers.items():
         if name not in used:
             raise ConfigError(f"scorers.{name}", section.type, "nobody asks it; name it in env.<name>.scorers")
-        if section.timeout_s >= config.rollout.stall_timeout_s:
-            limit = f"must be below rollout.stall_timeout_s = {config.rollout.stall_timeout_s:g}"
-            raise ConfigError(f"scorers.{name}.timeout_s", section.timeout_s, limit)
+        limits = {"rollout.stall_timeout_s": config.rollout.stall_timeout_s}
+        check_timeout(f"scorers.{name}", section.timeout_s, limits)
         if isinstance(section, EndpointSection):
             _check_endpoint(name, section)
     _check_placement(config)

@@ -1,4 +1,4 @@
-"""`policy.tokenizer`: the tokenizer and its chat template."""
+"""Tokenizers with their chat templates: the policy's, and those of reward models."""
 
 from pathlib import Path
 
@@ -14,27 +14,35 @@ def load_tokenizer(config: Tokenizer, model_name: str) -> PreTrainedTokenizerBas
     Raises ConfigError naming the key when it cannot be found, or has no chat template.
     """
     key, name = ("policy.model_name", model_name) if config.name is None else ("policy.tokenizer.name", config.name)
+    return tokenizer_with_template(
+        name, config.chat_template, name_key=key, template_key="policy.tokenizer.chat_template"
+    )
+
+
+def tokenizer_with_template(
+    name: str, chat_template: str | None, *, name_key: str, template_key: str
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face name or folder, with `chat_template` (a Jinja text or a file) or its own.
+
+    Raises ConfigError under `name_key` when it cannot be found, under `template_key` when there is no such template.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:  # missing, not reachable, or of no known kind
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(key, name, f"no tokenizer can be loaded from it: {reason}") from error
-    if config.chat_template is not None:
-        tokenizer.chat_template = _template_text(config.chat_template)
+        raise ConfigError(name_key, name, f"no tokenizer can be loaded from it: {reason}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template, template_key)
     if not tokenizer.chat_template:
-        raise ConfigError(
-            "policy.tokenizer.chat_template", None, f"the tokenizer of {name} has none: give a Jinja text or a file"
-        )
+        raise ConfigError(template_key, None, f"the tokenizer of {name} has none: give a Jinja text or a file")
     return tokenizer
 
 
-def _template_text(text_or_file: str) -> str:
+def _template_text(text_or_file: str, key: str) -> str:
     """A Jinja text has braces, a file's path has none."""
     if "{" in text_or_file:
         return text_or_file
     try:
         return Path(text_or_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "policy.tokenizer.chat_template", text_or_file, f"neither a Jinja text nor a readable file: {error}"
-        ) from error
+        raise ConfigError(key, text_or_file, f"neither a Jinja text nor a readable file: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from nemo_rl.environments.blocking import BlockingCalls
+from nemo_rl.environments.blocking import BlockingCalls, is_async
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.errors import ConfigError, EnvironmentFault
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
@@ -31,9 +31,7 @@ class FunctionEnvironment:
         self._name = name
         self._timeout_s = timeout_s
         self._function = function
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it is callable
-        )
+        self._is_async = is_async(function)
         self._blocking_calls = BlockingCalls(f"env-{name}", FUNCTION_THREADS)
 
     async def step(

@@ -1,6 +1,7 @@
 """Blocking calls off the event loop, in threads that cannot keep the process from ending."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +33,13 @@ class BlockingCalls:
                 if deadline.expired():
                     raise TimeoutError(f"no answer in {timeout_s:g} s") from error
                 raise
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives an awaitable: an `async def`, or an object with such a `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it is callable
+    )
 
 
 def _settle(future: Future[Any], function: Callable[[], Any]) -> None:

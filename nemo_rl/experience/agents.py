@@ -4,13 +4,12 @@ A command line is one too: agent_process.py. How their runs become trajectories:
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from nemo_rl.environments.blocking import BlockingCalls
+from nemo_rl.environments.blocking import BlockingCalls, is_async
 from nemo_rl.environments.registry import import_path
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
@@ -62,9 +61,7 @@ class FunctionAgent:
     def __init__(self, name: str, function: Callable[[Prompt, str, str], Any], *, max_threads: int = 64) -> None:
         self._name = name
         self._function = function
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it is callable
-        )
+        self._is_async = is_async(function)
         self._blocking_calls = BlockingCalls(f"agent-{name}", max_threads)
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:

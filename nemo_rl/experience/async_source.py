@@ -11,17 +11,12 @@ from nemo_rl.config.run import Rollout
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.buffer_state import REPLAY_BUFFER, replay_buffer_state
-from nemo_rl.experience.collection import run_rollouts
+from nemo_rl.experience.collection import run_training_rollouts
 from nemo_rl.experience.collection_meter import CollectionMeter
 from nemo_rl.experience.groups import grouped, jobs_of, trajectories_of
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBuffer, ReplayBufferState, Wait
-from nemo_rl.experience.rollouts import (
-    RolloutContext,
-    RolloutLimits,
-    run_async_multi_turn_rollout,
-    run_multi_turn_rollout,
-)
+from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.supervision import FailureBudget, Supervision, WholeFailures, cancel_all
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups
@@ -276,9 +271,9 @@ class AsyncSource:
             self._error = self._error or error
 
     async def _groups_of(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:
-        run = run_async_multi_turn_rollout if self._context.generation.is_async else run_multi_turn_rollout
         context = replace(self._context, supervision=self._supervised())
-        return grouped(await run_rollouts(jobs_of(prompts, self._num_generations), context, run), self._num_generations)
+        trajectories = await run_training_rollouts(jobs_of(prompts, self._num_generations), context)
+        return grouped(trajectories, self._num_generations)
 
     def _finish(self, prompts: Sequence[LoadedPrompt], groups: Sequence[TrajectoryGroup]) -> None:
         for one, group in zip(prompts, groups, strict=True):

@@ -6,11 +6,22 @@ from typing import TypeAlias
 
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
 from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+from nemo_rl.experience.rollouts import (
+    RolloutContext,
+    RolloutJob,
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout,
+)
 from nemo_rl.experience.supervision import in_parallel
 from nemo_rl.types import Trajectory
 
 Scheduler: TypeAlias = Callable[[Sequence[RolloutJob], RolloutContext], Awaitable[tuple[Trajectory, ...]]]
+
+
+async def run_training_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+    """As `run_rollouts`: each sample alone, or all together where the engine does not generate asynchronously."""
+    scheduler = run_async_multi_turn_rollout if context.generation.is_async else run_multi_turn_rollout
+    return await run_rollouts(jobs, context, scheduler)
 
 
 async def run_rollouts(

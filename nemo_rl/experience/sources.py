@@ -10,15 +10,10 @@ from nemo_rl.config.run import Rollout
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.buffer_state import replay_buffer_state
-from nemo_rl.experience.collection import run_rollouts
+from nemo_rl.experience.collection import run_training_rollouts
 from nemo_rl.experience.groups import grouped, jobs_of, trajectories_of
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
-from nemo_rl.experience.rollouts import (
-    RolloutContext,
-    RolloutJob,
-    run_async_multi_turn_rollout,
-    run_multi_turn_rollout,
-)
+from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
 from nemo_rl.experience.supervision import FailureBudget
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, GroupSource
@@ -100,8 +95,7 @@ class SyncSource:
             if report is not None:
                 report(trajectory)
 
-        run = run_async_multi_turn_rollout if self._context.generation.is_async else run_multi_turn_rollout
-        return await run_rollouts(jobs, replace(self._context, progress=count), run)
+        return await run_training_rollouts(jobs, replace(self._context, progress=count))
 
 
 # Metrics of a background source: over the batches of a step

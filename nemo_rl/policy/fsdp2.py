@@ -10,11 +10,9 @@ import torch
 from nemo_rl.config.policy import Policy
 from nemo_rl.interfaces import LossFn
 from nemo_rl.policy.rank import RankPolicy
-from nemo_rl.policy.ranks import ALONE, RankLayout, resolve_device
+from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.thread import PolicyThread
 from nemo_rl.types import TrainingBatch
-
-__all__ = ["FSDP2Policy", "resolve_device"]
 
 ResultT = TypeVar("ResultT")
 

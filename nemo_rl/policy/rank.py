@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
+from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn
 from nemo_rl.policy.flops import matmul_parameters, train_flops
@@ -19,7 +20,7 @@ from nemo_rl.policy.hf_model import load_config, load_model, recompute_activatio
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import expected_optimizer_steps, micro_batches, split_optimizer_steps
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.ranks import RankLayout, join, resolve_device
+from nemo_rl.policy.ranks import RankLayout, join
 from nemo_rl.policy.saving import (
     BackgroundSave,
     load_optimizer,

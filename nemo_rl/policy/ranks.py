@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_rl.errors import ConfigError, PolicyError
+from nemo_rl.errors import PolicyError
 
 ValueT = TypeVar("ValueT")
 
@@ -112,14 +112,6 @@ def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
 def checkpoint_group() -> dist.ProcessGroup:
     """All ranks once more, on the CPU: a save goes on in the background while training uses the other groups."""
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITING_TIMEOUT_S)))
-
-
-def resolve_device(name: str) -> torch.device:
-    """`policy.device`: auto is CUDA where there is one; the first device that the process sees."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError("policy.device", name, "this machine has no CUDA device")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
 @lru_cache

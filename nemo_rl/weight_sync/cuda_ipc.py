@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_rl.interfaces import DeviceWeights, Generation, Policy, WeightEntry, Weights
-from nemo_rl.weight_sync.weight_file import ALIGNMENT
+from nemo_rl.weight_sync.weight_file import ALIGNMENT, entry_of
 
 _HELD: dict[str, torch.Tensor] = {}  # in the policy's process: what an engine may be reading
 
@@ -26,7 +26,7 @@ class HoldWeights:
         entries: list[WeightEntry] = []
         end = 0
         for name, tensor in tensors:
-            entries.append(WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
+            entries.append(entry_of(name, tensor, end))
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         held = torch.empty(end, dtype=torch.uint8, device=tensors[0][1].device)
         for entry, (_, tensor) in zip(entries, tensors, strict=True):

@@ -9,7 +9,7 @@ import torch
 from nemo_rl.distributed.objects import put_bytes
 from nemo_rl.distributed.weight_files import PREFIX, SUFFIX
 from nemo_rl.interfaces import Generation, Policy, WeightChunks, WeightEntry, Weights
-from nemo_rl.weight_sync.weight_file import ALIGNMENT
+from nemo_rl.weight_sync.weight_file import ALIGNMENT, entry_of
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -29,7 +29,7 @@ class PutWeights:
         start = end = 0  # of the chunk, in the file
         for name, tensor in weights:
             content = as_bytes(tensor)
-            entries.append(WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
+            entries.append(entry_of(name, tensor, end))
             parts += [content, torch.zeros(-len(content) % ALIGNMENT, dtype=torch.uint8)]
             end += len(content) + len(parts[-1])
             if end - start >= self.chunk_bytes:

@@ -51,7 +51,7 @@ class WeightFile:
                 self._grow(end + end // 2)
             target = self._bytes[offset:end].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor.detach())
-            entries.append(WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+            entries.append(entry_of(name, tensor, offset))
         return WeightManifest(str(self.path), tuple(entries))
 
     def _grow(self, capacity: int) -> None:
@@ -86,6 +86,11 @@ class WeightFile:
         self._remove()
         self._file, self._capacity = -1, 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def entry_of(name: str, tensor: torch.Tensor, offset: int) -> WeightEntry:
+    """A tensor that lies `offset` bytes behind the start."""
+    return WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
 def create_locked(directory: Path) -> tuple[int, Path]:

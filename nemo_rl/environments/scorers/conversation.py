@@ -1,12 +1,11 @@
 """A conversation as the tokens of a reward model: by its own tokenizer and template, a BOS never doubled."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.tokenizer import tokenizer_with_template
 from nemo_rl.environments.adapters import plain_messages
-from nemo_rl.errors import ConfigError
 from nemo_rl.types import Message
 
 
@@ -26,17 +25,9 @@ class ConversationTokens:
         cls, key: str, name: str, *, chat_template: str | None, max_length: int | None = None
     ) -> "ConversationTokens":
         """From the Hugging Face name or folder `name`; raises ConfigError below `key` where it cannot be used."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:  # missing, not reachable, or of no known kind
-            raise ConfigError(f"{key}.tokenizer_name", name, f"no tokenizer can be loaded from it: {error}") from error
-        if chat_template is not None:
-            is_text = "{" in chat_template
-            if not is_text and not Path(chat_template).is_file():
-                raise ConfigError(f"{key}.chat_template", chat_template, "neither a Jinja text nor a file")
-            tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8")
-        if not tokenizer.chat_template:
-            raise ConfigError(f"{key}.chat_template", None, f"the tokenizer of {name} has none: give a text or a file")
+        tokenizer = tokenizer_with_template(
+            name, chat_template, name_key=f"{key}.tokenizer_name", template_key=f"{key}.chat_template"
+        )
         return cls(tokenizer, max_length=max_length)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

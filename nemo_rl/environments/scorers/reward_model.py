@@ -9,6 +9,7 @@ import torch
 
 from nemo_rl.config.scorers import RewardModelSection
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
+from nemo_rl.distributed.device import resolve_device
 from nemo_rl.distributed.placement import Seat
 from nemo_rl.environments.contract import failure_of
 from nemo_rl.environments.scorers.classifier import (
@@ -35,7 +36,7 @@ class RewardModel:
 
     def __init__(self, name: str, section: RewardModelSection) -> None:
         key = f"scorers.{name}"
-        device = _device(f"{key}.device", section.device)
+        device = resolve_device(section.device, f"{key}.device")
         model = load_classifier(f"{key}.model_name", section.model_name, precision=section.precision)
         self._model = model.to(device)  # pyright: ignore[reportArgumentType]
         self._scores = packed_scores if section.packing else padded_scores
@@ -193,12 +194,6 @@ class _Hosted:
         if self._refusal is not None:
             raise EnvironmentFault(str(self._refusal))
         return self._model.score(conversations)
-
-
-def _device(key: str, name: str) -> str:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(key, name, "this process sees no CUDA device; allowed: cpu, auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def _lost() -> Failure:
