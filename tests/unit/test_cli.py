@@ -14,7 +14,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_command_and_an_unknown_one_are_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     assert run(["colect"]) == 2
-    assert "did you mean 'collect'" in capsys.readouterr().err
+    assert "collect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if importlib.util.find_spec(COMMANDS[name].module)])
