@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from nemo_rl.types import (
     AgentResult,
@@ -176,6 +176,49 @@ class WeightStream:
 Weights: TypeAlias = WeightManifest | WeightChunks | DeviceWeights | WeightStream
 
 
+class TopK(NamedTuple):
+    """The most likely tokens of each position, most likely first."""
+
+    ids: "torch.Tensor"  # [B, T, K] int64
+    logprobs: "torch.Tensor"  # [B, T, K] float32, of the whole vocabulary's log_softmax; 0 where nobody asked
+
+
+class ScoresNeeded(NamedTuple):
+    """What is read of the next-token distributions, beside the log-probs of the tokens themselves."""
+
+    candidates: str | None = None  # key of the batch: ids [B, T, K] whose log-probs are wanted; those below 0 are none
+    entropy: bool = False
+    topk: int = 0  # the model's own most likely tokens
+
+
+class TokenScores(NamedTuple):
+    """What the current weights say of a micro-batch. Entry t belongs to token t, hence to the distribution before it;
+    0 where the token mask is 0 and in entry 0. All are of log_softmax(logits / temperature), in float32."""
+
+    logprobs: "torch.Tensor"  # [B, T]
+    candidates: "torch.Tensor | None" = None  # [B, T, K]; 0 for ids below 0
+    entropy: "torch.Tensor | None" = None  # [B, T] of the whole distribution, in nats
+    topk: TopK | None = None
+
+
+class Teacher(Protocol):
+    """A model that is asked and never trained."""
+
+    async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
+        """As `Policy.logprobs`."""
+        ...
+
+    async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        """The k most likely tokens before each token with a mask."""
+        ...
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class Policy(Protocol):
     """The model that is trained, and its frozen reference. Calls never overlap; all are awaited in turn."""
 
@@ -185,6 +228,10 @@ class Policy(Protocol):
 
     async def reference_logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
         """The same under the weights that training began with."""
+        ...
+
+    async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        """The k most likely tokens before each token with a mask."""
         ...
 
     async def train_step(self, batch: TrainingBatch, loss_fn: "LossFn") -> dict[str, float]:
@@ -246,17 +293,22 @@ class Metric:
 
 
 class LossFn(Protocol):
-    """A scalar of the current log-probs; pure, and knows nothing of micro-batches or ranks."""
+    """A scalar of what the current weights say; pure, and knows nothing of micro-batches or ranks."""
 
     @property
     def required_keys(self) -> frozenset[str]:
         """Keys of the batch that it reads."""
         ...
 
+    @property
+    def scores_needed(self) -> ScoresNeeded:
+        """What it reads of the model beside log-probs."""
+        ...
+
     def __call__(
-        self, logprobs: "torch.Tensor", batch: TrainingBatch, normalizer: Normalizer
+        self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
     ) -> "tuple[torch.Tensor, dict[str, Metric]]":
-        """Loss of a micro-batch from [B, T] log-probs; losses of an optimizer step's micro-batches are summed."""
+        """Loss of a micro-batch; losses of an optimizer step's micro-batches are summed."""
         ...
 
 

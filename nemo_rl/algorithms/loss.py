@@ -10,7 +10,7 @@ from nemo_rl.algorithms.kl import weighted_kl
 from nemo_rl.algorithms.loss_metrics import TokenTerms, loss_metrics
 from nemo_rl.config.loss import LossFn
 from nemo_rl.config.loss_checks import check_loss_fn
-from nemo_rl.interfaces import Metric, Normalizer
+from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
 from nemo_rl.types import TrainingBatch
 
 
@@ -49,11 +49,15 @@ class PolicyGradientLoss:
             required.add(keys.REWARD)
         return frozenset(required)
 
+    @property
+    def scores_needed(self) -> ScoresNeeded:
+        return ScoresNeeded()
+
     def __call__(
-        self, logprobs: torch.Tensor, batch: TrainingBatch, normalizer: Normalizer
+        self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         config = self.config
-        tokens = _read(logprobs, batch)
+        tokens = _read(scores.logprobs, batch)
         num_tokens = max(normalizer.num_valid_tokens, 1.0)
         token_weights = tokens.mask / num_tokens  # [B, T]
         if not config.token_level_loss:

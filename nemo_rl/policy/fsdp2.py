@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from nemo_rl.config.policy import Policy
-from nemo_rl.interfaces import LossFn
+from nemo_rl.interfaces import LossFn, TopK
 from nemo_rl.policy.rank import RankPolicy
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.thread import PolicyThread
@@ -36,6 +36,9 @@ class FSDP2Policy:
 
     async def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         return await self._thread.run(self._rank.reference_logprobs, batch)
+
+    async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        return await self._thread.run(self._rank.topk_logprobs, batch, k)
 
     async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         return await self._thread.run(self._rank.train_step, batch, loss_fn)

@@ -12,7 +12,7 @@ from nemo_rl.config.policy import Policy
 from nemo_rl.distributed.placement import Seat
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.errors import WorkerError
-from nemo_rl.interfaces import LossFn
+from nemo_rl.interfaces import LossFn, TopK
 from nemo_rl.policy.rank import RankPolicy
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.types import TrainingBatch
@@ -73,6 +73,9 @@ class PolicyGroup:
 
     async def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         return await self._call("reference_logprobs", batch)
+
+    async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        return await self._call("topk_logprobs", batch, k)
 
     async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         return await self._call("train_step", batch, loss_fn)

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens, without ever holding the logits of a whole batch.
+"""Log-probs of given tokens, and what else a loss reads, without ever holding the logits of a whole batch.
 
 B samples, T tokens, N positions that someone needs, H hidden size, V vocabulary. For a vocabulary of 150k the logits
 [B, T, V] are by far the largest tensor of training; here the output head is applied to `chunk_size` positions at a
@@ -8,13 +8,18 @@ time, and the backward pass computes each chunk's logits again instead of keepin
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, answered, concatenated, scattered
+
+ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
 
@@ -73,48 +78,61 @@ class CausalLogprobs(nn.Module):
                 type(model).__name__,
             )
 
-    def forward(self, token_ids: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-        """log_softmax(logits / temperature) of `token_ids` where `needed`, else 0.
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        needed: torch.Tensor,
+        wanted: ScoresNeeded = LOGPROBS_ALONE,
+        candidate_ids: torch.Tensor | None = None,
+    ) -> TokenScores:
+        """log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and what else is `wanted`.
 
         Args:
             token_ids: [B, T] int64, right-padded.
             needed: [B, T] bool; entry 0 is ignored, since nothing precedes it.
+            wanted: what is computed beside log-probs.
+            candidate_ids: [B, T, K] int64, with `wanted.candidates`.
 
         Returns:
-            [B, T] float32, computed in float32 from the logits on.
+            Scores in float32, computed in float32 from the logits on. A named tuple of tensors, in which FSDP2 finds
+            what has a gradient.
         """
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        targets = token_ids.flatten()[at]
+        questions = Questions(
+            token_ids.flatten()[at],
+            None if candidate_ids is None else candidate_ids.flatten(0, 1).index_select(0, at),
+            entropy=wanted.entropy,
+            topk=wanted.topk,
+        )
         if self.is_chunked:
-            values = self._chunked(self._hidden_states(token_ids).flatten(0, 1).index_select(0, at - 1), targets)
+            hidden = self._hidden_states(token_ids).flatten(0, 1).index_select(0, at - 1)
+            answers = self._chunked(hidden, questions)
         else:
             logits = self.model(input_ids=token_ids, use_cache=False).logits
-            values = self._of_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), targets)
-        zeros = torch.zeros(token_ids.shape, dtype=torch.float32, device=token_ids.device)
-        return zeros.masked_scatter(needed, values)  # no view, which FSDP2 would warn of
+            answers = self._of_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), questions)
+        return scattered(answers, needed)
 
     def _hidden_states(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
 
-    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _chunked(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
         size = self.chunk_size or max(len(hidden), 1)
         if len(hidden) <= size:
-            return self._of_hidden(hidden, targets)
-        parts = zip(hidden.split(size), targets.split(size), strict=True)
-        return torch.cat([recomputed(self._of_hidden, h, t) for h, t in parts])
+            return self._of_hidden(hidden, questions)
+        parts = zip(hidden.split(size), questions.split(size), strict=True)
+        return concatenated([recomputed(self._of_hidden, h, q) for h, q in parts])
 
-    def _of_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._of_logits(self._logits(hidden), targets)
+    def _of_hidden(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
+        return self._of_logits(self._logits(hidden), questions)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(cast(nn.Module, self.model.get_output_embeddings()), hidden)
 
-    def _of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """[N, V] float32 logits and [N] tokens to [N] log-probs."""
+    def _of_logits(self, logits: torch.Tensor, questions: Questions) -> TokenScores:
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return -F.cross_entropy(logits, targets, reduction="none")
+        return answered(logits, questions)
 
     @torch.no_grad()
     def _head_is_known(self) -> bool:
@@ -126,6 +144,6 @@ class CausalLogprobs(nn.Module):
         return torch.allclose(self._logits(self._hidden_states(probe)), logits, rtol=1e-4, atol=1e-4)
 
 
-def recomputed(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+def recomputed(function: Callable[..., ResultT], *args: Any) -> ResultT:
     """The function's result; what it computes on the way is not kept for the backward pass but computed again."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return cast(ResultT, checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False))

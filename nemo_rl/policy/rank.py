@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
-from nemo_rl.interfaces import LossFn
+from nemo_rl.interfaces import LossFn, ScoresNeeded, TokenScores, TopK
 from nemo_rl.policy.flops import matmul_parameters, train_flops
 from nemo_rl.policy.hf_export import named_weights, use_on_first_rank
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
@@ -30,6 +30,7 @@ from nemo_rl.policy.saving import (
 )
 from nemo_rl.policy.sharding import needs_sharding, shard
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
+from nemo_rl.policy.token_scores import LOGPROBS_ALONE
 from nemo_rl.policy.training import Trainer, over_optimizer_steps
 from nemo_rl.types import TrainingBatch
 
@@ -117,6 +118,23 @@ class RankPolicy:
         if self._reference is None:
             raise PolicyError("the policy was made without a reference")
         return self._logprobs(self._reference, batch)
+
+    def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        """The k most likely tokens before each token with a mask, and their log-probs: [B, T, k] on the CPU.
+
+        Raises:
+            PolicyError: k is above the vocabulary.
+        """
+        size = self._model.config.get_text_config().vocab_size
+        if not 0 < k <= size:
+            raise PolicyError(f"the {k} most likely of {size} tokens")
+        shape = (*batch[keys.TOKEN_IDS].shape, k)
+        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for rows, scores in self._scores(self.module, batch, ScoresNeeded(topk=k)):
+            assert scores.topk is not None
+            length = scores.logprobs.shape[1]
+            ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
+        return TopK(self._of_all_ranks(ids), self._of_all_ranks(logprobs))
 
     def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         """All optimizer steps of one batch, each over whole groups; then one step of the schedule.
@@ -225,16 +243,27 @@ class RankPolicy:
         shard(module, self.config, self.layout, self.device)
         return module
 
-    @torch.no_grad()
     def _logprobs(self, module: CausalLogprobs, batch: TrainingBatch) -> torch.Tensor:
         result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
+        for rows, scores in self._scores(module, batch, LOGPROBS_ALONE):
+            result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
+        return self._of_all_ranks(result)
+
+    @torch.no_grad()
+    def _scores(
+        self, module: CausalLogprobs, batch: TrainingBatch, wanted: ScoresNeeded
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        """This rank's rows, a micro-batch at a time."""
         size = self.config.logprob_batch_size or self.config.train_micro_batch_size
         inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
-        for rows, part in micro_batches(inputs, torch.arange(len(result)), size, self.layout):
+        for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, self.layout):
             part = part.to(self.device)
-            logprobs = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0)
+            scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted)
             if len(rows) > 0:
-                result[rows, : logprobs.shape[1]] = logprobs.cpu()
+                yield rows, scores
+
+    def _of_all_ranks(self, result: torch.Tensor) -> torch.Tensor:
+        """The rows of every rank, each of which has filled in its own."""
         return self.layout.summed(result if self.layout.speaks_for_its_row else result.zero_())
 
     def _move(self, device: torch.device) -> None:

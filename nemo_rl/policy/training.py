@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import LossFn, Metric, Normalizer
+from nemo_rl.interfaces import LossFn, Metric, Normalizer, TokenScores
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid, micro_batches
 from nemo_rl.policy.ranks import ALONE, RankLayout
@@ -61,11 +61,13 @@ class Trainer:
         reductions: dict[str, Reduction] = {}
         for own_rows, part in micro_batches(batch, rows, self.micro_batch_size, self.layout):
             part = part.to(self.device)
-            logprobs = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0)
-            if len(own_rows) == 0:
-                logprobs.sum().backward()  # of no token: zeros, in step with the ranks that have samples left
+            if len(own_rows) == 0:  # of no token: zeros, in step with the ranks that have samples left
+                self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0).logprobs.sum().backward()
                 continue
-            for name, metric in self._backward(logprobs, part, normalizer, loss_fn).items():
+            wanted = loss_fn.scores_needed
+            candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
+            scores = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, candidate_ids)
+            for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
                 metrics[name] = reduced(metric, metrics.get(name))
                 reductions[name] = metric.reduction
         grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm, self.layout)
@@ -80,13 +82,13 @@ class Trainer:
         return OptimizerStep(values, reductions, normalizer, grad_norm, is_skipped)
 
     def _backward(
-        self, logprobs: torch.Tensor, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
+        self, scores: TokenScores, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
     ) -> dict[str, Metric]:
         """Add this rank's part of the gradient. FSDP2 takes the mean over ranks, and what is wanted is the sum."""
-        loss, metrics = loss_fn(logprobs, part, normalizer)
+        loss, metrics = loss_fn(scores, part, normalizer)
         num_ranks = self.layout.data_parallel_size
         if num_ranks > 1:
-            (loss * num_ranks + logprobs.sum() * 0).backward()  # also where this rank's loss reads no log-prob
+            (loss * num_ranks + scores.logprobs.sum() * 0).backward()  # also where this rank's loss reads no log-prob
         elif loss.requires_grad:
             loss.backward()
         return {**metrics, "loss": Metric(loss)}

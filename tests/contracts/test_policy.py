@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 from nemo_rl.config.policy import Policy as PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_rl.interfaces import Normalizer, Policy
+from nemo_rl.interfaces import Normalizer, Policy, TokenScores
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from tests.contracts.policies import SETTINGS, SGD, Call, clones, first_name, make_policy, play, raising
@@ -497,9 +497,9 @@ def test_event_loop_goes_on_during_a_training_step(models: dict[str, Path]) -> N
         loop = asyncio.get_running_loop()
 
         class Waiting(WeightedNLL):
-            def __call__(self, logprobs: torch.Tensor, batch: TensorDict, normalizer: Normalizer) -> Any:
+            def __call__(self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer) -> Any:
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=120)
-                return super().__call__(logprobs, batch, normalizer)
+                return super().__call__(scores, batch, normalizer)
 
         policy = on_a_thread(models["llama"])
         metrics = await policy.train_step(make_batch(LENGTHS), Waiting())

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import Generation, LossFn, Policy
+from nemo_rl.interfaces import Generation, LossFn, Policy, TokenScores, TopK
 from nemo_rl.policy.micro_batches import count_valid
 from nemo_rl.types import TrainingBatch
 
@@ -36,13 +36,18 @@ class FakePolicy:
         self.calls.append("reference_logprobs")
         return batch[keys.GENERATION_LOGPROBS].clone()
 
+    async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        self.calls.append("topk_logprobs")
+        ids = torch.arange(k).expand(*batch[keys.TOKEN_IDS].shape, k)
+        return TopK(ids, torch.full(ids.shape, 1 / k).log())
+
     async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         self._on_train_step(self.num_steps + 1)
         self.calls.append("train_step")
         self.batches.append(batch)
         self.num_steps += 1
         normalizer = count_valid(batch, torch.arange(len(batch)))
-        loss, metrics = loss_fn(batch[keys.GENERATION_LOGPROBS], batch, normalizer)
+        loss, metrics = loss_fn(TokenScores(batch[keys.GENERATION_LOGPROBS]), batch, normalizer)
         return {name: float(metric.value) for name, metric in metrics.items()} | {
             "loss": float(loss),
             "grad_norm": 1.0,

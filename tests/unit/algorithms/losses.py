@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.config.loss import LossFn
-from nemo_rl.interfaces import Normalizer
+from nemo_rl.interfaces import Normalizer, TokenScores
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 
 PREV = [0.0, -1.0, -1.0, -1.0]
@@ -32,7 +32,9 @@ def evaluate(
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient of the log-probs [B, T], metrics."""
     current = torch.tensor(logprobs, requires_grad=True)
-    loss, metrics = PolicyGradientLoss(LossFn(**options))(current, batch, normalizer or normalizer_of(batch))
+    loss, metrics = PolicyGradientLoss(LossFn(**options))(
+        TokenScores(current), batch, normalizer or normalizer_of(batch)
+    )
     loss.backward()
     assert current.grad is not None
     return float(loss.detach()), current.grad, {name: float(m.value) for name, m in metrics.items()}

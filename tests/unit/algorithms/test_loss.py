@@ -8,6 +8,7 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.config.loss import LossFn
 from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import TokenScores
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.algorithms.losses import (
     CURRENT,
@@ -101,7 +102,7 @@ def test_positive_examples_add_their_negative_log_likelihood() -> None:
 def test_required_keys_are_enough(options: dict[str, Any]) -> None:
     batch, current = random_batch()
     loss_fn = PolicyGradientLoss(LossFn(**options))
-    loss_fn(current, batch.select(*loss_fn.required_keys), normalizer_of(batch))
+    loss_fn(TokenScores(current), batch.select(*loss_fn.required_keys), normalizer_of(batch))
 
 
 def test_keys_follow_the_options() -> None:

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.config.loss import LossFn
-from nemo_rl.interfaces import Normalizer
+from nemo_rl.interfaces import Normalizer, TokenScores
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.algorithms.losses import (
     EVERY_OPTION,
@@ -51,7 +51,7 @@ def test_gradient_is_the_slope_of_the_loss(name: str) -> None:
         for sign in (1, -1):
             moved = current.clone()
             moved[b, t] += sign * step
-            ends.append(float(loss_fn(moved, batch, normalizer_of(batch))[0]))
+            ends.append(float(loss_fn(TokenScores(moved), batch, normalizer_of(batch))[0]))
         assert gradient[b, t] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-3)
 
 

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nemo_rl.interfaces import Metric, Normalizer
+from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
 
 VOCABULARY = 37
 SIZES: dict[str, Any] = {
@@ -117,10 +117,12 @@ class WeightedNLL:
     """sum(-advantage * log-prob * mask) / number of valid tokens."""
 
     required_keys = frozenset({"advantages"})
+    scores_needed = ScoresNeeded()
 
     def __call__(
-        self, logprobs: torch.Tensor, batch: TensorDict, normalizer: Normalizer
+        self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        logprobs = scores.logprobs
         mask = batch["token_mask"] * batch["sample_mask"].unsqueeze(-1)
         loss = -(batch["advantages"] * logprobs * mask).sum() / normalizer.num_valid_tokens
         return loss, {
@@ -134,9 +136,9 @@ class Exploding(WeightedNLL):
     """A loss whose gradient is not finite."""
 
     def __call__(
-        self, logprobs: torch.Tensor, batch: TensorDict, normalizer: Normalizer
+        self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        loss, metrics = super().__call__(logprobs, batch, normalizer)
+        loss, metrics = super().__call__(scores, batch, normalizer)
         return loss * float("inf"), metrics
 
 
