@@ -2,14 +2,13 @@
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from nemo_rl.types import TokenizedMessage, Trajectory
+from nemo_rl.experience.rollout_row import rollout_row
+from nemo_rl.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +19,12 @@ class RolloutWriter:
     `write` returns at once: one thread encodes and writes, in order, a step at a time. A file that cannot be written
     is reported once in the log and does not stop the run. Also a context manager.
 
-    A line holds step, group_id, prompt_id, dataset, task_name, generation_index, stop_reason, reward (null when
-    failed), rewards by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings
-    and messages, of an agent that has rewritten its history also other_chains, a list of messages each. A message that
-    was sampled through an update of the weights holds weight_spans: [version, start, end] of its tokens. With
-    `write_token_ids` each message also holds token_ids and, where sampled, generation_logprobs.
+    A line holds `step` and what `rollout_row` tells.
     """
 
     def __init__(self, path: str | Path, *, write_token_ids: bool = False) -> None:
         self.path = Path(path)
-        self._write_token_ids = write_token_ids
+        self._row = partial(rollout_row, write_token_ids=write_token_ids)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-writer")
         self._has_failed = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,50 +45,10 @@ class RolloutWriter:
 
     def _append(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         try:
-            lines = [json.dumps(self._row(step, t), ensure_ascii=False) + "\n" for t in trajectories]
+            lines = [json.dumps({"step": step, **self._row(t)}, ensure_ascii=False) + "\n" for t in trajectories]
             with self.path.open("ab") as file:
                 file.write("".join(lines).encode("utf-8", errors="replace"))
         except Exception:
             if not self._has_failed:
                 logger.exception("rollouts cannot be written to %s", self.path)
             self._has_failed = True
-
-    def _row(self, step: int, trajectory: Trajectory) -> dict[str, Any]:
-        prompt, failure = trajectory.prompt, trajectory.failure
-        others = [[self._message(message) for message in log] for log in trajectory.other_chains]
-        return {
-            "step": step,
-            "group_id": trajectory.group_id,
-            "prompt_id": prompt.prompt_id,
-            "dataset": prompt.dataset,
-            "task_name": prompt.task_name,
-            "generation_index": trajectory.generation_index,
-            "stop_reason": trajectory.stop_reason,
-            "reward": None if failure else trajectory.reward,
-            "rewards": dict(trajectory.rewards),
-            "answer": trajectory.answer,
-            "failure": {"class": failure.failure_class, "cause": failure.cause} if failure else None,
-            "num_turns": trajectory.num_turns,
-            "num_tokens": trajectory.num_tokens,
-            "num_generated_tokens": trajectory.num_generated_tokens,
-            "weight_versions": list(trajectory.weight_versions),
-            "timings": asdict(trajectory.timings),
-            "messages": [self._message(message) for message in trajectory.message_log],
-            **({"other_chains": others} if others else {}),
-        }
-
-    def _message(self, tokenized: TokenizedMessage) -> dict[str, Any]:
-        message = tokenized.message
-        row: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.tool_calls:
-            row["tool_calls"] = [asdict(call) for call in message.tool_calls]
-        if message.tool_call_id is not None:
-            row["tool_call_id"] = message.tool_call_id
-        if tokenized.weight_spans:
-            row["weight_spans"] = [[span.version, span.start, span.end] for span in tokenized.weight_spans]
-        if self._write_token_ids:
-            row["token_ids"] = list(tokenized.token_ids)
-            if tokenized.generation_logprobs is not None:
-                logprobs = tokenized.generation_logprobs
-                row["generation_logprobs"] = [x if math.isfinite(x) else None for x in logprobs]  # JSON has no infinity
-        return row

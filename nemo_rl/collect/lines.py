@@ -1,0 +1,132 @@
+"""JSON Lines that are appended to and survive a kill: whole lines alone, found again by their keys."""
+
+import fcntl
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from nemo_rl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 20
+# Lines of ours begin with their key; of others the whole line is parsed.
+_KEY = re.compile(rb'\{"task_index": ?(\d+), ?"rollout_index": ?(\d+), ?"seed": ?(\d+)[,}]')
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of a file: its key and where it lies."""
+
+    task_index: int
+    rollout_index: int
+    seed: int
+    offset: int
+    length: int  # bytes, the newline included
+
+
+class AppendedLines:
+    """A file that one process at a time appends whole lines to.
+
+    `append` hands the line to the operating system before it returns: a killed process loses nothing of it; a power
+    failure loses what is newer than the last `sync`. A line cut by a kill is taken off when the file is next opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create. Raises ConfigError while another process has it open, DataError when it cannot be."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            self._lock()
+            self._size = self._without_torn_line()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def append(self, line: bytes) -> None:
+        """Add `line`, which ends with a newline. OSError, and the file as it was, where it cannot be written whole."""
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):  # a full disk takes a part, then raises
+                written += os.write(self._descriptor, line[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(line)
+
+    def sync(self) -> None:
+        """Return when everything appended before is on the disk. May be called from another thread."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Give up the lock; no call follows."""
+        os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError("output_dir", str(self.path.parent), f"{self.path.name} is being written to") from error
+        except OSError as error:  # a file system without locks
+            logger.warning(
+                "%s cannot be locked (%s): see to it that one job alone writes it", self.path, error.strerror
+            )
+
+    def _without_torn_line(self) -> int:
+        size = end = os.fstat(self._descriptor).st_size
+        while end:
+            start = max(0, end - BLOCK_BYTES)
+            last = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if last >= 0:
+                end = start + last + 1
+                break
+            end = start
+        if end < size:
+            logger.warning("%s: its last line was cut; %d bytes of it are taken off", self.path, size - end)
+            os.ftruncate(self._descriptor, end)
+        return end
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The file's lines in order, each known by its key; a last line that is not whole (yet) is left out.
+
+    Raises DataError naming file:line for one without a key.
+    """
+    try:
+        with path.open("rb", buffering=BLOCK_BYTES) as file:
+            yield from _read(file, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read(file: BinaryIO, path: Path) -> Iterator[Line]:
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            return
+        match = _KEY.match(line)
+        if match is not None and line.endswith(b"}\n"):
+            task, rollout, seed = map(int, match.groups())
+        else:
+            task, rollout, seed = _parsed_key(line, f"{path}:{number}")
+        yield Line(task, rollout, seed, offset, len(line))
+        offset += len(line)
+
+
+def _parsed_key(line: bytes, place: str) -> tuple[int, int, int]:
+    try:
+        row = json.loads(line)
+        key = tuple(row[name] for name in ("task_index", "rollout_index", "seed"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{place}: no rollout with task_index, rollout_index and seed: {error}") from error
+    if not all(isinstance(part, int) and part >= 0 for part in key):
+        raise DataError(f"{place}: task_index, rollout_index and seed must be whole numbers, not {key}")
+    return key

@@ -1,0 +1,235 @@
+"""The store of one shard of a collection: finished rollouts, failed attempts, and what is still missing.
+
+A collector asks it for missing keys and appends what came of them; merge and profile read what it wrote.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.collect.identity import ShardIdentity
+from nemo_rl.collect.keys import KeySpace, RolloutKey
+from nemo_rl.collect.lines import AppendedLines, read_lines
+from nemo_rl.collect.shards import ShardFiles
+from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.types import Failure
+
+logger = logging.getLogger(__name__)
+
+SYNC_PERIOD_S = 10.0
+FINISHED = 255  # in the table of keys; anything below counts failed attempts
+MOST_ATTEMPTS = 254
+
+
+class RolloutStore:
+    """One seed of a collection, or one chunk of it, on the disk. Also a context manager.
+
+    A row that `append` has returned for survives a kill of this process; against power failures everything is synced
+    to the disk every 10 seconds while rows are appended, by `finish` and by `close`. Not for use from several threads.
+    Holds one byte a key.
+    """
+
+    def __init__(self, files: ShardFiles, identity: ShardIdentity, *, max_attempts: int) -> None:
+        """Use `open`."""
+        self.files = files
+        self.seed = identity.seed
+        self.keys = identity.keys
+        self.max_attempts = max_attempts
+        self._state = bytearray(len(self.keys))
+        self._num_finished = 0
+        self._num_given_up = 0
+        self._rollouts = AppendedLines(files.rollouts)
+        try:
+            self._failures = AppendedLines(files.failures)
+            try:
+                self._begin(identity)
+            except BaseException:
+                self._failures.close()
+                raise
+        except BaseException:
+            self._rollouts.close()
+            raise
+        self._syncing = _Syncing((self._rollouts, self._failures))
+
+    @classmethod
+    def open(
+        cls, directory: str | Path, *, seed: int, keys: KeySpace, identity: Mapping[str, Any], max_attempts: int = 3
+    ) -> "RolloutStore":
+        """Begin the shard of `seed` and `keys.chunk` in `directory`, or go on with it.
+
+        `identity`: what the rollouts are of: `{"data": ..., "config": ..., "model": ...}`, plain nested values,
+        the same for every seed and chunk; nothing in it that may differ from one start to the next (concurrency,
+        addresses).
+
+        Raises ConfigError for a shard of another identity, showing each differing key, and while another process has
+        it open; DataError for files that hold what they should not.
+        """
+        if not 1 <= max_attempts <= MOST_ATTEMPTS:
+            raise ConfigError("max_attempts", max_attempts, f"must be from 1 to {MOST_ATTEMPTS}")
+        if seed < 0:
+            raise ConfigError("seed", seed, "must not be negative")
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        files = ShardFiles.of(directory, seed, None if keys.chunk is None else keys.chunk.index)
+        return cls(files, ShardIdentity(seed, keys, identity), max_attempts=max_attempts)
+
+    @property
+    def num_finished(self) -> int:
+        return self._num_finished
+
+    @property
+    def num_given_up(self) -> int:
+        """Rollouts that have failed `max_attempts` times."""
+        return self._num_given_up
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that `missing` would give."""
+        return len(self._state) - self._num_finished - self._num_given_up
+
+    @property
+    def is_done(self) -> bool:
+        return self.files.done.exists()
+
+    def missing(self) -> Iterator[RolloutKey]:
+        """Keys that are neither finished nor given up, by task and repeat, each once.
+
+        Looks at a key when its turn comes, so that rows may be appended in between. What fails after its turn comes
+        again in the next call.
+        """
+        for number, state in enumerate(self._state):
+            if state < self.max_attempts:
+                yield self.keys.key(number)
+
+    def is_finished(self, key: RolloutKey) -> bool:
+        return self._state[self.keys.number(key)] == FINISHED
+
+    def num_attempts(self, key: RolloutKey) -> int:
+        """How often the rollout has failed; for one that is not finished."""
+        return self._state[self.keys.number(key)]
+
+    def append(self, key: RolloutKey, row: Mapping[str, Any]) -> None:
+        """Add a finished rollout: `row` behind task_index, rollout_index and seed. ValueError for a finished key."""
+        number = self._open_number(key)
+        self._rollouts.append(self._line(key, row))
+        self._num_given_up -= self._state[number] >= self.max_attempts
+        self._state[number] = FINISHED
+        self._num_finished += 1
+        self._syncing.when_due()
+
+    def append_failure(self, key: RolloutKey, failure: Failure) -> int:
+        """Note a failed attempt in the sidecar; how many there are now. ValueError for a finished key."""
+        number = self._open_number(key)
+        attempt = min(self._state[number] + 1, MOST_ATTEMPTS)
+        row = {"attempt": attempt, "class": failure.failure_class, "cause": failure.cause}
+        self._failures.append(self._line(key, row))
+        self._state[number] = attempt
+        self._num_given_up += attempt == self.max_attempts
+        self._syncing.when_due()
+        return attempt
+
+    def finish(self) -> None:
+        """Mark the shard as done. ValueError while rollouts are missing."""
+        if self.num_missing:
+            raise ValueError(f"{self.num_missing} rollouts are missing")
+        self._syncing.now()
+        with whole_file(self.files.done) as file:
+            counts = {"finished": self.num_finished, "given_up": self.num_given_up}
+            file.write((json.dumps(counts) + "\n").encode())
+
+    def close(self) -> None:
+        """Sync and give up the lock; no call follows."""
+        try:
+            self._syncing.close()
+        finally:
+            self._rollouts.close()
+            self._failures.close()
+
+    def __enter__(self) -> "RolloutStore":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self, identity: ShardIdentity) -> None:
+        if self.files.identity.exists():
+            identity.check(self.files.identity)
+        elif self.files.rollouts.stat().st_size:
+            raise DataError(f"{self.files.rollouts}: holds rollouts, but {self.files.identity.name} is not there")
+        else:
+            identity.write(self.files.identity)
+        self._find_failures()
+        self._find_finished()
+        if self.num_missing:
+            self.files.done.unlink(missing_ok=True)  # more attempts are allowed than when it was written
+
+    def _find_failures(self) -> None:
+        for number in self._numbers(self.files.failures):
+            self._state[number] = min(self._state[number] + 1, MOST_ATTEMPTS)
+
+    def _find_finished(self) -> None:
+        for number in self._numbers(self.files.rollouts):
+            if self._state[number] == FINISHED:
+                raise DataError(f"{self.files.rollouts}: {self.keys.key(number)} is there twice")
+            self._state[number] = FINISHED
+            self._num_finished += 1
+        given_up = range(self.max_attempts, FINISHED)
+        self._num_given_up = sum(self._state.count(attempts) for attempts in given_up)
+
+    def _numbers(self, path: Path) -> Iterator[int]:
+        tasks, repeats = self.keys.tasks, self.keys.num_repeats
+        for line in read_lines(path):
+            if line.seed != self.seed or line.task_index not in tasks or line.rollout_index >= repeats:
+                raise DataError(f"{path}: a rollout of another shard, at byte {line.offset}: {line}")
+            yield tasks.index(line.task_index) * repeats + line.rollout_index
+
+    def _open_number(self, key: RolloutKey) -> int:
+        number = self.keys.number(key)
+        if self._state[number] == FINISHED:
+            raise ValueError(f"{key} is finished already")
+        return number
+
+    def _line(self, key: RolloutKey, row: Mapping[str, Any]) -> bytes:
+        stamp = {"task_index": key.task_index, "rollout_index": key.rollout_index, "seed": self.seed}
+        values = {**stamp, **row, **stamp}  # the stamp first: read_lines looks for it there
+        return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", errors="replace")
+
+
+class _Syncing:
+    """Syncs files on a thread of its own, since a disk may take long; an error comes with the next call."""
+
+    def __init__(self, files: Sequence[AppendedLines]) -> None:
+        self._files = files
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store-sync")
+        self._pending: Future[None] | None = None
+        self._due_s = time.monotonic() + SYNC_PERIOD_S
+
+    def when_due(self) -> None:
+        """Begin a sync if the last one is old enough and has ended."""
+        if time.monotonic() < self._due_s:
+            return
+        if self._pending is not None:
+            if not self._pending.done():
+                return
+            self._pending.result()
+        self._pending = self._thread.submit(self._sync)
+        self._due_s = time.monotonic() + SYNC_PERIOD_S
+
+    def now(self) -> None:
+        """Return when everything is on the disk."""
+        self._thread.submit(self._sync).result()
+
+    def close(self) -> None:
+        try:
+            self.now()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def _sync(self) -> None:
+        for file in self._files:
+            file.sync()

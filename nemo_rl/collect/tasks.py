@@ -1,0 +1,95 @@
+"""The whole input of a collection, one line a task, beside its shards: profiles show it, curricula are cut from it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.data.jsonl import read_jsonl
+from nemo_rl.errors import ConfigError, DataError
+
+TASKS_FILE = "tasks.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of the input; its place in the input is its task_index."""
+
+    prompt_id: str
+    dataset: str
+    task_name: str  # the environment that scores it
+    row: Mapping[str, Any]  # as the data set has it, so that a curriculum of such rows can be trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """What is known of the input."""
+
+    num_tasks: int
+    digest: str  # of all tasks in order; for the identity of the shards
+
+
+def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> Tasks:
+    """Write all tasks to `tasks.jsonl`, or check that they are those that are there. Holds one task at a time.
+
+    Every shard's job calls it before its store is opened, with the whole input. Raises ConfigError naming the first
+    task that differs.
+    """
+    path = Path(directory) / TASKS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    if path.exists():
+        return Tasks(_check(path, _lines(tasks), digest), digest.hexdigest())
+    count = 0
+    with whole_file(path) as file:
+        for line in _lines(tasks):
+            file.write(line)
+            digest.update(line)
+            count += 1
+    return Tasks(count, digest.hexdigest())
+
+
+def read_tasks(directory: str | Path) -> Iterator[Task]:
+    """All tasks in order; nothing where the directory has no such file."""
+    path = Path(directory) / TASKS_FILE
+    if not path.exists():
+        return
+    for number, row in enumerate(read_jsonl(path)):
+        try:
+            index = row.pop("task_index")
+            task = Task(**row)
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number + 1}: is no task: {error}") from error
+        if index != number:
+            raise DataError(f"{path}:{number + 1}: task {index}, where {number} was expected")
+        yield task
+
+
+def _lines(tasks: Iterable[Task]) -> Iterator[bytes]:
+    for index, task in enumerate(tasks):
+        origin = {"prompt_id": task.prompt_id, "dataset": task.dataset, "task_name": task.task_name}
+        text = json.dumps({"task_index": index, **origin, "row": task.row}, ensure_ascii=False)
+        yield (text + "\n").encode("utf-8", errors="replace")
+
+
+def _check(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash") -> int:
+    count = 0
+    with path.open("rb") as file:
+        for before, now in zip_longest(file, lines):
+            if before != now:
+                difference = f"task {count} differs\n  was {_shown(before)}\n  is  {_shown(now)}"
+                raise ConfigError("output_dir", str(path.parent), f"holds a collection of other data: {difference}")
+            digest.update(now)
+            count += 1
+    return count
+
+
+def _shown(line: bytes | None) -> str:
+    if line is None:
+        return "not there"
+    text = line.decode("utf-8", errors="replace").strip()
+    return text if len(text) <= 300 else f"{text[:300]}..."
