@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.config.endpoint import EndpointLimits
 from nemo_rl.config.run import Gateway
-from nemo_rl.config.scorers import EndpointLimits, JudgeSection
+from nemo_rl.config.scorers import JudgeSection
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.scorers.judge import JudgeScorer
 from nemo_rl.gateway.codec import Codec

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_rl.config.scorers import ClassifySection
+from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.environments.scorers.conversation import ConversationTokens
-from nemo_rl.environments.scorers.endpoint import Endpoint, EndpointError, score_each
+from nemo_rl.environments.scorers.one_by_one import score_each
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure
@@ -25,7 +26,7 @@ class ClassifyScorer:
 
     def __init__(self, name: str, section: ClassifySection) -> None:
         self._section = section
-        self._endpoint = Endpoint(name, section)
+        self._endpoint = Endpoint(f"scorers.{name}", section)
         self._tokens = ConversationTokens.load(
             f"scorers.{name}", section.tokenizer_name or section.model, chat_template=section.chat_template
         )

@@ -9,9 +9,10 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nemo_rl.config.scorers import JudgeSection
+from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.environments.adapters import plain_messages
 from nemo_rl.environments.registry import import_path
-from nemo_rl.environments.scorers.endpoint import Endpoint, EndpointError, score_each
+from nemo_rl.environments.scorers.one_by_one import score_each
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, NemoRLError
 from nemo_rl.interfaces import ScoreRequest
@@ -31,7 +32,7 @@ class JudgeScorer:
     def __init__(self, name: str, section: JudgeSection) -> None:
         key = f"scorers.{name}"
         self._section = section
-        self._endpoint = Endpoint(name, section)
+        self._endpoint = Endpoint(f"scorers.{name}", section)
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(section.prompt)
         except TemplateError as error:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.scorers import ClassifySection, EndpointLimits
+from nemo_rl.config.endpoint import EndpointLimits
+from nemo_rl.config.scorers import ClassifySection
 from nemo_rl.environments.scorers.classify import ClassifyScorer
 from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
 from nemo_rl.errors import ConfigError

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.scorers import EndpointLimits, JudgeSection
+from nemo_rl.config.endpoint import EndpointLimits
+from nemo_rl.config.scorers import JudgeSection
 from nemo_rl.environments.scorers.judge import JudgeScorer, answer_parser
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest

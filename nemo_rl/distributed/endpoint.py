@@ -1,20 +1,17 @@
-"""One HTTP request to a scoring server: paced, bounded, retried where that may help, typed where it fails."""
+"""One HTTP request to a server, a scorer or a teacher: paced, bounded, retried where that helps, typed errors."""
 
 import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
-from nemo_rl.config.scorers import EndpointSection
-from nemo_rl.environments.contract import failure_of
-from nemo_rl.environments.scorers.limits import PerMinute, Replicas
+from nemo_rl.config.endpoint import ServedModel
+from nemo_rl.distributed.pacing import PerMinute, Replicas
 from nemo_rl.errors import ConfigError, NemoRLError
-from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import Failure, FailureClass
 
 RETRIED = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
 LONGEST_BACKOFF_S = 60.0
@@ -24,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class EndpointError(NemoRLError):
-    """A server that did not give a score; the text names it and says why."""
+    """A server that did not give an answer; the text names it and says why."""
 
 
 class _MayPass(EndpointError):
@@ -36,17 +33,17 @@ class _MayPass(EndpointError):
 
 
 class Endpoint:
-    """The replicas of one scoring server, with one HTTP session for all requests. Used in one event loop."""
+    """The replicas of one server, with one HTTP session for all requests. Used in one event loop."""
 
-    def __init__(self, name: str, section: EndpointSection) -> None:
-        """Raises ConfigError where `api_key_env` names a variable that is not set."""
+    def __init__(self, key: str, section: ServedModel) -> None:
+        """`key` is the section's own; raises ConfigError where `api_key_env` names a variable that is not set."""
         limits = section.limits
         self._section = section
         self._replicas = Replicas.of([url.rstrip("/").removesuffix("/v1") for url in section.base_urls])
         self._requests = PerMinute(limits.requests_per_minute)
         self._tokens = PerMinute(limits.tokens_per_minute)
         self._room = asyncio.Semaphore(limits.max_concurrency)
-        self._headers = _headers(name, section.api_key_env)
+        self._headers = _headers(key, section.api_key_env)
         self._http: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, body: Mapping[str, Any], *, num_tokens: int) -> Any:
@@ -109,27 +106,12 @@ class Endpoint:
         return self._http
 
 
-async def score_each(
-    requests: Sequence[ScoreRequest], score: Callable[[ScoreRequest], Awaitable[float]]
-) -> list[float | Failure]:
-    """Each request on its own: what one raises is its failure alone."""
-
-    async def one(request: ScoreRequest) -> float | Failure:
-        try:
-            return await score(request)
-        except Exception as error:  # a server's words, a template's and a parser's code
-            log.debug("a request could not be scored", exc_info=error)
-            return failure_of(error, FailureClass.REWARD)
-
-    return list(await asyncio.gather(*map(one, requests)))
-
-
-def _headers(name: str, api_key_env: str | None) -> dict[str, str]:
+def _headers(section_key: str, api_key_env: str | None) -> dict[str, str]:
     if api_key_env is None:
         return {}
     key = os.environ.get(api_key_env)
     if not key:
-        raise ConfigError(f"scorers.{name}.api_key_env", api_key_env, "this environment variable is not set")
+        raise ConfigError(f"{section_key}.api_key_env", api_key_env, "this environment variable is not set")
     return {"Authorization": f"Bearer {key}"}
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.scorers import EndpointLimits, EndpointSection
-from nemo_rl.environments.scorers.endpoint import Endpoint, EndpointError
+from nemo_rl.config.endpoint import EndpointLimits
+from nemo_rl.config.scorers import EndpointSection
+from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError
 from tests.fakes.scoring_server import scoring_server
 
@@ -18,7 +19,7 @@ def section(*urls: str, **limits: Any) -> EndpointSection:
 
 async def asked(section_of: EndpointSection, *, count: int = 1) -> list[Any]:
     """The answers, or the errors' texts."""
-    endpoint = Endpoint("rm", section_of)
+    endpoint = Endpoint("scorers.rm", section_of)
     try:
         answers = await asyncio.gather(
             *(endpoint.post("/score", {"i": i}, num_tokens=1) for i in range(count)), return_exceptions=True
@@ -125,12 +126,12 @@ def test_no_more_requests_run_at_once_than_allowed() -> None:
 
 def test_a_key_comes_from_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not set"):
-        Endpoint("rm", EndpointSection(base_urls=["http://x"], model="m", api_key_env="NO_SUCH_KEY"))
+        Endpoint("scorers.rm", EndpointSection(base_urls=["http://x"], model="m", api_key_env="NO_SUCH_KEY"))
 
 
 def test_an_attempt_may_take_longer_than_aiohttps_own_five_minutes() -> None:
     async def main() -> None:
-        endpoint = Endpoint("rm", section("http://127.0.0.1:1", request_timeout_s=900.0))
+        endpoint = Endpoint("scorers.rm", section("http://127.0.0.1:1", request_timeout_s=900.0))
         assert endpoint._session().timeout.total is None
         await endpoint.close()
 
