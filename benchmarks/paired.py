@@ -8,7 +8,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from nemo_rl.algorithms.run import GRPORun
+from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
@@ -17,7 +17,7 @@ RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 class Recorder:
     """Stands before the engine and the policy of a run and keeps what one step sent to them."""
 
-    def __init__(self, run: GRPORun) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self.requests: list[GenerationRequest] = []
         self.batch: TensorDict | None = None
         generate, train_step = run.generation.generate, run.policy.train_step
@@ -35,7 +35,7 @@ class Recorder:
         run.policy.train_step = recorded_train_step  # type: ignore[method-assign]
 
 
-async def bare_engine(run: GRPORun, requests: Sequence[GenerationRequest], tag: str) -> float:
+async def bare_engine(run: TrainingRun, requests: Sequence[GenerationRequest], tag: str) -> float:
     """Seconds of E."""
     engine = run.generation._engine  # type: ignore[attr-defined]
 

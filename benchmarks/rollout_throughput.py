@@ -10,7 +10,7 @@ import time
 
 from paired import RECIPE, Recorder, bare_engine
 
-from nemo_rl.build.session import open_grpo
+from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
 
 WARM_UP_ROUNDS, ROUNDS = 2, 20
@@ -34,7 +34,7 @@ async def measure(num_prompts: int) -> tuple[list[float], list[float]]:
     layer, bare = [], []
     with tempfile.TemporaryDirectory() as log_dir:
         overrides = [*OVERRIDES, f"grpo.num_prompts_per_step={num_prompts}", f"logger.log_dir={log_dir}"]
-        async with open_grpo(load_config(RECIPE, overrides)) as run:
+        async with open_run(load_config(RECIPE, overrides)) as run:
             await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
             recorder = Recorder(run)
             for index in range(WARM_UP_ROUNDS + ROUNDS):

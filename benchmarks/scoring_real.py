@@ -16,7 +16,7 @@ from typing import Any
 
 from paired import RECIPE
 
-from nemo_rl.build.session import open_grpo
+from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
 from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.groups import jobs_of
@@ -57,7 +57,7 @@ async def main(folder: Path, model: str) -> None:
     chat = ["++env.chat={type: reward_model, scorers: [rm]}", f"++scorers.rm={scorer}"]
     config = load_config(RECIPE, [*OVERRIDES, *chat, f"logger.log_dir={folder}"])
     alone_s, score_s, both_s, gaps = [], [], [], []
-    async with open_grpo(config) as run:
+    async with open_run(config) as run:
         await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
         source: Any = run.source
         context = source._context

@@ -23,10 +23,10 @@ from paired import RECIPE, Recorder, bare_engine
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nemo_rl.algorithms.grpo import Training, train_one_step
+from nemo_rl.algorithms.loop import Training, train_one_step
 from nemo_rl.algorithms.resuming import restore
 from nemo_rl.build.models import resolve_model
-from nemo_rl.build.session import open_grpo
+from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
 
 WARM_UP_STEPS = 3
@@ -116,7 +116,7 @@ async def measure(work: Work, num_steps: int) -> Figures:
             model_path = untrained(model_path, f"{log_dir}/model")
         own = (f"policy.model_name={model_path}", f"policy.generation.ignore_eos={not work.is_untrained}")
         config = load_config(RECIPE, [*COMMON, *work.overrides, *own, f"logger.log_dir={log_dir}"])
-        async with open_grpo(config) as run:
+        async with open_run(config) as run:
             recorder = Recorder(run)
             kwargs = copy.deepcopy(config.policy.optimizer.kwargs)
             bare = BareTrainer(model_path, kwargs, config.policy.train_micro_batch_size)

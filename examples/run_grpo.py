@@ -9,9 +9,9 @@ uv run examples/run_grpo.py --dry-run                              resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.build.command_line import run_command
+from nemo_rl.build.command_line import GRPO_JOB, run_command
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART))
+    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART, job=GRPO_JOB))

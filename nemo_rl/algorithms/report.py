@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from nemo_rl.algorithms.run import GRPORun
+from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.types import FailureClass, Trajectory
@@ -19,11 +19,11 @@ WAITING_PHASES = {
 SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
 
 
-def report_start(run: GRPORun, step: int) -> None:
+def report_start(run: TrainingRun, step: int) -> None:
     run.progress.start(step=step, total=run.num_steps)
 
 
-def report_step(run: GRPORun, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
+def report_step(run: TrainingRun, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
     """Metrics of one training step under their prefixes."""
     seconds = timer.seconds()
     validation_s = seconds.pop("total_validation_time", 0.0)
@@ -74,7 +74,7 @@ def _num_sampled_tokens(metrics: dict[str, float]) -> float:
     return metrics["mean_gen_tokens_per_sample"] * (metrics["num_rollouts"] - num_failed)
 
 
-def report_validation(run: GRPORun, step: int, validation: ValidationResult, timer: StepTimer) -> None:
+def report_validation(run: TrainingRun, step: int, validation: ValidationResult, timer: StepTimer) -> None:
     """Metrics of one validation, its rollouts in a file, the first of them in a table."""
     metrics = {f"validation/{name}": value for name, value in validation.metrics.items()}
     metrics["timing/validation/total_validation_time"] = timer.seconds()["total_validation_time"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.run import GRPORun
+from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.checkpoint import (
     CONFIG_FILE,
     DATALOADER_FILE,
@@ -35,7 +35,7 @@ class Position:
     source_state: Mapping[str, Any]
 
 
-async def restore(run: GRPORun) -> Position:
+async def restore(run: TrainingRun) -> Position:
     """Load the newest checkpoint into the policy and the source; the start where there is none."""
     latest = run.checkpoints.latest() if run.checkpoints else None
     if latest is None:
@@ -47,7 +47,7 @@ async def restore(run: GRPORun) -> Position:
     return Position(latest.step, run.source.state_dict())
 
 
-async def save(run: GRPORun, position: Position, metrics: Mapping[str, float]) -> Checkpoint | None:
+async def save(run: TrainingRun, position: Position, metrics: Mapping[str, float]) -> Checkpoint | None:
     """Write a checkpoint of `position`, which the policy must hold. None without checkpointing or before step 1."""
     store = run.checkpoints
     if store is None or position.step == 0:

@@ -1,4 +1,4 @@
-"""The stages of a step between rollouts and optimizer; each adds its keys to the batch."""
+"""The stages of a GRPO step between rollouts and optimizer; each adds its keys to the batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,20 @@ import torch
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.logprob_errors import mask_logprob_errors
 from nemo_rl.algorithms.metrics import batch_metrics
-from nemo_rl.algorithms.penalties import StepFaults
+from nemo_rl.algorithms.penalties import Penalties, StepFaults
 from nemo_rl.algorithms.rewards import filter_overlong, shaped_rewards
-from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
+from nemo_rl.config.master import GRPOConfig
 from nemo_rl.experience.assembly import TrajectoryKey, assemble_batch
-from nemo_rl.interfaces import CollectedGroups, Policy
+from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, Policy
 from nemo_rl.types import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsNeeded:
+    """The passes over a batch before it is trained on: only those that someone reads."""
+
+    previous: bool
+    reference: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +32,23 @@ class TrainRewards:
     faults: StepFaults
 
 
-def train_rewards(run: GRPORun, collected: CollectedGroups) -> TrainRewards:
+def train_rewards(config: GRPOConfig, penalties: Penalties | None, collected: CollectedGroups) -> TrainRewards:
     """The rewards to train on: penalised, scaled and shaped where asked."""
-    faults = StepFaults() if run.penalties is None else run.penalties.faults(collected.groups)
+    faults = StepFaults() if penalties is None else penalties.faults(collected.groups)
     rewards = shaped_rewards(
         collected.groups,
-        run.config.grpo,
-        run.config.policy.max_response_length,
+        config.grpo,
+        config.policy.max_response_length,
         without_reward=faults.without_reward,
     )
     return TrainRewards(rewards, faults)
 
 
-def make_batch(run: GRPORun, collected: CollectedGroups, rewards: TrainRewards) -> TrainingBatch:
+def assemble(config: GRPOConfig, collected: CollectedGroups, rewards: TrainRewards) -> TrainingBatch:
     """Assemble the batch; truncated rollouts lose their gradient where asked."""
-    groups, smallest = collected.groups, run.config.min_group_size
+    groups, smallest = collected.groups, config.min_group_size
     batch = assemble_batch(groups, rewards.by_trajectory, min_group_size=smallest)
-    if run.config.grpo.overlong_filtering:
+    if config.grpo.overlong_filtering:
         filter_overlong(batch)
     shape = batch[keys.TOKEN_IDS].shape
     override = rewards.faults.advantage_override(groups, min_group_size=smallest, shape=shape)
@@ -56,11 +64,11 @@ async def add_logprobs(batch: TrainingBatch, policy: Policy, needed: LogprobsNee
         batch[keys.REFERENCE_LOGPROBS] = await policy.reference_logprobs(batch)
 
 
-def estimate_advantages(run: GRPORun, batch: TrainingBatch) -> dict[str, float]:
+def estimate_advantages(config: GRPOConfig, estimator: AdvantageEstimator, batch: TrainingBatch) -> dict[str, float]:
     """Take out sequences whose log-probs disagree, add the advantages; metrics of the batch."""
-    threshold = run.config.grpo.seq_logprob_error_threshold
+    threshold = config.grpo.seq_logprob_error_threshold
     metrics = {} if threshold is None else mask_logprob_errors(batch, threshold)
-    batch[keys.ADVANTAGES] = run.advantage_estimator(batch)
+    batch[keys.ADVANTAGES] = estimator(batch)
     if batch.get(keys.ADVANTAGE_OVERRIDE, None) is not None:
         override = batch[keys.ADVANTAGE_OVERRIDE]
         batch[keys.ADVANTAGES] = torch.where(override.isnan(), batch[keys.ADVANTAGES], override)

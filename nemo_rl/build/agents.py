@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.build.rollouts import make_sampling
 from nemo_rl.config.env import AgentSection
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import import_path
@@ -24,12 +24,12 @@ CALLS_OF_A_RUN = 16  # at once, of all runs on average; above it calls are answe
 MODEL_NAME = "policy"  # as agents see it; any other name they ask for is served too
 
 
-def make_agents(config: GRPOConfig) -> dict[str, Agent]:
+def make_agents(config: RolloutConfig) -> dict[str, Agent]:
     """The agents of `env` by name; raises ConfigError for a function that cannot be found."""
     return {name: make_agent(name, section) for name, section in agent_sections(config).items()}
 
 
-def agent_sections(config: GRPOConfig) -> dict[str, AgentSection]:
+def agent_sections(config: RolloutConfig) -> dict[str, AgentSection]:
     return {name: section for name, section in config.env.items() if isinstance(section, AgentSection)}
 
 
@@ -46,7 +46,7 @@ def make_agent(name: str, section: AgentSection) -> Agent:
     return FunctionAgent(name, function, max_threads=section.max_concurrency)
 
 
-def make_codec(config: GRPOConfig, encoder: ChatEncoder) -> Codec:
+def make_codec(config: RolloutConfig, encoder: ChatEncoder) -> Codec:
     """Raises ConfigError for unknown parsers, and for a chat template that cannot render the answers of tools."""
     gateway = config.gateway
     codec = Codec(encoder, tool_parser_name=gateway.tool_parser, reasoning_parser_name=gateway.reasoning_parser)
@@ -60,7 +60,7 @@ def make_codec(config: GRPOConfig, encoder: ChatEncoder) -> Codec:
 
 
 async def open_gateway(
-    config: GRPOConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
+    config: RolloutConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
 ) -> "GatewayManager":
     """Start the gateway, closed with `stack`."""
     from nemo_rl.gateway.manager import GatewayManager  # loads Ray
@@ -70,7 +70,7 @@ async def open_gateway(
         MODEL_NAME,
         max_model_len=config.policy.max_total_sequence_length,
         sampling=make_sampling(config, codec.encoder.stop_token_ids),
-        seed=config.grpo.seed,
+        seed=config.seed,
         max_concurrent_calls=CALLS_OF_A_RUN * sum(section.max_concurrency for section in runners),
         timeout_s=config.policy.generation.timeout_s,
     )
@@ -80,7 +80,7 @@ async def open_gateway(
 
 
 def agent_runtimes(
-    config: GRPOConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
+    config: RolloutConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
 ) -> dict[str, AgentRuntime]:
     """Every agent with the gateway's sessions."""
     sections = agent_sections(config)

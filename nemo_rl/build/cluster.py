@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.layout import Layout
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.distributed.cluster import cluster_address, connect
 from nemo_rl.distributed.placement import Reservation, Seat, reserve
 from nemo_rl.policy.group import PolicyGroup
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 async def open_ranks(
-    config: GRPOConfig, layout: Layout, arguments: dict[str, Any], *, log_dir: Path, stack: AsyncExitStack
+    config: TrainingConfig, layout: Layout, arguments: dict[str, Any], *, log_dir: Path, stack: AsyncExitStack
 ) -> tuple[PolicyGroup, list[Seat]]:
     """Join or start a cluster and set aside what the layout needs; `arguments` are those of a policy rank.
 
@@ -38,7 +38,7 @@ async def open_ranks(
     return policy, [reservation.seat(place) for place in layout.engines]
 
 
-async def _reserve(config: GRPOConfig, layout: Layout) -> Reservation:
+async def _reserve(config: TrainingConfig, layout: Layout) -> Reservation:
     return await reserve(
         layout,
         timeout_s=config.cluster.start_timeout_s,

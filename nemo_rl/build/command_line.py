@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.loading import load_config, resolved_yaml
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.loading import load_config, load_distillation_config, resolved_yaml
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.errors import ConfigError, DataError, NemoRLError
 
 EXIT_FAILED = 1
@@ -28,12 +28,8 @@ class Job:
     train: Callable[[Any, str], int]  # with the command that started it; the exit code
 
 
-def run_command(arguments: Sequence[str], *, description: str, default_config: Path, job: Job | None = None) -> int:
-    """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback.
-
-    `job` None: GRPO.
-    """
-    job = job or Job(load_config, _show, _train)
+def run_command(arguments: Sequence[str], *, description: str, default_config: Path, job: Job) -> int:
+    """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
     parsed = _parser(description).parse_intermixed_args(arguments)
     try:
         config = job.load(parsed.config or default_config, parsed.overrides)
@@ -60,7 +56,7 @@ def _command(parsed: argparse.Namespace) -> str:
     return shlex.join(["uv", "run", os.path.relpath(sys.argv[0]), *config, *parsed.overrides])
 
 
-def _show(config: GRPOConfig) -> int:
+def _show(config: TrainingConfig) -> int:
     from nemo_rl.build.placement import placement_plan  # torch looks for devices
     from nemo_rl.policy.optim import check_optimizer
 
@@ -69,8 +65,12 @@ def _show(config: GRPOConfig) -> int:
     return 0
 
 
-def _train(config: GRPOConfig, command: str) -> int:
-    from nemo_rl.build.session import train_grpo  # torch and the engine load only for a valid configuration
+def _train(config: TrainingConfig, command: str) -> int:
+    from nemo_rl.build.session import run_training  # torch and the engine load only for a valid configuration
 
-    training = asyncio.run(train_grpo(config, command))
+    training = asyncio.run(run_training(config, command))
     return EXIT_INTERRUPTED if training.interrupted else 0
+
+
+GRPO_JOB = Job(load_config, _show, _train)
+DISTILLATION_JOB = Job(load_distillation_config, _show, _train)

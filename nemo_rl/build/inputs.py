@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig, TrainingConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import PromptSet, check_prompt_lengths, load_datasets
 from nemo_rl.data.tokenizer import load_tokenizer
@@ -21,14 +21,14 @@ class Inputs:
     probes: tuple[tuple[int, ...], ...]  # prompts on which the engine's weights are verified
 
 
-def load_prompts(config: GRPOConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
+def load_prompts(config: RolloutConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """Training and validation prompts, each with an environment that is configured; needs no model."""
-    train, validation = load_datasets(config.data, config.grpo.seed)
+    train, validation = load_datasets(config.data, config.seed)
     _check_tasks(config, (train, *validation))
     return train, validation
 
 
-def load_inputs(config: GRPOConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
+def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
     """The model's tokenizer, checked against its chat template, its context length and the prompts.
 
     Raises ConfigError naming the key and the prompt.
@@ -50,7 +50,7 @@ def load_inputs(config: GRPOConfig, model_path: str, prompts: tuple[PromptSet, t
     )
 
 
-def _check_context_length(config: GRPOConfig, model_path: str) -> None:
+def _check_context_length(config: RolloutConfig, model_path: str) -> None:
     length = config.policy.max_total_sequence_length
     model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
     longest = getattr(model, "max_position_embeddings", None)
@@ -58,7 +58,7 @@ def _check_context_length(config: GRPOConfig, model_path: str) -> None:
         raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
 
 
-def _check_tasks(config: GRPOConfig, prompt_sets: tuple[PromptSet, ...]) -> None:
+def _check_tasks(config: RolloutConfig, prompt_sets: tuple[PromptSet, ...]) -> None:
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):
             raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_rl.build.agents import MODEL_NAME
 from nemo_rl.build.inputs import Inputs
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.data.blend import Blend
 from nemo_rl.environments.nemo_gym.client import GymClient
@@ -14,12 +14,12 @@ from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
 from nemo_rl.gateway.manager import GatewayManager
 
 
-def gym_sections(config: GRPOConfig) -> dict[str, NemoGymSection]:
+def gym_sections(config: RolloutConfig) -> dict[str, NemoGymSection]:
     return {name: section for name, section in config.env.items() if isinstance(section, NemoGymSection)}
 
 
 async def open_nemo_gym(
-    config: GRPOConfig, inputs: Inputs, manager: GatewayManager, run_dir: Path, stack: AsyncExitStack
+    config: RolloutConfig, inputs: Inputs, manager: GatewayManager, run_dir: Path, stack: AsyncExitStack
 ) -> dict[str, GymRuntime]:
     """Each stack with all agents that its rows name, closed with `stack`.
 

@@ -6,14 +6,14 @@ from itertools import groupby
 from nemo_rl.build.workers import engine_dtype, find_layout
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout, Place
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.weight_sync.make import choose_transport
 
 
-def placement_plan(config: GRPOConfig) -> str:
+def placement_plan(config: TrainingConfig) -> str:
     """One line a part of the run: what it is, where it runs, in which precision; raises ConfigError."""
     layout = find_layout(config)
-    reference = config.loss_fn.reference_policy_kl_penalty > 0
+    reference = config.needs_reference
     agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
     lines = [
         "# placement",
@@ -28,20 +28,20 @@ def placement_plan(config: GRPOConfig) -> str:
     return "\n".join(lines)
 
 
-def _cluster(config: GRPOConfig, layout: Layout) -> str:
+def _cluster(config: TrainingConfig, layout: Layout) -> str:
     gpus = f" with {layout.gpus_per_node} GPUs each" if layout.gpus_per_node else ""
     where = f"Ray at {config.cluster.address}" if config.cluster.address else "Ray, of RAY_ADDRESS or local"
     return f"{where}, {_count(layout.num_nodes, 'node')}{gpus}"
 
 
-def _ranks(config: GRPOConfig, layout: Layout) -> str:
+def _ranks(config: TrainingConfig, layout: Layout) -> str:
     text = f"FSDP2, {_count(len(layout.ranks), 'rank')}"
     if (size := config.policy.dtensor_cfg.tensor_parallel_size) > 1:
         text += f" ({len(layout.ranks) // size} data x {size} tensor parallel)"
     return f"{text} on {_where(layout, layout.ranks)}"
 
 
-def _engines(config: GRPOConfig, layout: Layout) -> str:
+def _engines(config: TrainingConfig, layout: Layout) -> str:
     section = config.policy.generation
     if section.backend == "hf" or not (section.in_actor or layout.needs_cluster):
         return f"{section.backend} on {layout.device}, started by the driver"

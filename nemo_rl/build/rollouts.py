@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nemo_rl.algorithms.filtering import is_informative
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.build.inputs import Inputs
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
@@ -18,7 +19,7 @@ from nemo_rl.types import SamplingParams
 
 
 def make_context(
-    config: GRPOConfig,
+    config: RolloutConfig,
     inputs: Inputs,
     generation: Generation,
     environments: Mapping[str, Environment],
@@ -27,7 +28,7 @@ def make_context(
 ) -> RolloutContext:
     """What training and validation rollouts are run with; `on_rollout` is told each one as it ends."""
     limits = RolloutLimits(
-        max_turns=config.grpo.max_rollout_turns,
+        max_turns=config.max_rollout_turns,
         max_total_length=config.policy.max_total_sequence_length,
         # `env.<name>.timeout_s` is kept by make_environment, for functions an item at a time: a deadline around the
         # whole call would also count the wait for a free thread, and fail all items for one that hangs.
@@ -43,13 +44,13 @@ def make_context(
         encoder=inputs.encoder,
         limits=limits,
         sampling=make_sampling(config, inputs.encoder.stop_token_ids),
-        seed=config.grpo.seed,
+        seed=config.seed,
         progress=on_rollout,
         scoring=scoring or Scoring(),
     )
 
 
-def make_sampling(config: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def make_sampling(config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Training's sampling; the tokenizer's stop tokens come first, then those configured."""
     generation = config.policy.generation
     stops = dict.fromkeys((*stop_token_ids, *(generation.stop_token_ids or ())))
@@ -64,40 +65,16 @@ def make_sampling(config: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
 
 
 def make_source(
-    config: GRPOConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
+    config: TrainingConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
 ) -> GroupSource:
     """Collection before each step or in the background, filtered where dynamic sampling is on."""
-    grpo = config.grpo
-    loader = PromptLoader(
-        inputs.train.prompts, shuffle=config.data.shuffle, seed=grpo.seed, max_epochs=grpo.max_num_epochs
-    )
-    num_prompts = grpo.num_prompts_per_step
-    if grpo.use_dynamic_sampling:
+    algorithm = config.algorithm
+    grpo = config.grpo if isinstance(config, GRPOConfig) and config.grpo.use_dynamic_sampling else None
+    num_prompts = algorithm.num_prompts_per_step
+    if grpo is not None:
         num_prompts = prompts_per_batch(num_prompts, grpo.batch_multiplier)
-    background = grpo.async_grpo
-    if background.enabled:
-        source = AsyncSource(
-            loader,
-            context,
-            num_prompts_per_step=num_prompts,
-            num_generations_per_prompt=grpo.num_generations_per_prompt,
-            max_age_steps=background.max_trajectory_age_steps,
-            stale_groups=background.stale_groups,
-            num_steps=grpo.max_num_steps,
-            max_generation_failures=background.max_generation_failures,
-            failures=config.rollout,
-            writer=writer,
-        )
-    else:
-        source = SyncSource(
-            loader,
-            context,
-            num_prompts_per_step=num_prompts,
-            num_generations_per_prompt=grpo.num_generations_per_prompt,
-            failures=config.rollout,
-            writer=writer,
-        )
-    if not grpo.use_dynamic_sampling:
+    source = _make_collecting_source(config, inputs, context, writer, num_prompts=num_prompts)
+    if grpo is None:
         return source
     return FilteredSource(
         source,
@@ -109,19 +86,45 @@ def make_source(
     )
 
 
-def make_validator(config: GRPOConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:
+def _make_collecting_source(
+    config: TrainingConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None, *, num_prompts: int
+) -> SyncSource | AsyncSource:
+    algorithm, background = config.algorithm, config.algorithm.background
+    loader = PromptLoader(
+        inputs.train.prompts, shuffle=config.data.shuffle, seed=config.seed, max_epochs=algorithm.max_num_epochs
+    )
+    shared: dict[str, Any] = {
+        "num_prompts_per_step": num_prompts,
+        "num_generations_per_prompt": algorithm.num_generations_per_prompt,
+        "failures": config.rollout,
+        "writer": writer,
+    }
+    if not background.enabled:
+        return SyncSource(loader, context, **shared)
+    return AsyncSource(
+        loader,
+        context,
+        max_age_steps=background.max_trajectory_age_steps,
+        stale_groups=background.stale_groups,
+        num_steps=algorithm.max_num_steps,
+        max_generation_failures=background.max_generation_failures,
+        **shared,
+    )
+
+
+def make_validator(config: TrainingConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:
     """None without validation sets."""
     if not inputs.validation:
         return None
-    grpo = config.grpo
+    algorithm = config.algorithm
     sampling = context.sampling
-    if grpo.val_temperature is not None:
-        sampling = replace(sampling, temperature=grpo.val_temperature)
+    if algorithm.val_temperature is not None:
+        sampling = replace(sampling, temperature=algorithm.val_temperature)
     return Validator(
         prompt_sets=inputs.validation,
         context=replace(context, sampling=sampling, progress=None),  # which counts the rollouts of training
-        num_generations_per_prompt=grpo.val_num_generations_per_prompt,
-        batch_size=grpo.val_batch_size,
-        max_samples=grpo.max_val_samples,
-        greedy=grpo.val_greedy,
+        num_generations_per_prompt=algorithm.val_num_generations_per_prompt,
+        batch_size=algorithm.val_batch_size,
+        max_samples=algorithm.max_val_samples,
+        greedy=algorithm.val_greedy,
     )

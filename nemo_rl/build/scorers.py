@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from nemo_rl.config.layout import Layout, pool_layout
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig
 from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.placement import Seat
 
 
-async def open_scorers(config: GRPOConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
+async def open_scorers(config: RolloutConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
     """Make every scorer once, closed with `stack`, and give each task its own; raises ConfigError.
 
     `layout` is the run's; None where no policy runs beside the scorers.
@@ -28,7 +28,7 @@ async def open_scorers(config: GRPOConfig, layout: Layout | None, stack: AsyncEx
     return Scoring({task: tuple(scorers[name] for name in section.scorers) for task, section in config.env.items()})
 
 
-async def _reserve_pool(config: GRPOConfig, layout: Layout | None, stack: AsyncExitStack) -> "Sequence[Seat]":
+async def _reserve_pool(config: RolloutConfig, layout: Layout | None, stack: AsyncExitStack) -> "Sequence[Seat]":
     """A seat a GPU of the pool, on a CPU a seat a process."""
     from nemo_rl.distributed.cluster import cluster_address, connect  # loads Ray
     from nemo_rl.distributed.placement import reserve

@@ -1,6 +1,5 @@
-"""A GRPO run from its configuration: everything opened in order, closed in reverse, and a summary at the end."""
+"""A training run from its configuration: everything opened in order, closed in reverse, and a summary at the end."""
 
-import functools
 import gc
 import logging
 import math
@@ -12,15 +11,12 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantage import make_advantage_estimator
-from nemo_rl.algorithms.grpo import Training, train
 from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
-from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.algorithms.penalties import Penalties, make_penalties
+from nemo_rl.algorithms.loop import Training, train
 from nemo_rl.algorithms.placement import Placement
-from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
+from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
+from nemo_rl.build.algorithms import make_algorithm
 from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
@@ -28,21 +24,21 @@ from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.build.scorers import open_scorers
 from nemo_rl.build.workers import engine_dtype, find_layout, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
+from nemo_rl.config.algorithm import RolloutTraining
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.interfaces import AdvantageEstimator, Environment
+from nemo_rl.interfaces import Environment
 from nemo_rl.observability.jsonl import METRICS_FILE
 from nemo_rl.observability.loggers import make_loggers
 from nemo_rl.observability.logging_setup import configure_logging
 from nemo_rl.observability.progress import make_progress
 from nemo_rl.observability.run_directory import make_run_directory
 from nemo_rl.observability.summary import read_history, summary
-from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.optim import check_optimizer
 from nemo_rl.weight_sync.make import make_transport
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -50,10 +46,10 @@ from nemo_rl.weight_sync.refit import TransportWeightSync
 logger = logging.getLogger(__name__)
 
 
-async def train_grpo(config: GRPOConfig, command: str) -> Training:
+async def run_training(config: TrainingConfig, command: str) -> Training:
     """Train, then write the summary to standard output; `command` is how the run was started."""
     with cancelled_by_sigterm():  # as asyncio does for Ctrl-C: what has been opened is closed
-        async with open_grpo(config) as run:
+        async with open_run(config) as run:
             with run.interrupt.listen():
                 training = await train(run)
     sys.stdout.write(_summary(run, command) + "\n")
@@ -61,13 +57,12 @@ async def train_grpo(config: GRPOConfig, command: str) -> Training:
 
 
 @asynccontextmanager
-async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
+async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
     """Everything that the loop uses; what can be refused is refused before a model is loaded."""
     console = configure_logging()
     disable_progress_bar()  # transformers' own, which would break the display
     layout = find_layout(config)
     check_optimizer(config.policy)
-    loss_fn = PolicyGradientLoss(config.loss_fn)
     prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
     model_path = resolve_model(config.policy.model_name)
     inputs = load_inputs(config, model_path, prompts)
@@ -84,7 +79,7 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
         if config.reward_model.shares_device:
             scoring = replace(scoring, turn=placement.scoring)
         weight_sync = _open_weight_sync(config, inputs, layout, stack)
-        progress = make_progress(config.logger, console, rollouts_per_step=config.grpo.num_samples_per_step)
+        progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)
         stack.callback(progress.close)
         context = make_context(config, inputs, workers.generation, environments, progress.rollout, scoring)
         if codec is not None:
@@ -93,32 +88,29 @@ async def open_grpo(config: GRPOConfig) -> AsyncIterator[GRPORun]:
             context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
-        estimator = _make_estimator(config)
+        algorithm = make_algorithm(config, inputs, workers.policy, placement)
         gc.collect()
         gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
-        yield GRPORun(
+        yield TrainingRun(
             config=config,
             run_dir=run_dir,
-            num_steps=_num_steps(config, len(inputs.train.prompts)),
+            num_steps=_num_steps(config.algorithm, len(inputs.train.prompts)),
+            algorithm=algorithm,
             source=source,
             generation=workers.generation,
             policy=workers.policy,
             placement=placement,
             weight_sync=weight_sync,
-            loss_fn=loss_fn,
-            advantage_estimator=estimator,
-            logprobs_needed=logprobs_needed(config, loss_fn, estimator),
             validator=make_validator(config, inputs, context),
             checkpoints=_checkpoints(config, run_dir),
             logger=metrics_logger,
             progress=progress,
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
             interrupt=Interrupt(),
-            penalties=_make_penalties(config, inputs),
         )
 
 
-def _open_environments(config: GRPOConfig, stack: AsyncExitStack) -> dict[str, Environment]:
+def _open_environments(config: TrainingConfig, stack: AsyncExitStack) -> dict[str, Environment]:
     environments: dict[str, Environment] = {}
     for name, section in config.env.items():
         if not isinstance(section, AgentSection | NemoGymSection):
@@ -127,7 +119,7 @@ def _open_environments(config: GRPOConfig, stack: AsyncExitStack) -> dict[str, E
     return environments
 
 
-def _begin_run_directory(config: GRPOConfig) -> Path:
+def _begin_run_directory(config: TrainingConfig) -> Path:
     """A new one, with the configuration in it."""
     run_dir = make_run_directory(config.logger.log_dir)
     (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
@@ -135,73 +127,49 @@ def _begin_run_directory(config: GRPOConfig) -> Path:
     return run_dir
 
 
-def _open_weight_sync(config: GRPOConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack) -> TransportWeightSync:
+def _open_weight_sync(
+    config: TrainingConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack
+) -> TransportWeightSync:
     weight_sync = TransportWeightSync(
         inputs.probes,
         config.weight_sync,
         engine_dtype(config),
         temperature=config.policy.generation.temperature,
-        keep_cache=not config.grpo.async_grpo.recompute_kv_cache_after_weight_updates,
+        keep_cache=not config.algorithm.background.recompute_kv_cache_after_weight_updates,
         transport=make_transport(config.weight_sync.transport, layout),
     )
     stack.callback(weight_sync.close)
     return weight_sync
 
 
-def _make_estimator(config: GRPOConfig) -> AdvantageEstimator:
-    return make_advantage_estimator(
-        config.grpo.adv_estimator,
-        config.loss_fn,
-        clip_low=config.grpo.advantage_clip_low,
-        clip_high=config.grpo.advantage_clip_high,
-    )
-
-
-def _make_penalties(config: GRPOConfig, inputs: Inputs) -> Penalties | None:
-    decode = functools.partial(inputs.encoder.decode, keep_special=True)
-    return make_penalties(config.reward_penalties, config.grpo, decode)
-
-
-def _rollout_writer(config: GRPOConfig, path: Path, stack: AsyncExitStack) -> RolloutWriter | None:
+def _rollout_writer(config: TrainingConfig, path: Path, stack: AsyncExitStack) -> RolloutWriter | None:
     if not config.rollout.write_rollouts:
         return None
     return stack.enter_context(RolloutWriter(path, write_token_ids=config.rollout.write_token_ids))
 
 
-def logprobs_needed(config: GRPOConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator) -> LogprobsNeeded:
-    """With one optimizer step a batch, the loss's own forward pass gives the previous log-probs."""
-    num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
-    read_before_training = estimator.required_keys | (
-        {keys.PREV_LOGPROBS} if config.grpo.seq_logprob_error_threshold is not None else set()
-    )
-    return LogprobsNeeded(
-        previous=(num_steps > 1 and loss_fn.uses_prev_logprobs) or keys.PREV_LOGPROBS in read_before_training,
-        reference=keys.REFERENCE_LOGPROBS in (loss_fn.required_keys | estimator.required_keys),
-    )
-
-
-def _checkpoints(config: GRPOConfig, run_dir: Path) -> CheckpointStore | None:
+def _checkpoints(config: TrainingConfig, run_dir: Path) -> CheckpointStore | None:
     if not config.checkpointing.enabled:
         return None
     directory = config.checkpointing.checkpoint_dir
     return CheckpointStore(config.checkpointing, Path(directory) if directory else run_dir / "checkpoints")
 
 
-def _num_steps(config: GRPOConfig, num_prompts: int) -> int:
+def _num_steps(algorithm: RolloutTraining, num_prompts: int) -> int:
     """What the data allows where each step takes its prompts once; dynamic sampling takes more, so has fewer steps."""
-    of_the_data = math.ceil(config.grpo.max_num_epochs * num_prompts / config.grpo.num_prompts_per_step)
-    return min(config.grpo.max_num_steps, of_the_data)
+    of_the_data = math.ceil(algorithm.max_num_epochs * num_prompts / algorithm.num_prompts_per_step)
+    return min(algorithm.max_num_steps, of_the_data)
 
 
-def _summary(run: GRPORun, command: str) -> str:
+def _summary(run: TrainingRun, command: str) -> str:
     metrics_path = run.run_dir / METRICS_FILE
     rewards, accuracies = read_history(metrics_path) if metrics_path.exists() else ({}, {})
     latest = run.checkpoints.latest() if run.checkpoints else None
     go_on = None
     if latest is not None and run.checkpoints is not None:
         go_on = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}"
-        if latest.step >= run.config.grpo.max_num_steps:
-            go_on += f" grpo.max_num_steps={2 * latest.step}"
+        if latest.step >= run.config.algorithm.max_num_steps:
+            go_on += f" {run.config.algorithm_key}.max_num_steps={2 * latest.step}"
     return summary(
         rewards=rewards,
         accuracies=accuracies,

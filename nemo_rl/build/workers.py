@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.layout import Layout, layout_of
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.generation.make import make_generation
 from nemo_rl.interfaces import Generation, Policy
@@ -28,7 +28,7 @@ class Workers:
     shares_device: bool  # they take turns on CUDA devices
 
 
-def find_layout(config: GRPOConfig) -> Layout:
+def find_layout(config: TrainingConfig) -> Layout:
     """The layout on the device that there is; raises ConfigError for one that cannot be.
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
@@ -44,7 +44,7 @@ def find_layout(config: GRPOConfig) -> Layout:
 
 
 async def open_workers(
-    config: GRPOConfig, inputs: Inputs, model_path: str, layout: Layout, *, log_dir: Path, stack: AsyncExitStack
+    config: TrainingConfig, inputs: Inputs, model_path: str, layout: Layout, *, log_dir: Path, stack: AsyncExitStack
 ) -> Workers:
     """Start them; takes seconds. `stack` closes them, and raises WorkerError when a policy rank dies in between."""
     check_tensor_parallel(
@@ -53,9 +53,9 @@ async def open_workers(
     arguments = {
         "model_path": model_path,
         "temperature": config.policy.generation.temperature,
-        "needs_reference": config.loss_fn.reference_policy_kl_penalty > 0,
-        "num_samples_per_step": config.grpo.num_samples_per_step,
-        "seed": config.grpo.seed,
+        "needs_reference": config.needs_reference,
+        "num_samples_per_step": config.algorithm.num_samples_per_step,
+        "seed": config.seed,
         "tokenizer": inputs.tokenizer,
     }
     seats: Sequence[Seat] = ()
@@ -71,13 +71,15 @@ async def open_workers(
     return Workers(policy, generation, shares_device=_shares_device(config, layout))
 
 
-def engine_dtype(config: GRPOConfig) -> str:
+def engine_dtype(config: TrainingConfig) -> str:
     """The precision that the engines compute in."""
     precision = config.policy.generation.vllm_cfg.precision
     return config.policy.precision if precision == "auto" else precision
 
 
-async def _open_generation(config: GRPOConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]") -> Generation:
+async def _open_generation(
+    config: TrainingConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]"
+) -> Generation:
     section = config.policy.generation
     return await make_generation(
         section,
@@ -89,7 +91,7 @@ async def _open_generation(config: GRPOConfig, model_path: str, layout: Layout, 
     )
 
 
-def _shares_device(config: GRPOConfig, layout: Layout) -> bool:
+def _shares_device(config: TrainingConfig, layout: Layout) -> bool:
     """Unless they are split, or the engine was told not to sleep."""
     section = config.policy.generation
     may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False

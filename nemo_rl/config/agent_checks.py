@@ -2,12 +2,12 @@
 
 from nemo_rl.config.entry_checks import check_session_timeout, refuse_wrappers
 from nemo_rl.config.env import AgentSection
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.errors import ConfigError, suggestion
 
 
-def check_agents(config: GRPOConfig) -> None:
+def check_agents(config: RolloutConfig) -> None:
     """Raise ConfigError for the first agent that cannot run."""
     agents = {name: section for name, section in config.env.items() if isinstance(section, AgentSection)}
     for name, section in agents.items():
@@ -27,7 +27,7 @@ def _check_what_runs(key: str, section: AgentSection) -> None:
     refuse_wrappers(key, section, "agents run one prompt each; allowed: false (see in_tasks)")
 
 
-def _check_scorer(key: str, section: AgentSection, config: GRPOConfig) -> None:
+def _check_scorer(key: str, section: AgentSection, config: RolloutConfig) -> None:
     scorer = section.scored_by
     if scorer is None:
         return

@@ -1,4 +1,4 @@
-"""`grpo`: the algorithm's sizes, advantages, rewards and validation, under NeMo-RL's names."""
+"""`grpo` and `distillation`: sizes, schedule and validation, and what each has of its own, under NeMo-RL's names."""
 
 from typing import Literal
 
@@ -36,7 +36,7 @@ class AdvEstimator(Section):
     reward_weights: dict[str, float] = Field(default_factory=dict)  # gdpo: by reward name; 1 where not named
 
 
-class AsyncGRPO(Section):
+class AsyncRollouts(Section):
     """Rollouts collected in the background, while the policy trains (AReaL, arXiv 2505.24298)."""
 
     enabled: bool = False
@@ -47,8 +47,8 @@ class AsyncGRPO(Section):
     stale_groups: Literal["wait", "drop"] = "wait"  # a group at the age bound that still runs: the trainer waits for it
 
 
-class GRPO(Section):
-    """One training run."""
+class RolloutTraining(Section):
+    """Training on rollouts of the policy: how many, for how long, and how it is validated."""
 
     num_prompts_per_step: int = Field(default=32, gt=0)
     num_generations_per_prompt: int = Field(default=16, gt=0)
@@ -56,22 +56,6 @@ class GRPO(Section):
     max_num_epochs: int = Field(default=1, gt=0)
     max_num_steps: int = Field(default=1_000_000, gt=0)
     seed: int = 42
-
-    adv_estimator: AdvEstimator = AdvEstimator()
-    advantage_clip_low: float | None = None
-    advantage_clip_high: float | None = None
-    invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs
-    malformed_thinking_advantage: float | None = None  # of replies whose thinking tags do not open and close once
-    reward_scaling: RewardScaling = RewardScaling()
-    reward_shaping: RewardShaping = RewardShaping()
-    overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
-    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)  # sequences above it get weight 0
-
-    use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal
-    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
-    batch_multiplier: float = Field(default=1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
-
-    async_grpo: AsyncGRPO = AsyncGRPO()
 
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False
@@ -87,6 +71,35 @@ class GRPO(Section):
         """Rollouts of one step, failures included."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    @property
+    def background(self) -> AsyncRollouts:
+        """Whether, and how, rollouts are collected while the policy trains."""
+        raise NotImplementedError
+
+
+class GRPO(RolloutTraining):
+    """Group-relative policy optimization (arXiv 2402.03300) and its relatives."""
+
+    adv_estimator: AdvEstimator = AdvEstimator()
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs
+    malformed_thinking_advantage: float | None = None  # of replies whose thinking tags do not open and close once
+    reward_scaling: RewardScaling = RewardScaling()
+    reward_shaping: RewardShaping = RewardShaping()
+    overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)  # sequences above it get weight 0
+
+    use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal
+    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
+    batch_multiplier: float = Field(default=1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
+
+    async_grpo: AsyncRollouts = AsyncRollouts()
+
+    @property
+    def background(self) -> AsyncRollouts:
+        return self.async_grpo
+
     @model_validator(mode="before")
     @classmethod
     def _accept_flat_advantage_keys(cls, data: object) -> object:
@@ -99,3 +112,15 @@ class GRPO(Section):
         if moved and (inner is None or isinstance(inner, dict)):
             data["adv_estimator"] = {**moved, **(inner or {})}
         return data
+
+
+class Distillation(RolloutTraining):
+    """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says what it would have said."""
+
+    num_generations_per_prompt: int = Field(default=1, gt=0)
+    topk_logits_k: int = Field(default=64, gt=0)  # of the teacher's most likely tokens, those that the loss compares
+    async_rollouts: AsyncRollouts = AsyncRollouts()  # the keys of grpo.async_grpo
+
+    @property
+    def background(self) -> AsyncRollouts:
+        return self.async_rollouts

@@ -1,13 +1,15 @@
-"""What asynchronous training needs of the other sections."""
+"""What training on rollouts collected in the background needs of the other sections."""
 
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPOConfig, TrainingConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_async(config: GRPOConfig) -> None:
-    """Raise ConfigError for asynchronous training that would learn from samples as if they were the policy's own."""
-    section = config.grpo.async_grpo
-    if not section.enabled:
+def check_async(config: TrainingConfig) -> None:
+    """Raise ConfigError for GRPO that would learn from samples of older weights as if they were the policy's own.
+
+    Distillation needs no correction: its loss compares distributions at whatever tokens were sampled.
+    """
+    if not config.algorithm.background.enabled or not isinstance(config, GRPOConfig):
         return
     if not config.loss_fn.use_importance_sampling_correction:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Whether the metric that ranks checkpoints will exist."""
 
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.errors import ConfigError, suggestion
 
 KEY = "checkpointing.metric_name"
@@ -18,7 +18,7 @@ _TRAIN_NAMES = """
 TRAIN_METRICS = frozenset(_TRAIN_NAMES.split())
 
 
-def check_checkpointing(config: GRPOConfig) -> None:
+def check_checkpointing(config: TrainingConfig) -> None:
     """Raise ConfigError for a metric of an unknown name, or one that this run never computes.
 
     A name with a slash ("val:<data set>/accuracy", "train:advantages/mean") depends on the data and is checked when
@@ -37,16 +37,16 @@ def check_checkpointing(config: GRPOConfig) -> None:
         _check_validates(config, metric, name)
 
 
-def _check_validates(config: GRPOConfig, metric: str, name: str) -> None:
-    grpo = config.grpo
+def _check_validates(config: TrainingConfig, metric: str, name: str) -> None:
+    algorithm, section = config.algorithm, config.algorithm_key
     if config.data.validation is None:
         raise ConfigError(KEY, metric, "needs a data set in data.validation; without one use train:reward or null")
-    if grpo.val_period == 0 and not grpo.val_at_end:
-        raise ConfigError(KEY, metric, "needs grpo.val_period above 0, or grpo.val_at_end")
-    if name.rpartition("/")[2] == "greedy_accuracy" and not grpo.val_greedy:
-        raise ConfigError(KEY, metric, "needs grpo.val_greedy: true")
+    if algorithm.val_period == 0 and not algorithm.val_at_end:
+        raise ConfigError(KEY, metric, f"needs {section}.val_period above 0, or {section}.val_at_end")
+    if name.rpartition("/")[2] == "greedy_accuracy" and not algorithm.val_greedy:
+        raise ConfigError(KEY, metric, f"needs {section}.val_greedy: true")
 
 
-def _pass_metrics(config: GRPOConfig) -> frozenset[str]:
-    k = config.grpo.val_num_generations_per_prompt
+def _pass_metrics(config: TrainingConfig) -> frozenset[str]:
+    k = config.algorithm.val_num_generations_per_prompt
     return frozenset({f"pass_{k}"} if k > 1 else ())

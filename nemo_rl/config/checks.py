@@ -8,48 +8,37 @@ from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.async_checks import check_async
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.data import Dataset
+from nemo_rl.config.grpo_checks import check_grpo
 from nemo_rl.config.layout import layout_of
-from nemo_rl.config.loss_checks import check_advantages, check_loss
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
 from nemo_rl.config.nemo_gym_checks import check_nemo_gym
-from nemo_rl.config.penalty_checks import check_penalties
 from nemo_rl.config.policy import SchedulerStage
 from nemo_rl.config.scorer_checks import check_scorers
 from nemo_rl.errors import ConfigError, suggestion
 
 
-def check(config: GRPOConfig) -> None:
+def check(config: TrainingConfig) -> None:
     """Raise ConfigError for the first combination that cannot run."""
-    checks: tuple[Callable[[GRPOConfig], None], ...] = (
-        _check_batches,
-        _check_groups,
-        _check_sampling,
-        _check_lengths,
-        _check_engine,
-        _check_layout,
-        _check_scheduler,
-        check_loss,
-        check_async,
-        check_advantages,
-        check_penalties,
-        check_checkpointing,
-        check_agents,
-        check_nemo_gym,
-        check_scorers,
-        _check_data,
-    )
-    for one in checks:
+    for one in (*_ROLLOUT_CHECKS, *_TRAINING_CHECKS):
+        one(config)
+    if isinstance(config, GRPOConfig):
+        check_grpo(config)
+
+
+def check_rollouts(config: RolloutConfig) -> None:
+    """The same for what rollouts alone need."""
+    for one in _ROLLOUT_CHECKS:
         one(config)
 
 
-def _check_batches(config: GRPOConfig) -> None:
-    grpo, policy = config.grpo, config.policy
-    samples, batch = grpo.num_samples_per_step, policy.train_global_batch_size
+def _check_batches(config: TrainingConfig) -> None:
+    policy, key = config.policy, config.algorithm_key
+    samples, batch = config.algorithm.num_samples_per_step, policy.train_global_batch_size
     if samples % batch:
         raise ConfigError(
             "policy.train_global_batch_size",
             batch,
-            f"must divide grpo.num_prompts_per_step * grpo.num_generations_per_prompt = {samples}, "
+            f"must divide {key}.num_prompts_per_step * {key}.num_generations_per_prompt = {samples}, "
             "so that a step is a whole number of optimizer steps",
         )
     if batch % policy.train_micro_batch_size:
@@ -60,34 +49,21 @@ def _check_batches(config: GRPOConfig) -> None:
         )
 
 
-def _check_groups(config: GRPOConfig) -> None:
-    size, smallest = config.grpo.num_generations_per_prompt, config.rollout.min_group_size
-    if config.grpo.use_dynamic_sampling and size == 1:
-        raise ConfigError(
-            "grpo.use_dynamic_sampling", True, "would drop every group: grpo.num_generations_per_prompt must be above 1"
-        )
+def _check_groups(config: TrainingConfig) -> None:
+    size, smallest = config.algorithm.num_generations_per_prompt, config.rollout.min_group_size
     if smallest > size > 1:
-        raise ConfigError(
-            "rollout.min_group_size", smallest, f"must be at most grpo.num_generations_per_prompt = {size}"
-        )
-    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
-    if low is not None and high is not None and low > high:
-        raise ConfigError("grpo.advantage_clip_low", low, f"must be at most grpo.advantage_clip_high = {high}")
-    scaling = config.grpo.reward_scaling
-    if scaling.enabled and scaling.source_min >= scaling.source_max:
-        raise ConfigError(
-            "grpo.reward_scaling.source_min", scaling.source_min, f"must be below source_max = {scaling.source_max}"
-        )
+        key = f"{config.algorithm_key}.num_generations_per_prompt"
+        raise ConfigError("rollout.min_group_size", smallest, f"must be at most {key} = {size}")
 
 
-def _check_sampling(config: GRPOConfig) -> None:
+def _check_sampling(config: TrainingConfig) -> None:
     """The trainer's log-probs are log_softmax(logits / T): what else shapes the samples would not be in them."""
     generation, path = config.policy.generation, "policy.generation"
     if generation.temperature == 0:
         raise ConfigError(
             f"{path}.temperature",
             0.0,
-            "training needs samples that differ: above 0 (for validation: grpo.val_temperature)",
+            f"training needs samples that differ: above 0 (for validation: {config.algorithm_key}.val_temperature)",
         )
     if generation.top_p < 1:
         raise ConfigError(f"{path}.top_p", generation.top_p, "training needs the whole distribution: 1.0")
@@ -95,7 +71,7 @@ def _check_sampling(config: GRPOConfig) -> None:
         raise ConfigError(f"{path}.top_k", generation.top_k, "training needs the whole distribution: null")
 
 
-def _check_lengths(config: GRPOConfig) -> None:
+def _check_lengths(config: RolloutConfig) -> None:
     policy, total = config.policy, config.policy.max_total_sequence_length
     limit = f"policy.max_total_sequence_length = {total}"
     new, context = policy.generation.max_new_tokens, policy.generation.vllm_cfg.max_model_len
@@ -106,17 +82,9 @@ def _check_lengths(config: GRPOConfig) -> None:
     prompt = config.data.max_input_seq_length
     if prompt is not None and prompt > total:
         raise ConfigError("data.max_input_seq_length", prompt, f"must be at most {limit}")
-    shaping = config.grpo.reward_shaping
-    longest = shaping.max_response_length or new or total
-    if shaping.enabled and shaping.overlong_buffer_length > longest:
-        raise ConfigError(
-            "grpo.reward_shaping.overlong_buffer_length",
-            shaping.overlong_buffer_length,
-            f"must be at most the longest response, {longest} tokens",
-        )
 
 
-def _check_engine(config: GRPOConfig) -> None:
+def _check_engine(config: RolloutConfig) -> None:
     generation = config.policy.generation
     if generation.backend != "hf":
         return
@@ -130,13 +98,13 @@ def _check_engine(config: GRPOConfig) -> None:
         raise ConfigError("policy.generation.vllm_kwargs", generation.vllm_kwargs, "needs backend: vllm")
 
 
-def _check_layout(config: GRPOConfig) -> None:
+def _check_layout(config: TrainingConfig) -> None:
     """Where the device is known; `auto` is looked at before a model loads, by whoever may ask torch."""
     if config.policy.device != "auto":
         layout_of(config, config.policy.device)
 
 
-def _check_scheduler(config: GRPOConfig) -> None:
+def _check_scheduler(config: TrainingConfig) -> None:
     """One scheduler, or a sequence with the steps at which it goes on: one fewer than there are schedulers."""
     key, stages = "policy.scheduler", config.policy.scheduler
     if stages is None:
@@ -155,7 +123,7 @@ def _check_scheduler(config: GRPOConfig) -> None:
         raise ConfigError(key, milestones, "milestones must increase")
 
 
-def _check_data(config: GRPOConfig) -> None:
+def _check_data(config: RolloutConfig) -> None:
     default = config.data.default
     for key, dataset in _datasets(config):
         values: dict[str, Any] = {
@@ -165,7 +133,7 @@ def _check_data(config: GRPOConfig) -> None:
         _check_dataset(key, values, config)
 
 
-def _check_dataset(key: str, values: dict[str, Any], config: GRPOConfig) -> None:
+def _check_dataset(key: str, values: dict[str, Any], config: RolloutConfig) -> None:
     name = values["dataset_name"]
     if name is None:
         raise ConfigError(
@@ -186,7 +154,7 @@ def _check_dataset(key: str, values: dict[str, Any], config: GRPOConfig) -> None
         raise ConfigError(f"{key}.env_name", environment, problem)
 
 
-def _datasets(config: GRPOConfig) -> Iterable[tuple[str, Dataset]]:
+def _datasets(config: RolloutConfig) -> Iterable[tuple[str, Dataset]]:
     for name, sets in (("train", config.data.train), ("validation", config.data.validation)):
         if isinstance(sets, list):
             if not sets:
@@ -194,3 +162,22 @@ def _datasets(config: GRPOConfig) -> Iterable[tuple[str, Dataset]]:
             yield from ((f"data.{name}.{index}", one) for index, one in enumerate(sets))
         elif sets is not None:
             yield f"data.{name}", sets
+
+
+_ROLLOUT_CHECKS: tuple[Callable[[RolloutConfig], None], ...] = (
+    _check_lengths,
+    _check_engine,
+    check_agents,
+    check_nemo_gym,
+    check_scorers,
+    _check_data,
+)
+_TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
+    _check_batches,
+    _check_groups,
+    _check_sampling,
+    _check_layout,
+    _check_scheduler,
+    check_async,
+    check_checkpointing,
+)

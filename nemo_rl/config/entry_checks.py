@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from nemo_rl.config.environment import EnvironmentSection
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_session_timeout(key: str, timeout_s: float, config: GRPOConfig) -> None:
+def check_session_timeout(key: str, timeout_s: float, config: RolloutConfig) -> None:
     """A rollout that others run ends before the watchdog, and before the gateway forgets its session."""
     limits = {
         "rollout.stall_timeout_s": config.rollout.stall_timeout_s,

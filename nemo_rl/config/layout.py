@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_rl.config.generation import GenerationSection
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.config.policy import Policy
 from nemo_rl.config.scorers import RewardModelPlacement
 from nemo_rl.errors import ConfigError
@@ -76,7 +76,7 @@ class _Pool:
         return len(self.nodes) * len(self.gpus)
 
 
-def layout_of(config: GRPOConfig, device: Device) -> Layout:
+def layout_of(config: TrainingConfig, device: Device) -> Layout:
     """The layout on `device`; raises ConfigError, with the key and what is allowed, for one that cannot be."""
     cluster, policy, generation = config.cluster, config.policy, config.policy.generation
     if device == "cuda" and cluster.gpus_per_node == 0:
@@ -100,7 +100,7 @@ def layout_of(config: GRPOConfig, device: Device) -> Layout:
     return layout
 
 
-def _pools(config: GRPOConfig, device: Device) -> tuple[_Pool, _Pool]:
+def _pools(config: TrainingConfig, device: Device) -> tuple[_Pool, _Pool]:
     """The policy's and the engines' part of the cluster: the same where they are colocated."""
     nodes = config.cluster.num_nodes
     gpus = config.cluster.gpus_per_node if device == "cuda" else 0
@@ -132,7 +132,7 @@ def _pools(config: GRPOConfig, device: Device) -> tuple[_Pool, _Pool]:
     return _Pool(range(nodes), range(gpus - own)), _Pool(range(nodes), range(gpus - own, gpus))
 
 
-def _of_a_node(config: GRPOConfig, gpus: int) -> int:
+def _of_a_node(config: TrainingConfig, gpus: int) -> int:
     """GPUs that the engines use on a node of their own."""
     own = config.policy.generation.colocated.resources.gpus_per_node
     if own is not None and gpus and own > gpus:
@@ -210,14 +210,14 @@ def _check_hf_engine(generation: GenerationSection, layout: Layout) -> None:
         )
 
 
-def _check_background_collection(config: GRPOConfig, layout: Layout) -> None:
+def _check_background_collection(config: TrainingConfig, layout: Layout) -> None:
     """An engine that samples while the policy trains cannot give it its memory."""
     generation = config.policy.generation
     sleeps = generation.backend == "vllm" and generation.vllm_cfg.enable_sleep_mode is not False
-    if config.grpo.async_grpo.enabled and layout.device == "cuda" and not layout.is_split and sleeps:
+    if config.algorithm.background.enabled and layout.device == "cuda" and not layout.is_split and sleeps:
         raise ConfigError(
             "policy.generation.vllm_cfg.enable_sleep_mode",
             generation.vllm_cfg.enable_sleep_mode,
-            "grpo.async_grpo samples during training, and a colocated engine would sleep then; allowed: false, "
+            "rollouts are collected during training, and a colocated engine would sleep then; allowed: false, "
             "or policy.generation.colocated.enabled: false",
         )

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from nemo_rl.config.checks import check
 from nemo_rl.config.compatibility import move_keys, name_datasets, take_out
 from nemo_rl.config.entries import KINDS, Kinds
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig
 from nemo_rl.config.merging import merged
 from nemo_rl.config.nemo_gym import gather_overrides
 from nemo_rl.config.overrides import apply_override
@@ -34,31 +34,41 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
 
     Example: `load_config(Path("examples/configs/quickstart.yaml"), ["grpo.max_num_steps=2"])`
     """
-    config = _load(GRPOConfig, path, overrides, prepare=_translate)
+    config = read_config(GRPOConfig, path, overrides, prepare=translate)
+    check(config)
+    return config
+
+
+def load_distillation_config(path: Path, overrides: Sequence[str] = ()) -> DistillationConfig:
+    """The same for `examples/run_distillation.py`."""
+    config = read_config(DistillationConfig, path, overrides, prepare=translate)
     check(config)
     return config
 
 
 def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
     """The same for `examples/run_rm.py`."""
-    config = _load(RewardModelConfig, path, overrides)
+    config = read_config(RewardModelConfig, path, overrides)
     check_reward_model(config)
     return config
 
 
-def resolved_yaml(config: GRPOConfig | RewardModelConfig) -> str:
+def resolved_yaml(config: Section) -> str:
     """Every key with its value, as YAML that `load_config` reads to an equal configuration.
 
-    Of the data sets only the keys that are set: the others come from `data.default` or from what is known of the set.
+    The sections that the algorithm has of its own come first. Of the data sets only the keys that are set: the others come from `data.default` or from what is known of the set.
     """
     values = config.model_dump()
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, RolloutConfig):
         set_values = config.data.model_dump(exclude_unset=True)
         values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
+    own_first = dict.fromkeys(
+        name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}) if name in values
+    )
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped({name: values[name] for name in own_first})))
 
 
-def _load(
+def read_config(
     schema: type[ConfigT],
     path: Path,
     overrides: Sequence[str],
@@ -74,7 +84,7 @@ def _load(
     return _validate(schema, resolved)
 
 
-def _translate(resolved: dict[str, Any]) -> None:
+def translate(resolved: dict[str, Any]) -> None:
     """NeMo-RL's keys and names, in place."""
     take_out(resolved)
     name_datasets(resolved)

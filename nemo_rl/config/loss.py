@@ -1,4 +1,4 @@
-"""`loss_fn`: the clipped policy-gradient loss and its relatives, under NeMo-RL's names. Formulas: docs/losses.md."""
+"""`loss_fn`: policy-gradient losses, and that of distillation, under NeMo-RL's names. Formulas: docs/losses.md."""
 
 from typing import Literal
 
@@ -30,3 +30,11 @@ class LossFn(Section):
     truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
 
     positive_example_nll_weight: float = Field(default=0.0, ge=0)  # VAPO
+
+
+class DistillationLoss(Section):
+    """A divergence of the student's next-token distributions from the teacher's, over its most likely tokens."""
+
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)  # mixed: of forward; reverse has the rest
+    zero_outside_topk: bool = False  # the teacher gives no probability to other tokens; else both are renormalised

@@ -1,27 +1,25 @@
-"""The whole configuration of a GRPO run."""
+"""The whole configuration of a training run on rollouts; one class a script of examples/."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from nemo_rl.config.algorithm import GRPO
+from nemo_rl.config.algorithm import GRPO, Distillation, RolloutTraining
 from nemo_rl.config.data import Data
 from nemo_rl.config.entries import KINDS
 from nemo_rl.config.environment import EnvironmentSection
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import DistillationLoss, LossFn
 from nemo_rl.config.penalties import RewardPenalties
 from nemo_rl.config.policy import Policy
 from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, WeightSync
 from nemo_rl.config.scorers import RewardModelPlacement, ScorerSection
 from nemo_rl.config.section import Section
+from nemo_rl.config.teacher import Teacher
 
 
-class GRPOConfig(Section):
-    """`examples/run_grpo.py`: what a recipe may say."""
+class RolloutConfig(Section):
+    """What rollouts are made of, whatever becomes of them."""
 
-    grpo: GRPO
-    loss_fn: LossFn = LossFn()
-    reward_penalties: RewardPenalties = RewardPenalties()
     policy: Policy
     data: Data
     env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)
@@ -29,15 +27,17 @@ class GRPOConfig(Section):
     reward_model: RewardModelPlacement = RewardModelPlacement()
     rollout: Rollout = Rollout()
     gateway: Gateway = Gateway()
-    weight_sync: WeightSync = WeightSync()
-    checkpointing: Checkpointing = Checkpointing()
     logger: Logger = Logger()
     cluster: Cluster = Cluster()
 
     @property
-    def min_group_size(self) -> int:
-        """Survivors that a group needs to be trained on: never more than it has members."""
-        return min(self.rollout.min_group_size, self.grpo.num_generations_per_prompt)
+    def seed(self) -> int:
+        """Of the order of prompts and of every sample."""
+        raise NotImplementedError
+
+    @property
+    def max_rollout_turns(self) -> int:
+        raise NotImplementedError
 
     @field_validator("env", mode="before")
     @classmethod
@@ -48,3 +48,67 @@ class GRPOConfig(Section):
     @classmethod
     def _scorer_by_type(cls, entries: Any) -> Any:
         return KINDS["scorers"].read_all(entries)
+
+
+class TrainingConfig(RolloutConfig):
+    """What every algorithm that trains on rollouts has; `algorithm` is the section named `algorithm_key`."""
+
+    algorithm_key: ClassVar[str]
+
+    weight_sync: WeightSync = WeightSync()
+    checkpointing: Checkpointing = Checkpointing()
+    teacher: Teacher | None = None  # of all tasks
+    teachers: dict[str, Teacher] = Field(default_factory=dict)  # by task name, before `teacher`
+
+    @property
+    def algorithm(self) -> RolloutTraining:
+        raise NotImplementedError
+
+    @property
+    def seed(self) -> int:
+        return self.algorithm.seed
+
+    @property
+    def max_rollout_turns(self) -> int:
+        return self.algorithm.max_rollout_turns
+
+    @property
+    def min_group_size(self) -> int:
+        """Survivors that a group needs to be trained on: never more than it has members."""
+        return min(self.rollout.min_group_size, self.algorithm.num_generations_per_prompt)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the first weights is kept."""
+        return False
+
+
+class GRPOConfig(TrainingConfig):
+    """`examples/run_grpo.py`: what a recipe may say."""
+
+    algorithm_key: ClassVar[str] = "grpo"
+
+    grpo: GRPO
+    loss_fn: LossFn = LossFn()
+    reward_penalties: RewardPenalties = RewardPenalties()
+
+    @property
+    def algorithm(self) -> GRPO:
+        return self.grpo
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss_fn.reference_policy_kl_penalty > 0
+
+
+class DistillationConfig(TrainingConfig):
+    """`examples/run_distillation.py`: what a recipe may say."""
+
+    algorithm_key: ClassVar[str] = "distillation"
+
+    distillation: Distillation = Distillation()
+    loss_fn: DistillationLoss = DistillationLoss()
+
+    @property
+    def algorithm(self) -> Distillation:
+        return self.distillation

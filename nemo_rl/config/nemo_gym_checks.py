@@ -3,12 +3,12 @@
 from urllib.parse import urlsplit
 
 from nemo_rl.config.entry_checks import check_session_timeout, refuse_wrappers
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.errors import ConfigError
 
 
-def check_nemo_gym(config: GRPOConfig) -> None:
+def check_nemo_gym(config: RolloutConfig) -> None:
     """Raise ConfigError for the first stack that can neither be reached nor started."""
     for name, section in config.env.items():
         if isinstance(section, NemoGymSection):
@@ -32,7 +32,7 @@ def _check_stack(key: str, section: NemoGymSection) -> None:
             raise ConfigError(f"{key}.{name}", value, "is for a stack that is started; this one runs already")
 
 
-def _check_limits(key: str, section: NemoGymSection, config: GRPOConfig) -> None:
+def _check_limits(key: str, section: NemoGymSection, config: RolloutConfig) -> None:
     check_session_timeout(key, section.timeout_s, config)
     if section.port_range_low > section.port_range_high:
         low, high = section.port_range_low, section.port_range_high

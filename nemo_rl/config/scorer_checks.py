@@ -2,12 +2,12 @@
 
 from nemo_rl.config.entry_checks import check_timeout
 from nemo_rl.config.env import RewardModelEnvironmentSection
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import RolloutConfig, TrainingConfig
 from nemo_rl.config.scorers import EndpointSection, JudgeSection, RewardModelSection
 from nemo_rl.errors import ConfigError
 
 
-def check_scorers(config: GRPOConfig) -> None:
+def check_scorers(config: RolloutConfig) -> None:
     """Raise ConfigError for the first scorer that cannot score, or environment that has none it needs."""
     used = {name for section in config.env.values() for name in section.scorers}
     for task, section in config.env.items():
@@ -36,7 +36,7 @@ def _check_endpoint(name: str, section: EndpointSection) -> None:
             raise ConfigError(f"scorers.{name}.min_score", low, f"must be below max_score = {high:g}")
 
 
-def _check_placement(config: GRPOConfig) -> None:
+def _check_placement(config: RolloutConfig) -> None:
     """verl's keys: a pool of its own has GPUs; without one nothing is counted."""
     placement = config.reward_model
     models = [name for name, section in config.scorers.items() if isinstance(section, RewardModelSection)]
@@ -49,8 +49,9 @@ def _check_placement(config: GRPOConfig) -> None:
             raise ConfigError(f"reward_model.{key}", value, problem)
         if value < 0:
             raise ConfigError(f"reward_model.{key}", value, "must be 0 or more")
-    if placement.shares_device and config.grpo.async_grpo.enabled:
-        problem = "needs reward_model.enable_resource_pool: true, since the engine never sleeps between rollouts"
-        raise ConfigError("grpo.async_grpo.enabled", True, problem)
+    is_async = isinstance(config, TrainingConfig) and config.algorithm.background.enabled
+    if placement.shares_device and is_async:
+        problem = "allowed: true, since the engine never sleeps between rollouts that are collected in the background"
+        raise ConfigError("reward_model.enable_resource_pool", False, problem)
     if placement.enable_resource_pool and not placement.enable:
         raise ConfigError("reward_model.enable_resource_pool", True, "needs reward_model.enable: true")

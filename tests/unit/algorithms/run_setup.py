@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.grpo import GRPO
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.placement import Placement
-from nemo_rl.algorithms.run import GRPORun, LogprobsNeeded
+from nemo_rl.algorithms.run import TrainingRun
+from nemo_rl.algorithms.stages import LogprobsNeeded
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.checkpoint import CheckpointStore
@@ -82,7 +84,7 @@ class RecordingSource:
 class Rig:
     """A run, and its parts under their own types."""
 
-    run: GRPORun
+    run: TrainingRun
     calls: list[str]  # of policy, source, weight sync and validation's environment, in order
     policy: FakePolicy
     source: RecordingSource
@@ -165,18 +167,25 @@ def make_rig(
     policy = FakePolicy(calls, on_train_step=on_train_step)
     source = RecordingSource(make_source(config, inputs, context, None), calls)
     logger = RecordingLogger()
-    run = GRPORun(
+    placement = Placement(policy, generation, shares_device=shares_device)
+    algorithm = GRPO(
         config=config,
-        run_dir=directory,
-        num_steps=config.grpo.max_num_steps,
-        source=source,
-        generation=generation,
-        policy=policy,
-        placement=Placement(policy, generation, shares_device=shares_device),
-        weight_sync=FakeWeightSync(calls),
         loss_fn=PolicyGradientLoss(config.loss_fn),
         advantage_estimator=make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn),
         logprobs_needed=needed,
+        policy=policy,
+        placement=placement,
+    )
+    run = TrainingRun(
+        config=config,
+        run_dir=directory,
+        num_steps=config.grpo.max_num_steps,
+        algorithm=algorithm,
+        source=source,
+        generation=generation,
+        policy=policy,
+        placement=placement,
+        weight_sync=FakeWeightSync(calls),
         validator=make_validator(config, inputs, context),
         checkpoints=CheckpointStore(config.checkpointing, directory / "checkpoints"),
         logger=logger,

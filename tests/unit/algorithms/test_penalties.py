@@ -12,8 +12,7 @@ from tensordict import TensorDict
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.penalties import Penalties, make_penalties
 from nemo_rl.algorithms.rewards import shaped_rewards
-from nemo_rl.algorithms.run import GRPORun
-from nemo_rl.algorithms.stages import estimate_advantages, make_batch, train_rewards
+from nemo_rl.algorithms.stages import assemble, estimate_advantages, train_rewards
 from nemo_rl.config.algorithm import GRPO, RewardScaling
 from nemo_rl.config.penalties import PenaltyTokenIds, RewardPenalties
 from nemo_rl.interfaces import CollectedGroups
@@ -172,13 +171,15 @@ class Run:
     penalties: Penalties | None
     config: Any
 
-    def advantage_estimator(self, batch: TensorDict) -> torch.Tensor:
+    required_keys = frozenset({keys.REWARD})
+
+    def __call__(self, batch: TensorDict) -> torch.Tensor:
         return batch[keys.REWARD][:, None].expand_as(batch[keys.TOKEN_MASK])
 
 
-def stage_run(grpo: GRPO) -> GRPORun:
+def stage_run(grpo: GRPO) -> Run:
     config = SimpleNamespace(grpo=grpo, min_group_size=1, policy=SimpleNamespace(max_response_length=None))
-    return Run(make_penalties(RewardPenalties(), grpo, decode), config)  # type: ignore[return-value]
+    return Run(make_penalties(RewardPenalties(), grpo, decode), config)
 
 
 def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
@@ -190,9 +191,9 @@ def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
         other_chains=((context("a"), reply(thought)), (context("a"), reply(broken_call + thought))),
     )
     collected = CollectedGroups((TrajectoryGroup("g", PROMPT, (first, second)),))
-    rewards = train_rewards(run, collected)
-    batch = make_batch(run, collected, rewards)
-    estimate_advantages(run, batch)
+    rewards = train_rewards(run.config, run.penalties, collected)
+    batch = assemble(run.config, collected, rewards)
+    estimate_advantages(run.config, run, batch)
     advantages = batch[keys.ADVANTAGES]
     assert advantages[0, :17].tolist() == [1.0] * 2 + [-5.0] * 12 + [1.0] * 3
     assert advantages[1].tolist() == [2.0] * advantages.shape[1]
@@ -206,8 +207,8 @@ def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
 def test_a_run_without_penalties_keeps_its_advantages() -> None:
     run = stage_run(GRPO())
     collected = CollectedGroups((TrajectoryGroup("g", PROMPT, (rollout(context("a"), reply("</think>")),)),))
-    rewards = train_rewards(run, collected)
-    batch = make_batch(run, collected, rewards)
-    estimate_advantages(run, batch)
+    rewards = train_rewards(run.config, run.penalties, collected)
+    batch = assemble(run.config, collected, rewards)
+    estimate_advantages(run.config, run, batch)
     assert batch[keys.ADVANTAGES].unique().tolist() == [1.0]
     assert rewards.faults.metrics == {}

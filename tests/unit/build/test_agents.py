@@ -6,7 +6,7 @@ import pytest
 from openai import OpenAI
 
 from nemo_rl.build.agents import make_agents, make_codec
-from nemo_rl.build.session import train_grpo
+from nemo_rl.build.session import run_training
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agent_process import CommandAgent
@@ -33,7 +33,7 @@ def test_a_run_trains_on_an_agents_rollouts_beside_those_of_an_environment(recip
         f"{{dataset_name: jsonl, data_path: {tmp_path / 'others.jsonl'}, env_name: letters}}]"
     )
     config = recipe(AGENT, both, "grpo.num_prompts_per_step=4", "policy.train_global_batch_size=12")
-    asyncio.run(train_grpo(config, "uv run train.py"))
+    asyncio.run(run_training(config, "uv run train.py"))
     (directory,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (directory / "rollouts" / "train.jsonl").read_text().splitlines()]
     assert {row["task_name"] for row in rows} == {"asker", "letters"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.grpo import Training
-from nemo_rl.build.session import train_grpo
+from nemo_rl.algorithms.loop import Training
+from nemo_rl.build.session import run_training
 from nemo_rl.observability.metric_names import undocumented
 from tests.unit.build.conftest import Recipe
 
@@ -26,7 +26,7 @@ CORRECTED = (
 
 def trained(recipe: Recipe, runs: Path, *overrides: str) -> tuple[Training, dict[int, dict[str, float]]]:
     """What a run reached, and its metrics by step."""
-    training = asyncio.run(train_grpo(recipe(*CORRECTED, f"logger.log_dir={runs}", *overrides), "uv run train.py"))
+    training = asyncio.run(run_training(recipe(*CORRECTED, f"logger.log_dir={runs}", *overrides), "uv run train.py"))
     metrics: dict[int, dict[str, float]] = {}
     (path,) = runs.glob("*/metrics.jsonl")
     for line in path.read_text().splitlines():

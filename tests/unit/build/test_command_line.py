@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.build import session
-from nemo_rl.build.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, run_command
+from nemo_rl.build.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, GRPO_JOB, run_command
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.errors import ConfigError, RolloutError
 
@@ -35,23 +35,23 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GRPOConfig, str]]:
     """Configuration and command of the runs that would have been trained."""
     runs: list[tuple[GRPOConfig, str]] = []
 
-    async def train_grpo(config: GRPOConfig, command: str) -> Training:
+    async def run_training(config: GRPOConfig, command: str) -> Training:
         runs.append((config, command))
         return Training(interrupted=False)
 
-    monkeypatch.setattr(session, "train_grpo", train_grpo)
+    monkeypatch.setattr(session, "run_training", run_training)
     return runs
 
 
 def failing_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def train_grpo(config: GRPOConfig, command: str) -> Training:
+    async def run_training(config: GRPOConfig, command: str) -> Training:
         raise error
 
-    monkeypatch.setattr(session, "train_grpo", train_grpo)
+    monkeypatch.setattr(session, "run_training", run_training)
 
 
 def run(recipe: Path, *arguments: str) -> int:
-    return run_command(arguments, description="Train.", default_config=recipe)
+    return run_command(arguments, description="Train.", default_config=recipe, job=GRPO_JOB)
 
 
 def test_without_arguments_the_default_recipe_trains(recipe: Path, started: list[tuple[GRPOConfig, str]]) -> None:
@@ -110,10 +110,10 @@ def test_other_errors_keep_their_traceback(recipe: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_that_was_stopped_exits_with_130(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def train_grpo(config: GRPOConfig, command: str) -> Training:
+    async def run_training(config: GRPOConfig, command: str) -> Training:
         return Training(interrupted=True)
 
-    monkeypatch.setattr(session, "train_grpo", train_grpo)
+    monkeypatch.setattr(session, "run_training", run_training)
     assert run(recipe) == EXIT_INTERRUPTED == 130
 
 

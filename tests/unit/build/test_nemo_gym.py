@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.build.session import train_grpo
+from nemo_rl.build.session import run_training
 from nemo_rl.errors import ConfigError
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of
 from tests.unit.build.conftest import Recipe
@@ -40,7 +40,7 @@ def train(recipe: Recipe, folder: Path, rows: Sequence[Any], *overrides: str) ->
                 "policy.max_total_sequence_length=64",
                 *overrides,
             )
-            await train_grpo(config, "uv run train.py")
+            await run_training(config, "uv run train.py")
         return stack
 
     return asyncio.run(main())

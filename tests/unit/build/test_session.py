@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.advantage import make_advantage_estimator
-from nemo_rl.algorithms.grpo import Training
+from nemo_rl.algorithms.loop import Training
 from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.algorithms.run import LogprobsNeeded
-from nemo_rl.build.session import logprobs_needed, open_grpo, train_grpo
+from nemo_rl.algorithms.stages import LogprobsNeeded
+from nemo_rl.build.algorithms import logprobs_needed
+from nemo_rl.build.session import open_run, run_training
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.metric_names import undocumented
 from tests.unit.build.conftest import Recipe
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("process_state")
 
 
 def trained(recipe: Recipe, *overrides: str) -> Training:
-    return asyncio.run(train_grpo(recipe(*overrides), "uv run train.py"))
+    return asyncio.run(run_training(recipe(*overrides), "uv run train.py"))
 
 
 def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
@@ -56,7 +57,7 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
 
     async def main() -> None:
         config = recipe("env.letters.type=tests.unit.build.scoring:Closing", "++env.other={type: no_such_type}")
-        async with open_grpo(config):
+        async with open_run(config):
             raise AssertionError("opened")
 
     with pytest.raises(ConfigError, match=r"env\.other\.type"):

@@ -31,8 +31,8 @@ USES_MODEL = "++env.math.scorers=[rm]"
                 *(MODEL, USES_MODEL, "++reward_model.enable=true", "grpo.async_grpo.enabled=true"),
                 "loss_fn.use_importance_sampling_correction=true",
             ],
-            "grpo.async_grpo.enabled",
-            "enable_resource_pool",
+            "reward_model.enable_resource_pool",
+            "background",
         ),
         ([MODEL, USES_MODEL, "++reward_model.nnodes=-1"], "reward_model.nnodes", "0 or more"),
         (

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.grpo import Training, train
 from nemo_rl.algorithms.interrupt import Interrupt
-from nemo_rl.algorithms.run import LogprobsNeeded
+from nemo_rl.algorithms.loop import Training, train
+from nemo_rl.algorithms.stages import LogprobsNeeded
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability.metric_names import undocumented
 from nemo_rl.types import EnvStep, FailureClass

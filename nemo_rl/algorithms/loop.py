@@ -1,0 +1,140 @@
+"""The loop of every algorithm that trains on rollouts.
+
+Synchronous, asynchronous and filtered training differ in `run.source`, algorithms in `run.algorithm`, not here.
+"""
+
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from nemo_rl.algorithms.interrupt import Interrupted
+from nemo_rl.algorithms.report import report_start, report_step, report_validation
+from nemo_rl.algorithms.resuming import Position, restore, save
+from nemo_rl.algorithms.run import TrainingRun
+from nemo_rl.errors import RolloutError
+from nemo_rl.observability.timer import StepTimer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Training:
+    """What a run has reached."""
+
+    position: Position  # always what the policy holds, so that it can be saved at any await
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
+    validations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
+    is_spent: bool = False  # the data set has no prompt left
+    interrupted: bool = False
+
+
+async def train(run: TrainingRun) -> Training:
+    """Train until `max_num_steps`, the end of the data, or a signal; goes on from the newest checkpoint."""
+    training = Training(await restore(run))
+    report_start(run, training.position.step)
+    try:
+        is_published = await _publish(run, training.position.step)
+        if is_published and run.config.algorithm.val_at_start and training.position.step == 0:
+            await _validate(run, training, StepTimer())
+        while _goes_on(run, training):
+            await train_one_step(run, training)
+    except Interrupted:
+        logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
+    except RolloutError:  # the policy is whole: what it has learnt is not lost
+        await save(run, training.position, _named_metrics(training))
+        raise
+    if training.is_spent:
+        await _finish(run, training)
+    training.interrupted = run.interrupt.requested
+    if training.interrupted:
+        await save(run, training.position, _named_metrics(training))
+    return training
+
+
+def _goes_on(run: TrainingRun, training: Training) -> bool:
+    at_end = training.position.step >= run.config.algorithm.max_num_steps
+    return not (at_end or training.is_spent or run.interrupt.requested)
+
+
+async def train_one_step(run: TrainingRun, training: Training) -> None:
+    """Collect, train, refit, and whatever is due after this step; `training` moves on."""
+    policy, step, timer = run.policy, training.position.step, StepTimer()
+    with timer("total_step_time"):
+        with timer(run.generation_phase):
+            try:
+                collected = await run.interrupt.guard(run.source.next_groups(weight_version=step))
+            except StopAsyncIteration:
+                training.is_spent = True
+                return
+        batch, metrics = await run.algorithm.make_batch(collected, timer)
+        with timer("policy_training"):
+            metrics |= await policy.train_step(batch, run.algorithm.loss_fn)
+        step += 1
+        training.position, training.metrics = Position(step, run.source.state_dict()), metrics
+        with timer("weight_sync"):
+            is_published = await _publish(run, step)
+        if is_published and _validates_after(run, step):
+            await _validate(run, training, timer)
+        await _save_if_due(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
+    report_step(run, step, metrics, timer)
+
+
+async def _publish(run: TrainingRun, step: int) -> bool:
+    """Bring the policy's weights to the engine and leave the device to it.
+
+    Rollouts that run in the background go on through it where asked; else they end first, and none starts meanwhile.
+    False where a stop is asked for while they end: the step that was trained is complete without it.
+    """
+    await run.placement.for_publishing()
+    async with AsyncExitStack() as stack:
+        hold = run.source.hold(until_idle=not run.config.algorithm.background.in_flight_weight_updates)
+        try:
+            await run.interrupt.guard(stack.enter_async_context(hold))
+        except Interrupted:
+            logger.info("the weights of step %d do not go to the engine any more", step)
+            return False
+        await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
+    await run.placement.for_generation()
+    return True
+
+
+async def _finish(run: TrainingRun, training: Training) -> None:
+    """What the last step does, for a data set that ended before `max_num_steps`."""
+    section = run.config.algorithm_key
+    logger.info("the data set is spent after %d steps (%s.max_num_epochs)", training.position.step, section)
+    if run.config.algorithm.val_at_end and training.position.step not in training.validations:
+        await _validate(run, training, StepTimer())
+    await _save_if_due(run, training, StepTimer(), is_last=True)
+
+
+def _validates_after(run: TrainingRun, step: int) -> bool:
+    config = run.config.algorithm
+    due = config.val_period > 0 and step % config.val_period == 0
+    return due or (config.val_at_end and step == config.max_num_steps)
+
+
+async def _validate(run: TrainingRun, training: Training, timer: StepTimer) -> None:
+    """Without effect where there is nothing to validate on, or where a stop is asked for before the end."""
+    if run.validator is None:
+        return
+    try:
+        with timer("total_validation_time"):
+            async with run.source.hold():
+                validation = await run.interrupt.guard(run.validator.validate())
+    except Interrupted:
+        logger.info("the validation after step %d is abandoned", training.position.step)
+        return
+    training.validations[training.position.step] = validation.metrics
+    report_validation(run, training.position.step, validation, timer)
+
+
+async def _save_if_due(run: TrainingRun, training: Training, timer: StepTimer, *, is_last: bool) -> None:
+    if run.checkpoints is not None and run.checkpoints.should_save(training.position.step, is_last=is_last):
+        with timer("checkpointing"):
+            await save(run, training.position, _named_metrics(training))
+
+
+def _named_metrics(training: Training) -> dict[str, float]:
+    """What is known of the step that training stands at, under the names of `checkpointing.metric_name`."""
+    of_validation = training.validations.get(training.position.step, {})
+    return {f"train:{k}": v for k, v in training.metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}

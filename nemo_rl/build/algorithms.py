@@ -1,0 +1,56 @@
+"""The algorithm that a configuration asks for: its loss and the stages before it."""
+
+import functools
+
+from nemo_rl import batch as keys
+from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.grpo import GRPO
+from nemo_rl.algorithms.loss import PolicyGradientLoss
+from nemo_rl.algorithms.penalties import make_penalties
+from nemo_rl.algorithms.placement import Placement
+from nemo_rl.algorithms.run import Algorithm
+from nemo_rl.algorithms.stages import LogprobsNeeded
+from nemo_rl.build.inputs import Inputs
+from nemo_rl.config.master import GRPOConfig, TrainingConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import AdvantageEstimator, Policy
+from nemo_rl.policy.micro_batches import expected_optimizer_steps
+
+
+def make_algorithm(config: TrainingConfig, inputs: Inputs, policy: Policy, placement: Placement) -> Algorithm:
+    """Loads nothing: policy and teachers are there already."""
+    if isinstance(config, GRPOConfig):
+        return _make_grpo(config, inputs, policy, placement)
+    raise ConfigError(config.algorithm_key, None, "not an algorithm that is trained here")
+
+
+def _make_grpo(config: GRPOConfig, inputs: Inputs, policy: Policy, placement: Placement) -> GRPO:
+    loss_fn = PolicyGradientLoss(config.loss_fn)
+    estimator = make_advantage_estimator(
+        config.grpo.adv_estimator,
+        config.loss_fn,
+        clip_low=config.grpo.advantage_clip_low,
+        clip_high=config.grpo.advantage_clip_high,
+    )
+    decode = functools.partial(inputs.encoder.decode, keep_special=True)
+    return GRPO(
+        config=config,
+        loss_fn=loss_fn,
+        advantage_estimator=estimator,
+        logprobs_needed=logprobs_needed(config, loss_fn, estimator),
+        policy=policy,
+        placement=placement,
+        penalties=make_penalties(config.reward_penalties, config.grpo, decode),
+    )
+
+
+def logprobs_needed(config: GRPOConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator) -> LogprobsNeeded:
+    """With one optimizer step a batch, the loss's own forward pass gives the previous log-probs."""
+    num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
+    read_before_training = estimator.required_keys | (
+        {keys.PREV_LOGPROBS} if config.grpo.seq_logprob_error_threshold is not None else set()
+    )
+    return LogprobsNeeded(
+        previous=(num_steps > 1 and loss_fn.uses_prev_logprobs) or keys.PREV_LOGPROBS in read_before_training,
+        reference=keys.REFERENCE_LOGPROBS in (loss_fn.required_keys | estimator.required_keys),
+    )
