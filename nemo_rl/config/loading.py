@@ -62,10 +62,9 @@ def resolved_yaml(config: Section) -> str:
     if isinstance(config, RolloutConfig):
         set_values = config.data.model_dump(exclude_unset=True)
         values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
-    own_first = dict.fromkeys(
-        name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}) if name in values
-    )
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped({name: values[name] for name in own_first})))
+    declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
+    own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(own_first)))
 
 
 def read_config(
