@@ -56,7 +56,8 @@ def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> Rewar
 def resolved_yaml(config: Section) -> str:
     """Every key with its value, as YAML that `load_config` reads to an equal configuration.
 
-    The sections that the algorithm has of its own come first. Of the data sets only the keys that are set: the others come from `data.default` or from what is known of the set.
+    The sections that the algorithm has of its own come first. Of the data sets only the keys that are set: the others
+    come from `data.default` or from what is known of the set.
     """
     values = config.model_dump()
     if isinstance(config, RolloutConfig):
