@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.megatron import MegatronCfg
 from nemo_rl.config.section import Section
 
 
@@ -53,6 +54,7 @@ class Policy(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
 
     dtensor_cfg: DTensorCfg = DTensorCfg()
+    megatron_cfg: MegatronCfg = MegatronCfg()
     optimizer: Optimizer = Optimizer()
     scheduler: SchedulerStage | list[SchedulerStage] | None = None
     generation: GenerationSection = GenerationSection()
@@ -61,3 +63,15 @@ class Policy(Section):
     def max_response_length(self) -> int:
         """Tokens that one response may have."""
         return self.generation.max_new_tokens or self.max_total_sequence_length
+
+    @property
+    def ranks_of_a_copy(self) -> int:
+        """Ranks that hold one copy of the model between them; they work on the same samples."""
+        if self.megatron_cfg.enabled:
+            return self.megatron_cfg.tensor_model_parallel_size * self.megatron_cfg.pipeline_model_parallel_size
+        return self.dtensor_cfg.tensor_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """Of the training backend that is enabled; None: all of the policy's GPUs, on a CPU 1."""
+        return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).data_parallel_size

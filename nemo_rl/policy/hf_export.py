@@ -50,10 +50,10 @@ def use_on_first_rank(
             pass
 
 
-def weight_copies(model: PreTrainedModel, *, is_first: bool = True) -> dict[str, torch.Tensor]:
+def weight_copies(weights: Iterator[tuple[str, torch.Tensor]], *, is_first: bool = True) -> dict[str, torch.Tensor]:
     """All weights as they are, on the CPU of the first rank; nothing on the others, which help to gather them."""
     copies: dict[str, torch.Tensor] = {}
-    for name, tensor in named_weights(model, torch.float32):
+    for name, tensor in weights:
         if is_first:
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return copies

@@ -1,64 +1,43 @@
 """`RankPolicy`: the trained model on one rank, alone or among others that share its weights and samples."""
 
 import copy
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
-from nemo_rl.distributed.device import resolve_device
-from nemo_rl.errors import CheckpointError, PolicyError
-from nemo_rl.interfaces import LossFn, ScoresNeeded, TokenScores, TopK
-from nemo_rl.policy.flops import matmul_parameters, train_flops
-from nemo_rl.policy.hf_export import named_weights, use_on_first_rank
+from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.policy.base_rank import BaseRank
+from nemo_rl.policy.flops import matmul_parameters
+from nemo_rl.policy.hf_export import named_weights
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import expected_optimizer_steps, micro_batches, split_optimizer_steps
+from nemo_rl.policy.micro_batches import micro_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.ranks import RankLayout, join
-from nemo_rl.policy.saving import (
-    BackgroundSave,
-    load_optimizer,
-    load_schedule,
-    load_weights,
-    save_schedule,
-)
+from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.saving import load_optimizer, load_weights
 from nemo_rl.policy.sharding import needs_sharding, shard
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
-from nemo_rl.policy.token_scores import LOGPROBS_ALONE
-from nemo_rl.policy.training import Trainer, over_optimizer_steps
+from nemo_rl.policy.training import Trainer
 from nemo_rl.types import TrainingBatch
 
-logger = logging.getLogger(__name__)
 
-ResultT = TypeVar("ResultT")
-
-
-class RankPolicy:
-    """The model on one rank of a layout.
-
-    Every method is collective: it is called on all ranks, in the same order, with the same arguments, and a batch is
-    the whole batch, of which a rank computes its rows. One call at a time, all from one thread. A rank that raises
-    leaves the others waiting for it until the layout's deadline.
+class RankPolicy(BaseRank):
+    """The model on one rank of a layout, by FSDP2 and DTensor.
 
     Weights are float32 and computation is in `precision`. FSDP2 wraps the model where it does something: among several
     ranks, on CUDA, and for bfloat16, whose casts it does; float32 alone on a CPU is the bare model. Dropout is always
     off, so that the same weights give the same log-probs whenever they are asked.
 
     Args:
-        config: the section `policy`; `layout`, not `dtensor_cfg`, says how many ranks there are.
-        layout: this rank's place, and how it finds the others.
+        config, layout, num_samples_per_step, seed, tokenizer: as for `BaseRank`.
         model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
         temperature: of sampling; the logits are divided by it.
         needs_reference: keep a frozen copy of the first weights for `reference_logprobs`.
-        num_samples_per_step: samples expected in a batch; with `train_global_batch_size`, the optimizer steps of one.
-        seed: of torch's random numbers, for optimizers that draw some.
-        tokenizer: saved beside the weights by the first rank; None: nothing is.
 
     Raises:
         ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
@@ -77,17 +56,13 @@ class RankPolicy:
         seed: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.config = config
-        self.layout = layout
-        self.device = resolve_device(config.device)
-        self.num_optimizer_steps = expected_optimizer_steps(num_samples_per_step, config.train_global_batch_size)
-        self._tokenizer = tokenizer
-        self._saving = BackgroundSave()
-        torch.manual_seed(seed)
+        super().__init__(
+            config, layout=layout, num_samples_per_step=num_samples_per_step, seed=seed, tokenizer=tokenizer
+        )
         if layout.tensor_parallel_size > 1:
             check_tensor_parallel(layout.tensor_parallel_size, load_config(model_path, config.hf_config_overrides))
         model = load_model(model_path, config.hf_config_overrides)
-        self._model: PreTrainedModel = model
+        self._model = model
         self._num_matmul_parameters = matmul_parameters(model)
         self.module = CausalLogprobs(model, temperature=temperature, chunk_size=config.logprob_chunk_size)
         self._reference = self._frozen_copy() if needs_reference else None
@@ -106,130 +81,32 @@ class RankPolicy:
             layout=layout,
         )
 
-    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """[B, T] float32 on the CPU: log_softmax(logits / temperature) of the tokens with a mask, else 0.
+    @torch.no_grad()
+    def _scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        """This rank's rows, a micro-batch at a time."""
+        size = self.config.logprob_batch_size or self.config.train_micro_batch_size
+        inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+        for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, self.layout):
+            part = part.to(self.device)
+            scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted)
+            if len(rows) > 0:
+                yield rows, scores
 
-        The whole batch's, on every rank.
-        """
-        return self._logprobs(self.module, batch)
+    def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_weights(self._model, dtype)
 
-    def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """The same under the weights that training began with, also after `load`."""
-        if self._reference is None:
-            raise PolicyError("the policy was made without a reference")
-        return self._logprobs(self._reference, batch)
+    def _load_weights(self, folder: Path) -> None:
+        load_weights(self._model, folder)
 
-    def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
-        """The k most likely tokens before each token with a mask, and their log-probs: [B, T, k] on the CPU.
+    def _begin_saving_optimizer(self, folder: Path) -> None:
+        self._saving.begin_optimizer(self.module, self._optimizer, folder)
 
-        Raises:
-            PolicyError: k is above the vocabulary.
-        """
-        size = self._model.config.get_text_config().vocab_size
-        if not 0 < k <= size:
-            raise PolicyError(f"the {k} most likely of {size} tokens")
-        shape = (*batch[keys.TOKEN_IDS].shape, k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for rows, scores in self._scores(self.module, batch, ScoresNeeded(topk=k)):
-            assert scores.topk is not None
-            length = scores.logprobs.shape[1]
-            ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
-        return TopK(self._of_all_ranks(ids), self._of_all_ranks(logprobs))
-
-    def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
-        """All optimizer steps of one batch, each over whole groups; then one step of the schedule.
-
-        Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
-        `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops` (of all
-        ranks together). A step whose gradient is not finite is skipped with a warning.
-
-        Raises:
-            PolicyError: the batch lacks a key that the loss reads.
-        """
-        missing = sorted(loss_fn.required_keys - set(batch.keys()))
-        if missing:
-            raise PolicyError(f"the loss reads {', '.join(missing)}, which the batch does not have")
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        parts = split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
-        steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
-        if self._scheduler is not None and not all(step.is_skipped for step in steps):
-            self._scheduler.step()
-        return {**over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
-
-    def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
-        """Call `use` with (name, tensor) pairs on the first rank; the others help to gather them and get None.
-
-        Each tensor is gathered when its turn comes. Alone in float32 they are the weights themselves: copy, do not
-        keep.
-        """
-        dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
-        return use_on_first_rank(use, named_weights(self._model, dtype), is_first=self._is_first)
-
-    def save(self, path: Path, *, save_optimizer: bool) -> None:
-        """Begin to write `weights/` in float32 (config.json names the policy's precision, which loaders follow),
-        `tokenizer/` and, if asked, `optimizer/`. Returns once all is copied, so that training may go on; an earlier
-        save is finished first."""
-        self.finish_save()
-        is_first = self._is_first
-        self._saving.begin_weights(self._model, path / "weights", config_dtype=self.config.precision, is_first=is_first)
-        if is_first and self._tokenizer is not None:
-            self._tokenizer.save_pretrained(path / "weights")
-            self._tokenizer.save_pretrained(path / "tokenizer")
-        if not save_optimizer:
-            return
-        join(self.layout, self.device)
-        if is_first:
-            save_schedule(self._scheduler, path / "optimizer")
-        self._saving.begin_optimizer(self.module, self._optimizer, path / "optimizer")
-
-    def finish_save(self) -> None:
-        """Return once what `save` began is on the disk, the other ranks' files too.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        self._saving.finish()
-
-    def load(self, path: Path) -> None:
-        """Go on from what `save` wrote, exactly, whatever the number of ranks was; without `optimizer/` from the
-        weights alone, with a warning.
-
-        Raises:
-            CheckpointError: nothing there, or of another model or optimizer.
-        """
-        self.finish_save()
-        load_weights(self._model, path / "weights")
-        folder = path / "optimizer"
-        seen = self.layout.gathered_of_all(folder.exists())  # on a shared disk not all need see the same
-        if any(seen) and not all(seen):
-            raise CheckpointError(f"{folder} is not there for ranks {[r for r, there in enumerate(seen) if not there]}")
-        if not any(seen):
-            logger.warning("%s does not exist: optimizer and schedule start afresh", folder)
-            return
-        join(self.layout, self.device)
+    def _load_optimizer(self, folder: Path) -> None:
         load_optimizer(self.module, self._optimizer, folder)
-        load_schedule(self._scheduler, folder)
 
-    def offload(self) -> None:
-        """Move everything off the accelerator. Nothing on a CPU, or where it lives on the CPU anyway."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        self._move(self.device)
-
-    def close(self) -> None:
-        """Finish what is being saved. The process stays in its group."""
-        self._saving.close()
-
-    def train_flops(self, batch: TrainingBatch) -> float:
-        """Floating-point operations of training on a batch once, over all ranks."""
-        return train_flops(self._num_matmul_parameters, self._model.config, batch[keys.LENGTHS].tolist())
-
-    @property
-    def _is_first(self) -> bool:
-        return self.layout.rank == 0
-
-    def _frozen_copy(self) -> CausalLogprobs:
+    def _frozen_copy(self) -> nn.Module:
         """The model as it is, in the precision it is computed in (buffers such as rotary frequencies stay float32).
 
         Among several ranks it is sharded as the policy is; alone there is nothing that FSDP2 would do for it.
@@ -242,29 +119,6 @@ class RankPolicy:
             return module.to(self.device)
         shard(module, self.config, self.layout, self.device)
         return module
-
-    def _logprobs(self, module: CausalLogprobs, batch: TrainingBatch) -> torch.Tensor:
-        result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
-        for rows, scores in self._scores(module, batch, LOGPROBS_ALONE):
-            result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
-        return self._of_all_ranks(result)
-
-    @torch.no_grad()
-    def _scores(
-        self, module: CausalLogprobs, batch: TrainingBatch, wanted: ScoresNeeded
-    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        """This rank's rows, a micro-batch at a time."""
-        size = self.config.logprob_batch_size or self.config.train_micro_batch_size
-        inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
-        for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, self.layout):
-            part = part.to(self.device)
-            scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted)
-            if len(rows) > 0:
-                yield rows, scores
-
-    def _of_all_ranks(self, result: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, each of which has filled in its own."""
-        return self.layout.summed(result if self.layout.speaks_for_its_row else result.zero_())
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu" or self.config.dtensor_cfg.cpu_offload:

@@ -1,7 +1,8 @@
 """Where one rank of the policy stands: its place among the ranks, its process group and meshes, its device.
 
-Ranks lie on a mesh of (data parallel x tensor parallel): the ranks of a row share every layer, the rows share the
-samples and the weights. Beside the collectives of FSDP2 and DTensor a few numbers are exchanged on the CPU.
+Ranks lie on a mesh of (pipeline x data x tensor parallel): the ranks of a row share every layer, the rows of a stage
+share the samples and its weights, and the stages, of Megatron alone, share the layers. Beside the collectives of FSDP2,
+DTensor and Megatron a few numbers are exchanged on the CPU.
 """
 
 import atexit
@@ -25,9 +26,10 @@ WRITING_TIMEOUT_S = 1800.0  # of a checkpoint: what a slow network disk may take
 class RankLayout:
     """The place of one rank, and how it finds the others."""
 
-    rank: int = 0  # data-parallel rank * tensor_parallel_size + tensor-parallel rank
+    rank: int = 0  # (stage * data_parallel_size + data-parallel rank) * tensor_parallel_size + tensor-parallel rank
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     init_method: str | None = (
         None  # "tcp://host:port" of rank 0, or "file:///path"; None: alone, without FSDP2 if it can be
     )
@@ -41,16 +43,16 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.rank // self.tensor_parallel_size
+        return self.rank // self.tensor_parallel_size % self.data_parallel_size
 
     @property
     def speaks_for_its_row(self) -> bool:
-        """One of the ranks that hold the same samples: what is summed over all ranks is counted once."""
-        return self.rank % self.tensor_parallel_size == 0
+        """One of the ranks that hold the same samples, of the last stage: what is summed over all is counted once."""
+        return self.rank % self.tensor_parallel_size == 0 and self.rank >= self._first_of_last_stage
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of a tensor on the CPU, in place; the same on every rank."""
@@ -59,8 +61,8 @@ class RankLayout:
         return tensor
 
     def gathered(self, value: ValueT) -> list[ValueT]:
-        """Each data-parallel rank's value, in their order; the same on every rank."""
-        return self.gathered_of_all(value)[:: self.tensor_parallel_size]
+        """Each data-parallel rank's value, of the last stage, in their order; the same on every rank."""
+        return self.gathered_of_all(value)[self._first_of_last_stage :: self.tensor_parallel_size]
 
     def gathered_of_all(self, value: ValueT) -> list[ValueT]:
         """Each rank's value, in their order; the same on every rank."""
@@ -69,6 +71,10 @@ class RankLayout:
         values: list[ValueT | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return cast(list[ValueT], values)
+
+    @property
+    def _first_of_last_stage(self) -> int:
+        return (self.pipeline_parallel_size - 1) * self.data_parallel_size * self.tensor_parallel_size
 
 
 ALONE = RankLayout()

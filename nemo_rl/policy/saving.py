@@ -7,6 +7,7 @@ optimizer/   a distributed checkpoint (torch.distributed.checkpoint), each rank'
 """
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from nemo_rl.errors import CheckpointError, ConfigError, one_line
-from nemo_rl.policy.hf_export import copy_weights, save_weights, weight_copies
+from nemo_rl.policy.hf_export import copy_weights, save_weights
 from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.ranks import WRITING_TIMEOUT_S, checkpoint_group
 
@@ -41,17 +42,20 @@ class BackgroundSave:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: list[tuple[Path, Future[Any]]] = []
 
-    def begin_weights(self, model: PreTrainedModel, folder: Path, *, config_dtype: str, is_first: bool) -> None:
-        """Gather the weights on all ranks and let the first write them."""
-        copies = weight_copies(model, is_first=is_first)
-        if is_first:
-            future = self._writer.submit(save_weights, copies, model, folder, config_dtype=config_dtype)
-            self._running.append((folder, future))
+    def begin_weights(
+        self, copies: Mapping[str, torch.Tensor], model: PreTrainedModel, folder: Path, *, config_dtype: str
+    ) -> None:
+        """Let this rank write them all."""
+        future = self._writer.submit(save_weights, copies, model, folder, config_dtype=config_dtype)
+        self._running.append((folder, future))
 
     def begin_optimizer(self, module: nn.Module, optimizer: Optimizer, folder: Path) -> None:
         """Let every rank write its part."""
-        state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
-        future: Any = dcp.async_save(state, checkpoint_id=folder, process_group=checkpoint_group())
+        self.begin_state(get_optimizer_state_dict(module, optimizer), folder)
+
+    def begin_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Let every rank write what it holds of an optimizer's state, by names of weights as torch has it."""
+        future: Any = dcp.async_save({"optimizer": state}, checkpoint_id=folder, process_group=checkpoint_group())
         self._running.append((folder, future))
 
     def finish(self) -> None:
@@ -88,13 +92,19 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
 
 def load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     """Raises CheckpointError: the state of another optimizer or model."""
-    state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
+    state = load_state(get_optimizer_state_dict(module, optimizer), folder)
+    set_optimizer_state_dict(module, optimizer, state)
+
+
+def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What was saved in the place of what is asked for; raises CheckpointError where it is not all there."""
+    asked = {"optimizer": state}
     try:
-        dcp.load(state, checkpoint_id=folder, process_group=checkpoint_group())
+        dcp.load(asked, checkpoint_id=folder, process_group=checkpoint_group())
     except CheckpointException as error:  # what any rank raised
         causes = "; ".join(sorted({one_line(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"{folder} cannot be read, or is of another optimizer: {causes}") from error
-    set_optimizer_state_dict(module, optimizer, state["optimizer"])
+    return asked["optimizer"]
 
 
 def save_schedule(scheduler: LRScheduler | None, folder: Path) -> None:
