@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from math import comb
 
 from nemo_rl.errors import ConfigError
@@ -14,10 +15,15 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
     Example: scores [0, 1, .5], k = 2: the maxima 1, .5, 1 average to .8333.
     """
-    _check(k, len(scores))
-    ascending = sorted(scores)
-    subsets_led_by = (comb(rank, k - 1) for rank in range(len(scores)))  # those in which it is the largest
-    return sum(score * n for score, n in zip(ascending, subsets_led_by, strict=True)) / comb(len(scores), k)
+    shares = best_of_k_shares(len(scores), k)
+    return sum(score * share for score, share in zip(sorted(scores), shares, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def best_of_k_shares(num_answers: int, k: int) -> tuple[float, ...]:
+    """The share of all subsets of k in which the answer of each rank, lowest score first, is the best."""
+    _check(k, num_answers)
+    return tuple(comb(rank, k - 1) / comb(num_answers, k) for rank in range(num_answers))
 
 
 def pass_at_1_avg_of_k(scores: Sequence[float]) -> float:
@@ -41,7 +47,8 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
     counts = Counter(answer for answer in answers if answer is not None)
     silent = len(answers) - counts.total()
     # Answers that were given equally often win equally often.
-    wins = {count: _wins(count, list(counts.values()), silent, k) for count in set(counts.values())}
+    given = tuple(sorted(counts.values()))
+    wins = {count: _wins(count, given, silent, k) for count in set(given)}
     expected = sum(
         score * wins[counts[answer]] / counts[answer]
         for score, answer in zip(scores, answers, strict=True)
@@ -50,9 +57,12 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
     return expected / comb(len(scores), k)
 
 
-def _wins(count: int, counts: list[int], silent: int, k: int) -> float:
+@lru_cache(maxsize=1 << 16)  # few ways to vote come back over the tasks of a data set
+def _wins(count: int, counts: tuple[int, ...], silent: int, k: int) -> float:
     """In how many subsets of k an answer given `count` times has the most votes, a tie shared; `counts` of all."""
-    others = counts.copy()
+    if k == silent + sum(counts):  # everybody votes
+        return (count == max(counts)) / counts.count(max(counts))
+    others = list(counts)
     others.remove(count)
     return sum(comb(count, votes) * _shared_wins(others, silent, votes, k - votes) for votes in range(1, count + 1))
 
