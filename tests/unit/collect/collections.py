@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_rl.collect.keys import Chunk, KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
+from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.types import Failure, FailureClass
 
 IDENTITY = {"data": "d", "config": {"temperature": 1.0}, "model": "m"}
@@ -41,3 +42,39 @@ def collect(
         if not store.num_missing:
             store.finish()
     return store
+
+
+def rollout(reward: float, tokens: int, answer: str | None, *, dataset: str = "words") -> dict[str, Any]:
+    """A row with what profiles count, and messages that they must not read."""
+    return {
+        "dataset": dataset,
+        "stop_reason": "done",
+        "reward": reward,
+        "answer": answer,
+        "num_generated_tokens": tokens,
+        "messages": [{"role": "assistant", "content": '", "messages": ', "reward": 100}],
+    }
+
+
+# Of three tasks, by (seed, task, rollout); what is not here is missing, the third task whole.
+WORKED = {
+    (0, 0, 0): rollout(1.0, 10, "a"),
+    (0, 0, 1): rollout(0.0, 20, "b"),
+    (1, 0, 0): rollout(1.0, 30, "a"),
+    (1, 0, 1): rollout(1.0, 60, "a"),
+    (0, 1, 0): rollout(0.5, 5, "c"),
+    (1, 1, 0): rollout(0.0, 5, "d"),
+    (1, 1, 1): rollout(0.0, 7, None),
+}
+WORKED_TASKS = tuple(Task(f"p{i}", "words", "spell", {"question": f"q{i}"}) for i in range(3))
+
+
+def collect_worked(directory: Path, *, change: float = 0.0, identity: Mapping[str, Any] = IDENTITY) -> None:
+    """Seeds 0 and 1, two rollouts of each of three tasks; `change` is added to every reward."""
+    write_tasks(directory, WORKED_TASKS)
+    for seed in (0, 1):
+        with RolloutStore.open(directory, seed=seed, keys=KeySpace(3, 2), identity=identity) as store:
+            for (of_seed, task, repeat), row in WORKED.items():
+                if of_seed == seed:
+                    store.append(RolloutKey(task, repeat), {**row, "reward": row["reward"] + change})
+            store.append_failure(RolloutKey(2, 0), Failure(FailureClass.ENVIRONMENT, "ValueError: no"))

@@ -1,0 +1,99 @@
+"""Profiles and comparisons as tables for the terminal and as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from nemo_rl.collect.compare import Comparison
+from nemo_rl.collect.profile import Profile, Summary, task_rows
+from nemo_rl.collect.whole_file import whole_file
+
+PROFILE_FILE = "profile.json"
+TASKS_PROFILE_FILE = "profile_tasks.jsonl"
+
+
+def summary_values(profile: Profile) -> dict[str, Any]:
+    """A profile as plain values, its tasks left out."""
+    extent = profile.table.extent
+    return {
+        "seeds": list(extent.seeds),
+        "num_repeats": extent.num_repeats,
+        "stop_reasons": dict(profile.table.stop_reasons),
+        "failed_attempts": dict(profile.table.failed_attempts),
+        "datasets": [
+            {**asdict(summary), "thresholds": {f"{limit:g}": share for limit, share in summary.thresholds.items()}}
+            for summary in profile.summaries
+        ],
+        "run": extent.run,
+    }
+
+
+def write_profile(profile: Profile, directory: Path) -> None:
+    """`profile.json` and `profile_tasks.jsonl`, a line a task."""
+    write_json(summary_values(profile), directory / PROFILE_FILE)
+    with whole_file(directory / TASKS_PROFILE_FILE) as file:
+        for row in task_rows(profile):
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace"))
+
+
+def write_json(values: Mapping[str, Any], path: Path) -> None:
+    """A whole file of indented JSON."""
+    with whole_file(path) as file:
+        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        file.write(text.encode("utf-8", errors="replace"))
+
+
+def summary_table(profile: Profile) -> Table:
+    """A row a quantity, a column a data set; means over tasks, with the standard error of the mean."""
+    table = Table(title=f"{profile.directory}")
+    table.add_column("")
+    for summary in profile.summaries:
+        table.add_column(summary.dataset or "(no name)", justify="right")
+    for name, values in _rows(profile.summaries):
+        table.add_row(name, *values)
+    for title, counts in (("ended", profile.table.stop_reasons), ("failed", profile.table.failed_attempts)):
+        for name, count in counts.items():
+            table.add_row(f"{title}: {name}", str(count))
+    return table
+
+
+def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
+    """A row a data set and quantity; `first` and `second` name the columns."""
+    how = "task by task" if comparison.are_paired else "of means: the tasks are not the same"
+    table = Table(title=f"{second} against {first}, differences {how}")
+    for name in ("data set", "quantity", first, second, "difference", "better", "worse"):
+        table.add_column(name, justify="left" if name in ("data set", "quantity") else "right", overflow="fold")
+    for row in comparison.differences:
+        change = _with_error(row.difference, row.standard_error, "+.4f")
+        counts = ["" if count is None else str(count) for count in (row.num_better, row.num_worse)]
+        table.add_row(row.dataset, row.quantity, _text(row.first), _text(row.second), change, *counts)
+    return table
+
+
+def _rows(summaries: Sequence[Summary]) -> Sequence[tuple[str, list[str]]]:
+    rows = [
+        ("tasks", [str(s.num_tasks) for s in summaries]),
+        ("rollouts", [str(s.num_rollouts) for s in summaries]),
+        ("missing", [str(s.missing) for s in summaries]),
+    ]
+    for name in summaries[0].scores:
+        scores = [summary.scores[name] for summary in summaries]
+        rows.append((name, [_with_error(score.mean, score.standard_error, ".4f") for score in scores]))
+    for limit in summaries[0].thresholds:
+        shares = [summary.thresholds.get(limit) for summary in summaries]
+        rows.append((f"tasks at reward {limit:g} or above", ["" if s is None else f"{s:.1%}" for s in shares]))
+    return rows
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _with_error(value: float | None, error: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:{form}}" if error is None else f"{value:{form}} ± {error:.4f}"

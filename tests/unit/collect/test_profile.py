@@ -1,0 +1,206 @@
+"""Statistics of a collection against numbers worked out by hand."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from nemo_rl.collect.keys import KeySpace, RolloutKey
+from nemo_rl.collect.measures import default_ks
+from nemo_rl.collect.merge import merge
+from nemo_rl.collect.profile import profile, task_rows
+from nemo_rl.collect.profile_report import write_profile
+from nemo_rl.collect.store import RolloutStore
+from nemo_rl.errors import ConfigError, DataError
+from tests.unit.collect.collections import IDENTITY, collect_worked, rollout
+
+TASKS = [
+    {
+        "task_index": 0,
+        "dataset": "words",
+        "prompt_id": "p0",
+        "task_name": "spell",
+        "expected": 4,
+        "num_rollouts": 4,
+        "missing": 0,
+        "reward": {"mean": 0.75, "std": 0.5, "min": 0.0, "max": 1.0, "median": 1.0},
+        "tokens": {"mean": 30.0, "std": 21.602469, "min": 10.0, "max": 60.0, "median": 25.0},
+        "pass@1[avg-of-4]": 0.75,
+        "pass@2": 1.0,  # of 1, 0, 1, 1 no two are wrong
+        "pass@4": 1.0,
+        "majority@2": 0.75,  # a, b, a, a: three of six pairs are a tie
+        "majority@4": 1.0,
+        "rollout_rewards": [1.0, 0.0, 1.0, 1.0],
+        "rollout_tokens": [10, 20, 30, 60],
+        "row": {"question": "q0"},
+    },
+    {
+        "task_index": 1,
+        "dataset": "words",
+        "prompt_id": "p1",
+        "task_name": "spell",
+        "expected": 4,
+        "num_rollouts": 3,
+        "missing": 1,
+        "reward": {"mean": 1 / 6, "std": 0.288675, "min": 0.0, "max": 0.5, "median": 0.0},
+        "tokens": {"mean": 17 / 3, "std": 1.154701, "min": 5.0, "max": 7.0, "median": 5.0},
+        "pass@1[avg-of-4]": 1 / 6,
+        "pass@2": 1 / 3,  # .5, .5, 0
+        "pass@4": None,
+        "majority@2": 0.25,  # c d: .25, c: .5, d: 0
+        "majority@4": None,
+        "rollout_rewards": [0.5, None, 0.0, 0.0],
+        "rollout_tokens": [5, None, 5, 7],
+        "row": {"question": "q1"},
+    },
+    {
+        "task_index": 2,
+        "dataset": "words",
+        "prompt_id": "p2",
+        "task_name": "spell",
+        "expected": 4,
+        "num_rollouts": 0,
+        "missing": 4,
+        "reward": dict.fromkeys(("mean", "std", "min", "max", "median")),
+        "tokens": dict.fromkeys(("mean", "std", "min", "max", "median")),
+        "pass@1[avg-of-4]": None,
+        "pass@2": None,
+        "pass@4": None,
+        "majority@2": None,
+        "majority@4": None,
+        "rollout_rewards": [None] * 4,
+        "rollout_tokens": [None] * 4,
+        "row": {"question": "q2"},
+    },
+]
+# name: mean, standard error, tasks
+SCORES = {
+    "reward": (11 / 24, 7 / 24, 2),
+    "tokens": (107 / 6, 73 / 6, 2),
+    "pass@1[avg-of-4]": (11 / 24, 7 / 24, 2),
+    "pass@2": (2 / 3, 1 / 3, 2),
+    "pass@4": (1.0, None, 1),
+    "majority@2": (0.5, 0.25, 2),
+    "majority@4": (1.0, None, 1),
+}
+
+
+def test_every_task_is_as_worked_out_by_hand(tmp_path):
+    collect_worked(tmp_path)
+    for row, expected in zip(task_rows(profile(tmp_path)), TASKS, strict=True):
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            is_number = isinstance(value, float) or (name in ("reward", "tokens") and expected["num_rollouts"])
+            assert row[name] == (pytest.approx(value, abs=1e-6) if is_number else value), name
+
+
+def test_the_summary_is_as_worked_out_by_hand(tmp_path):
+    collect_worked(tmp_path)
+    (summary,) = profile(tmp_path).summaries
+    assert (summary.num_tasks, summary.expected, summary.num_rollouts, summary.missing) == (3, 12, 7, 5)
+    assert summary.scores.keys() == SCORES.keys()
+    for name, (mean, error, num_tasks) in SCORES.items():
+        score = summary.scores[name]
+        assert score.mean == pytest.approx(mean), name
+        assert score.standard_error == (None if error is None else pytest.approx(error)), name
+        assert score.num_tasks == num_tasks
+    assert summary.thresholds == {0.25: 0.5, 0.5: 0.5, 0.75: 0.5, 1.0: 0.0}
+
+
+def test_what_ended_and_failed_is_counted(tmp_path):
+    collect_worked(tmp_path)
+    table = profile(tmp_path).table
+    assert (table.stop_reasons, table.failed_attempts) == ({"done": 7}, {"environment": 2})
+
+
+def test_merged_files_give_the_profile_of_their_shards(tmp_path):
+    collect_worked(tmp_path)
+    write_profile(profile(tmp_path), tmp_path / "..")
+    merge(tmp_path, allow_partial=True)
+    for shard in tmp_path.glob("rollouts-rs*"):
+        shard.unlink()
+    write_profile(profile(tmp_path), tmp_path)
+    for name in ("profile.json", "profile_tasks.jsonl"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / ".." / name).read_bytes()
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_seeds_may_be_chosen(tmp_path, is_merged):
+    collect_worked(tmp_path)
+    if is_merged:
+        merge(tmp_path, allow_partial=True)
+        for shard in tmp_path.glob("rollouts-rs*"):
+            shard.unlink()
+    measured = profile(tmp_path, seeds=[1])
+    assert [row["rollout_rewards"] for row in task_rows(measured)] == [[1.0, 1.0], [0.0, 0.0], [None, None]]
+    assert measured.table.failed_attempts == {"environment": 1}
+
+
+def test_a_seed_that_was_not_begun_is_missing(tmp_path):
+    collect_worked(tmp_path)
+    assert profile(tmp_path, seeds=[0, 1, 2]).summaries[0].missing == 11
+
+
+def test_data_sets_are_measured_apart(tmp_path):
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(4, 1), identity=IDENTITY) as store:
+        for task, (reward, dataset) in enumerate([(1.0, "a"), (0.0, "b"), (0.5, "b"), (0.0, "a")]):
+            store.append(RolloutKey(task, 0), rollout(reward, 3, None, dataset=dataset))
+    summaries = profile(tmp_path).summaries
+    assert [(s.dataset, s.num_tasks, s.scores["reward"].mean) for s in summaries] == [
+        ("all", 4, 0.375),
+        ("a", 2, 0.5),
+        ("b", 2, 0.25),
+    ]
+    assert "majority@1" not in summaries[0].scores  # nobody gave an answer
+
+
+def test_many_tasks_are_measured_alike_in_every_block(tmp_path):
+    num_tasks = 9000
+    rewards = np.random.default_rng(0).integers(0, 5, (num_tasks, 3)) / 4
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(num_tasks, 3), identity=IDENTITY) as store:
+        for key in store.missing():
+            store.append(key, {"reward": rewards[key.task_index, key.rollout_index]})
+    measures = profile(tmp_path).measures
+    np.testing.assert_allclose(measures.reward.std, rewards.std(axis=1, ddof=1), atol=1e-12)
+    np.testing.assert_allclose(measures.reward.median, np.median(rewards, axis=1))
+    pairs = np.mean([np.maximum(rewards[:, i], rewards[:, j]) for i, j in ((0, 1), (0, 2), (1, 2))], axis=0)
+    np.testing.assert_allclose(measures.scores["pass@2"], pairs)
+
+
+def test_ks_are_powers_of_two_and_all():
+    assert default_ks(12) == (1, 2, 4, 8, 12)
+    assert default_ks(16) == (1, 2, 4, 8, 16)
+    assert all(low < high for n in range(1, 70) for low, high in pairwise(default_ks(n)))
+
+
+def test_a_k_above_the_rollouts_of_a_task_is_refused(tmp_path):
+    collect_worked(tmp_path)
+    with pytest.raises(ConfigError, match="k = 5: must be from 1 to 4"):
+        profile(tmp_path, ks=[5])
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"task_index": 0, "rollout_index": 0, "seed": 0, "reward": 1}, "is there twice"),
+        ({"task_index": 9, "rollout_index": 0, "seed": 0, "reward": 1}, "not a rollout of this collection"),
+        ({"task_index": 2, "rollout_index": 0, "seed": 0, "reward": "high"}, "is no rollout"),
+        ({"rollout_index": 0, "seed": 0}, "is no rollout .*task_index"),
+    ],
+)
+def test_damaged_rows_are_named(tmp_path, row, problem):
+    collect_worked(tmp_path)
+    with (tmp_path / "rollouts-rs0.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=rf"rollouts-rs0.jsonl:4: .*{problem}"):
+        profile(tmp_path)
+
+
+def test_a_rollout_without_a_reward_counts_as_missing(tmp_path, caplog):
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(1, 2), identity=IDENTITY) as store:
+        store.append(RolloutKey(0, 0), {"reward": None, "num_generated_tokens": 3})
+        store.append(RolloutKey(0, 1), {"reward": 1.0})
+    (row,) = task_rows(profile(tmp_path))
+    assert (row["missing"], row["rollout_rewards"], row["rollout_tokens"]) == (1, [None, 1.0], [None, None])
+    assert "1 rollouts have no reward" in caplog.text
