@@ -1,7 +1,8 @@
 """The keys of a training batch: what each tensor means, its shape and dtype.
 
-B samples, T tokens (right-padded to the longest), R named rewards. Entry t of every [B, T] tensor belongs to token t;
-entry 0 carries no loss. experience/assembly.py makes the batch; the loop's stages add the last group of keys.
+B samples, T tokens (right-padded to the longest), R named rewards, K tokens that a teacher finds most likely. Entry t
+of every [B, T] tensor belongs to token t; entry 0 carries no loss. experience/assembly.py makes the batch; the loop's
+stages add the last groups of keys.
 """
 
 TOKEN_IDS = "token_ids"  # [B, T] int64; padding is 0
@@ -20,3 +21,7 @@ PREV_LOGPROBS = "prev_logprobs"  # [B, T] float32; of the training backend befor
 REFERENCE_LOGPROBS = "reference_logprobs"  # [B, T] float32
 ADVANTAGE_OVERRIDE = "advantage_override"  # [B, T] float32; in place of the estimator's, NaN elsewhere; gone after it
 ADVANTAGES = "advantages"  # [B, T] float32
+
+TEACHER_LOGPROBS = "teacher_logprobs"  # [B, T] float32; of the tokens themselves
+TEACHER_TOPK_IDS = "teacher_topk_ids"  # [B, T, K] int64; below 0: none
+TEACHER_TOPK_LOGPROBS = "teacher_topk_logprobs"  # [B, T, K] float32; of the whole vocabulary's log_softmax

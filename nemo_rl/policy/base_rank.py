@@ -1,7 +1,7 @@
 """`BaseRank`: what a rank of the policy offers, whichever backend computes: `RankPolicy` or `MegatronRank`."""
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
-from nemo_rl.interfaces import LossFn, ScoresNeeded, TokenScores, TopK
+from nemo_rl.interfaces import LossFn
 from nemo_rl.policy.flops import train_flops
 from nemo_rl.policy.hf_export import use_on_first_rank, weight_copies
 from nemo_rl.policy.micro_batches import expected_optimizer_steps, split_optimizer_steps
 from nemo_rl.policy.ranks import RankLayout, join
+from nemo_rl.policy.reading import ReadingRank
 from nemo_rl.policy.saving import BackgroundSave, load_schedule, save_schedule
-from nemo_rl.policy.token_scores import LOGPROBS_ALONE
 from nemo_rl.policy.training import OptimizerStep, over_optimizer_steps
 from nemo_rl.types import TrainingBatch
 
@@ -37,7 +37,7 @@ class StepsOptimizer(Protocol):
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> OptimizerStep: ...
 
 
-class BaseRank(ABC):
+class BaseRank(ReadingRank):
     """The model on one rank of a layout.
 
     Every method is collective: it is called on all ranks, in the same order, with the same arguments, and a batch is
@@ -52,9 +52,7 @@ class BaseRank(ABC):
         tokenizer: saved beside the weights by the first rank; None: nothing is.
     """
 
-    module: nn.Module
     _reference: nn.Module | None  # under the weights that training began with
-    _model: PreTrainedModel  # Hugging Face's, for its configuration; its weights need not be there
     _num_matmul_parameters: int  # of the whole model
     _optimizer: Optimizer
     _scheduler: LRScheduler | None
@@ -78,12 +76,6 @@ class BaseRank(ABC):
         torch.manual_seed(seed)
 
     @abstractmethod
-    def _scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
-    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        """This rank's rows and their scores, without gradients, a micro-batch at a time."""
-
-    @abstractmethod
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) on the first rank; on the others, something for each that is gathered."""
 
@@ -98,39 +90,11 @@ class BaseRank(ABC):
     def _load_optimizer(self, folder: Path) -> None:
         """Raises CheckpointError: the state of another optimizer or model."""
 
-    @abstractmethod
-    def _move(self, device: torch.device) -> None:
-        """Weights, gradients and the optimizer's state."""
-
-    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """[B, T] float32 on the CPU: log_softmax(logits / temperature) of the tokens with a mask, else 0.
-
-        The whole batch's, on every rank.
-        """
-        return self._logprobs(self.module, batch)
-
     def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """The same under the weights that training began with, also after `load`."""
         if self._reference is None:
             raise PolicyError("the policy was made without a reference")
         return self._logprobs(self._reference, batch)
-
-    def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
-        """The k most likely tokens before each token with a mask, and their log-probs: [B, T, k] on the CPU.
-
-        Raises:
-            PolicyError: k is above the vocabulary.
-        """
-        size = self._model.config.get_text_config().vocab_size
-        if not 0 < k <= size:
-            raise PolicyError(f"the {k} most likely of {size} tokens")
-        shape = (*batch[keys.TOKEN_IDS].shape, k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for rows, scores in self._scores(self.module, batch, ScoresNeeded(topk=k)):
-            assert scores.topk is not None
-            length = scores.logprobs.shape[1]
-            ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
-        return TopK(self._of_all_ranks(ids), self._of_all_ranks(logprobs))
 
     def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         """All optimizer steps of one batch, each over whole groups; then one step of the schedule.
@@ -208,13 +172,6 @@ class BaseRank(ABC):
         self._load_optimizer(folder)
         load_schedule(self._scheduler, folder)
 
-    def offload(self) -> None:
-        """Move everything off the accelerator. Nothing on a CPU, or where it lives on the CPU anyway."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        self._move(self.device)
-
     def close(self) -> None:
         """Finish what is being saved. The process stays in its group."""
         self._saving.close()
@@ -226,13 +183,3 @@ class BaseRank(ABC):
     @property
     def _is_first(self) -> bool:
         return self.layout.rank == 0
-
-    def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> torch.Tensor:
-        result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
-        for rows, scores in self._scores(module, batch, LOGPROBS_ALONE):
-            result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
-        return self._of_all_ranks(result)
-
-    def _of_all_ranks(self, result: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, each of which has filled in its own."""
-        return self.layout.summed(result if self.layout.speaks_for_its_row else result.zero_())

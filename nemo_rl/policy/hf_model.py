@@ -16,8 +16,10 @@ from transformers.utils import logging as transformers_logging
 from nemo_rl.errors import ConfigError
 
 
-def load_config(model_path: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """The model's configuration with `policy.hf_config_overrides`; a nested mapping changes single keys of a part.
+def load_config(model_path: str, overrides: Mapping[str, Any], *, section: str = "policy") -> PreTrainedConfig:
+    """The model's configuration with `hf_config_overrides`; a nested mapping changes single keys of a part.
+
+    `section` is the one that names the model, for errors.
 
     Raises:
         ConfigError: no such model, or a key that its configuration does not have.
@@ -26,8 +28,8 @@ def load_config(model_path: str, overrides: Mapping[str, Any]) -> PreTrainedConf
         config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError, KeyError) as error:
         problem = f"no Hugging Face model can be read there ({str(error).splitlines()[0]})"
-        raise ConfigError("policy.model_name", model_path, problem) from error
-    _check_overrides(config, overrides, "policy.hf_config_overrides")
+        raise ConfigError(f"{section}.model_name", model_path, problem) from error
+    _check_overrides(config, overrides, f"{section}.hf_config_overrides")
     if not overrides:
         return config
     merged = _merged(config.to_dict(), overrides)
@@ -37,27 +39,27 @@ def load_config(model_path: str, overrides: Mapping[str, Any]) -> PreTrainedConf
     try:
         return type(config).from_dict(merged)
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError("policy.hf_config_overrides", dict(overrides), str(error)) from error
+        raise ConfigError(f"{section}.hf_config_overrides", dict(overrides), str(error)) from error
 
 
-def load_model(model_path: str, overrides: Mapping[str, Any]) -> PreTrainedModel:
+def load_model(model_path: str, overrides: Mapping[str, Any], *, section: str = "policy") -> PreTrainedModel:
     """The model in float32 on the CPU; every weight must be in its files.
 
     Raises:
         ConfigError: no such model, not a causal one, or files that lack weights.
     """
-    config = load_config(model_path, overrides)
+    config, key = load_config(model_path, overrides, section=section), f"{section}.model_name"
     try:
         with _quiet_progress():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 model_path, config=config, dtype=torch.float32, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError("policy.model_name", model_path, f"cannot be loaded as a causal model: {error}") from error
+        raise ConfigError(key, model_path, f"cannot be loaded as a causal model: {error}") from error
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
-        raise ConfigError("policy.model_name", model_path, f"its files lack {len(missing)} weights, e.g. {missing[0]}")
+        raise ConfigError(key, model_path, f"its files lack {len(missing)} weights, e.g. {missing[0]}")
     return model
 
 

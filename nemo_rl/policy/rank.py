@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
@@ -16,9 +15,9 @@ from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.hf_export import named_weights
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import micro_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
 from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.reading import scores_in_parts
 from nemo_rl.policy.saving import load_optimizer, load_weights
 from nemo_rl.policy.sharding import needs_sharding, shard
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
@@ -81,18 +80,11 @@ class RankPolicy(BaseRank):
             layout=layout,
         )
 
-    @torch.no_grad()
     def _scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        """This rank's rows, a micro-batch at a time."""
         size = self.config.logprob_batch_size or self.config.train_micro_batch_size
-        inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
-        for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, self.layout):
-            part = part.to(self.device)
-            scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted)
-            if len(rows) > 0:
-                yield rows, scores
+        return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype)

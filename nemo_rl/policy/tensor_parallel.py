@@ -22,26 +22,26 @@ from nemo_rl.policy.hf_model import decoder_layers
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-_KEY = "policy.dtensor_cfg.tensor_parallel_size"
 _HEADS_DIM = 2  # of [B, T, heads, width of a head], which the norms of Qwen3's queries and keys see
 
 
-def check_tensor_parallel(size: int, model_config: PreTrainedConfig) -> None:
-    """Refuse a `tensor_parallel_size` that the model cannot be split by; needs no weights.
+def check_tensor_parallel(size: int, model_config: PreTrainedConfig, *, section: str = "policy") -> None:
+    """Refuse a `tensor_parallel_size` of `section` that the model cannot be split by; needs no weights.
 
     Raises:
         ConfigError: names the sizes that are possible, or the models that are.
     """
     if size == 1:
         return
+    key = f"{section}.dtensor_cfg.tensor_parallel_size"
     if model_config.model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(_KEY, size, f"no plan for models of type {model_config.model_type!r}; supported: {supported}")
+        raise ConfigError(key, size, f"no plan for models of type {model_config.model_type!r}; supported: {supported}")
     widths = {name: getattr(model_config, name) for name in _DIVIDED}
     allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
     if size not in allowed:
         shown = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise ConfigError(_KEY, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
+        raise ConfigError(key, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
