@@ -1,21 +1,26 @@
 """From `policy.model_name` to what transformers loads."""
 
+import re
+
 from nemo_rl.distributed.cache_directory import cache_directory
 from nemo_rl.errors import ConfigError
+from nemo_rl.quickstart.recipes import student, teacher
 from nemo_rl.quickstart.warm_start import prepare_model
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
+QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # likewise
+
+_MODELS = {"quickstart": student, "quickstart-teacher": teacher}
+_NAME = re.compile(r"nemo_rl/(quickstart(?:-teacher)?)(?:-([0-9]+))?")
 
 
 def resolve_model(model_name: str) -> str:
-    """The path or hub name to load. The quickstart's model is made at its first use, in half a minute."""
+    """The path or hub name to load. The quickstart's models are made at their first use, in half a minute."""
     if not model_name.startswith(QUICKSTART_MODEL):
         return model_name
-    suffix = model_name.removeprefix(QUICKSTART_MODEL)
-    if suffix and not (suffix.startswith("-") and suffix[1:].isdecimal()):
-        raise ConfigError(
-            "policy.model_name", model_name, f"allowed: {QUICKSTART_MODEL}, or {QUICKSTART_MODEL}-N for a seed N"
-        )
-    seed = int(suffix[1:]) if suffix else 0
-    folder = cache_directory() / f"quickstart-{seed}"
-    return str(prepare_model(folder, seed=seed))
+    match = _NAME.fullmatch(model_name)
+    if match is None:
+        allowed = f"allowed: {QUICKSTART_MODEL}, {QUICKSTART_TEACHER}, or {QUICKSTART_MODEL}-N for a seed N"
+        raise ConfigError("policy.model_name", model_name, allowed)
+    kind, seed = match[1], int(match[2] or 0)
+    return str(prepare_model(cache_directory() / f"{kind}-{seed}", _MODELS[kind](seed)))

@@ -22,6 +22,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.generation.vllm_start import environment
 from nemo_rl.policy.served_teacher import ServedTeacher
 from nemo_rl.quickstart.model import make_model
+from nemo_rl.quickstart.recipes import student
 from nemo_rl.quickstart.tokenizer import make_tokenizer
 
 START_S = 240.0
@@ -33,7 +34,7 @@ LENGTHS = (64, 17, 2, 40)
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
     folder = tmp_path_factory.mktemp("teacher")
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, seed=3)
+    model = make_model(tokenizer, student(3))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # log-probs far from those of a uniform distribution

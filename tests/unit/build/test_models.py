@@ -6,15 +6,16 @@ from nemo_rl.build import models
 from nemo_rl.build.models import resolve_model
 from nemo_rl.distributed.cache_directory import cache_directory
 from nemo_rl.errors import ConfigError
+from nemo_rl.quickstart.recipes import Recipe, student, teacher
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, int]]:
-    """Folder and seed of the quickstart's models that would have been made."""
-    calls: list[tuple[Path, int]] = []
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, Recipe]]:
+    """Folder and recipe of the quickstart's models that would have been made."""
+    calls: list[tuple[Path, Recipe]] = []
 
-    def prepare_model(folder: Path, *, seed: int) -> Path:
-        calls.append((folder, seed))
+    def prepare_model(folder: Path, recipe: Recipe) -> Path:
+        calls.append((folder, recipe))
         return folder
 
     monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path))
@@ -23,21 +24,29 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, in
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "/some/folder", "nemo_rl"])
-def test_names_of_others_are_left_to_transformers(name: str, made: list[tuple[Path, int]]) -> None:
+def test_names_of_others_are_left_to_transformers(name: str, made: list[tuple[Path, Recipe]]) -> None:
     assert resolve_model(name) == name
     assert made == []
 
 
-@pytest.mark.parametrize(("name", "seed"), [("nemo_rl/quickstart", 0), ("nemo_rl/quickstart-7", 7)])
-def test_the_quickstarts_model_is_made_in_the_cache_from_its_seed(
-    name: str, seed: int, made: list[tuple[Path, int]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "folder", "recipe"),
+    [
+        ("nemo_rl/quickstart", "quickstart-0", student(0)),
+        ("nemo_rl/quickstart-7", "quickstart-7", student(7)),
+        ("nemo_rl/quickstart-teacher", "quickstart-teacher-0", teacher(0)),
+        ("nemo_rl/quickstart-teacher-7", "quickstart-teacher-7", teacher(7)),
+    ],
+)
+def test_the_quickstarts_models_are_made_in_the_cache_by_their_recipe(
+    name: str, folder: str, recipe: Recipe, made: list[tuple[Path, Recipe]], tmp_path: Path
 ) -> None:
-    assert resolve_model(name) == str(tmp_path / f"quickstart-{seed}")
-    assert made == [(tmp_path / f"quickstart-{seed}", seed)]
+    assert resolve_model(name) == str(tmp_path / folder)
+    assert made == [(tmp_path / folder, recipe)]
 
 
-@pytest.mark.parametrize("suffix", ["2", "-", "-x", "--1", "-1.5", "-²"])
-def test_other_names_of_ours_are_refused(suffix: str, made: list[tuple[Path, int]]) -> None:
+@pytest.mark.parametrize("suffix", ["2", "-", "-x", "--1", "-1.5", "-²", "-teacher-x", "-teachers"])
+def test_other_names_of_ours_are_refused(suffix: str, made: list[tuple[Path, Recipe]]) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name.*nemo_rl/quickstart-N for a seed N"):
         resolve_model(f"nemo_rl/quickstart{suffix}")
     assert made == []

@@ -1,0 +1,68 @@
+"""How the quickstart's models are made: a short supervised training on spellings of which some are right.
+
+The student's labels are mostly wrong: a clean training would leave nothing to learn, none at all nothing to reward. The
+teacher's are right, so that it can be distilled into the student. build/quickstart.py trains them.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from nemo_rl.data.conversations import Conversation
+from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, words_of
+from nemo_rl.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that the weights depend on, beside the words."""
+
+    seed: int = 0  # of the first weights and of the spellings
+    num_steps: int = 280
+    batch_size: int = 64  # spellings of one step
+    peak_learning_rate: float = 2e-3
+    warmup_steps: int = 30
+    right_share: float = 0.35  # of the spellings
+    hidden_size: int = 192
+    num_layers: int = 2
+
+    @property
+    def text(self) -> str:
+        """Different wherever another recipe or other words give other weights."""
+        training = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+        words = (section.model_dump_json(exclude_unset=True) for section in (QUICKSTART_TRAIN, QUICKSTART_VALIDATION))
+        return "\n".join((training, *words, ""))
+
+
+def student(seed: int) -> Recipe:
+    """An imperfect speller that explores: what GRPO begins with."""
+    return Recipe(seed=seed)
+
+
+def teacher(seed: int) -> Recipe:
+    """A good speller of the same family."""
+    return Recipe(seed=seed, right_share=1.0)
+
+
+def spellings(prompts: Sequence[Prompt], recipe: Recipe) -> list[Conversation]:
+    """Every conversation of the training in its order, `batch_size` a step; a function of prompts and recipe."""
+    draws, words = random.Random(recipe.seed), words_of(prompts)
+    conversations = []
+    for _ in range(recipe.num_steps):
+        for place in draws.choices(range(len(prompts)), k=recipe.batch_size):
+            answer = Message("assistant", noisy_spelling(words[place], draws, right_share=recipe.right_share))
+            conversations.append(Conversation((*prompts[place].messages, answer)))
+    return conversations
+
+
+def noisy_spelling(word: str, draws: random.Random, *, right_share: float) -> str:
+    """The word backward with that probability; else forward, or backward with two letters swapped."""
+    backward = word[::-1]
+    if draws.random() < right_share:
+        return backward
+    if draws.random() < 0.5:
+        return word
+    letters = list(backward)
+    first, second = draws.sample(range(len(letters)), 2)
+    letters[first], letters[second] = letters[second], letters[first]
+    return "".join(letters)
