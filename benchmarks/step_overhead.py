@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.algorithms.loop import Training, train_one_step
-from nemo_rl.algorithms.resuming import restore
+from nemo_rl.algorithms.resuming import Saves, restore
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
@@ -120,7 +120,7 @@ async def measure(work: Work, num_steps: int) -> Figures:
             recorder = Recorder(run)
             kwargs = copy.deepcopy(config.policy.optimizer.kwargs)
             bare = BareTrainer(model_path, kwargs, config.policy.train_micro_batch_size)
-            training = Training(await restore(run))
+            training = Training(await restore(run), Saves(run))
             await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
             for index in range(WARM_UP_STEPS + num_steps):
                 recorder.requests.clear()

@@ -86,6 +86,11 @@ class CheckpointStore:
         is_urgent = self._deadline is not None and self._deadline.is_due()
         return self._config.enabled and (is_last or is_urgent or step % self._config.save_period == 0)
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether `checkpoint_must_save_by` has asked for a save."""
+        return self._deadline is not None and self._deadline.is_served
+
     def begin(self, step: int) -> Path:
         """An empty directory to write the checkpoint of `step` into; what interrupted saves left is removed."""
         with _as_checkpoint_error(f"the checkpoint of step {step} cannot be begun in {self.directory}"):
@@ -197,7 +202,7 @@ class SaveDeadline:
         self._deadline = self._last + must_save_by_s
         self._longest_s = 0.0  # of a step, all that lies between two calls included
         self._calls = 0
-        self._is_served = False
+        self.is_served = False
 
     def is_due(self) -> bool:
         """To be called after each step. True once: when now plus the longest step so far is past the deadline.
@@ -208,9 +213,9 @@ class SaveDeadline:
         passed, self._last = now - self._last, now
         self._longest_s = passed if self._calls < 2 else max(self._longest_s, passed)
         self._calls += 1
-        if self._is_served or now + self._longest_s < self._deadline:
+        if self.is_served or now + self._longest_s < self._deadline:
             return False
-        self._is_served = True
+        self.is_served = True
         return True
 
 

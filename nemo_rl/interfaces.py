@@ -243,7 +243,14 @@ class Policy(Protocol):
         ...
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
-        """Write `weights/` (Hugging Face files), `tokenizer/` and `optimizer/` under `path`."""
+        """Begin to write `weights/` (Hugging Face files), `tokenizer/` and `optimizer/` under `path`.
+
+        Returns once everything is copied, so that training may go on.
+        """
+        ...
+
+    async def finish_save(self) -> None:
+        """Return once what `save` began is on the disk; raises CheckpointError where it cannot be."""
         ...
 
     async def load(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.algorithms.interrupt import Interrupted
 from nemo_rl.algorithms.report import report_start, report_step, report_validation
-from nemo_rl.algorithms.resuming import Position, restore, save
+from nemo_rl.algorithms.resuming import Position, Saves, restore
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability.timer import StepTimer
@@ -22,6 +22,7 @@ class Training:
     """What a run has reached."""
 
     position: Position  # always what the policy holds, so that it can be saved at any await
+    saves: Saves
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
     validations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
     is_spent: bool = False  # the data set has no prompt left
@@ -30,25 +31,30 @@ class Training:
 
 async def train(run: TrainingRun) -> Training:
     """Train until `max_num_steps`, the end of the data, or a signal; goes on from the newest checkpoint."""
-    training = Training(await restore(run))
-    report_start(run, training.position.step)
-    try:
-        is_published = await _publish(run, training.position.step)
-        if is_published and run.config.algorithm.val_at_start and training.position.step == 0:
-            await _validate(run, training, StepTimer())
-        while _goes_on(run, training):
-            await train_one_step(run, training)
-    except Interrupted:
-        logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
-    except RolloutError:  # the policy is whole: what it has learnt is not lost
-        await save(run, training.position, _named_metrics(training))
-        raise
+    async with Saves(run) as saves:
+        training = Training(await restore(run), saves)
+        report_start(run, training.position.step)
+        try:
+            await _train(run, training)
+        except Interrupted:
+            logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
+        except RolloutError:  # the policy is whole: what it has learnt is not lost
+            await saves.begin(training.position, _named_metrics(training))
+            raise
+        training.interrupted = run.interrupt.requested
+        if training.interrupted:
+            await saves.begin(training.position, _named_metrics(training))
+    return training
+
+
+async def _train(run: TrainingRun, training: Training) -> None:
+    is_published = await _publish(run, training.position.step)
+    if is_published and run.config.algorithm.val_at_start and training.position.step == 0:
+        await _validate(run, training, StepTimer())
+    while _goes_on(run, training):
+        await train_one_step(run, training)
     if training.is_spent:
         await _finish(run, training)
-    training.interrupted = run.interrupt.requested
-    if training.interrupted:
-        await save(run, training.position, _named_metrics(training))
-    return training
 
 
 def _goes_on(run: TrainingRun, training: Training) -> bool:
@@ -69,6 +75,9 @@ async def train_one_step(run: TrainingRun, training: Training) -> None:
         batch, metrics = await run.algorithm.make_batch(collected, timer)
         with timer("policy_training"):
             metrics |= await policy.train_step(batch, run.algorithm.loss_fn)
+        if training.saves.is_begun:
+            with timer("checkpointing"):
+                await training.saves.finish()
         step += 1
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         with timer("weight_sync"):
@@ -129,9 +138,14 @@ async def _validate(run: TrainingRun, training: Training, timer: StepTimer) -> N
 
 
 async def _save_if_due(run: TrainingRun, training: Training, timer: StepTimer, *, is_last: bool) -> None:
-    if run.checkpoints is not None and run.checkpoints.should_save(training.position.step, is_last=is_last):
-        with timer("checkpointing"):
-            await save(run, training.position, _named_metrics(training))
+    """The files are written while the next step collects; at once where none follows or time runs out."""
+    store = run.checkpoints
+    if store is None or not store.should_save(training.position.step, is_last=is_last):
+        return
+    with timer("checkpointing"):
+        await training.saves.begin(training.position, _named_metrics(training))
+        if is_last or store.is_urgent:
+            await training.saves.finish()
 
 
 def _named_metrics(training: Training) -> dict[str, float]:

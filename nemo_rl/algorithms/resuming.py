@@ -14,7 +14,6 @@ from nemo_rl.checkpoint import (
     POLICY_DIRECTORY,
     REPLAY_BUFFER_FILE,
     RNG_FILE,
-    Checkpoint,
     TrainingInfo,
     load_state,
     restore_rng_state,
@@ -22,6 +21,7 @@ from nemo_rl.checkpoint import (
     save_state,
 )
 from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.errors import NemoRLError
 from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
 
 logger = logging.getLogger(__name__)
@@ -47,28 +47,66 @@ async def restore(run: TrainingRun) -> Position:
     return Position(latest.step, run.source.state_dict())
 
 
-async def save(run: TrainingRun, position: Position, metrics: Mapping[str, float]) -> Checkpoint | None:
-    """Write a checkpoint of `position`, which the policy must hold. None without checkpointing or before step 1."""
-    store = run.checkpoints
-    if store is None or position.step == 0:
-        return None
-    latest = store.latest()
-    if latest is not None and latest.step == position.step:
-        return latest
-    path = store.begin(position.step)
-    await run.policy.save(path / POLICY_DIRECTORY, save_optimizer=run.config.checkpointing.save_optimizer)
-    (path / CONFIG_FILE).write_text(resolved_yaml(run.config))
-    await asyncio.to_thread(_write_source_state, path, position.source_state)
-    save_rng_state(path / RNG_FILE)
-    info = TrainingInfo(
-        step=position.step,
-        consumed_prompts=position.source_state["consumed_prompts"],
-        epoch=position.source_state["epoch"],
-        metrics=metrics,
-    )
-    checkpoint = await asyncio.to_thread(store.commit, path, info)
-    logger.info("saved %s", checkpoint.path)
-    return checkpoint
+class Saves:
+    """The checkpoints that a run writes; one may still be on its way to the disk while training goes on.
+
+    Leaving it as a context manager finishes that one, whatever ended the run, if the policy still can.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._begun: tuple[Path, TrainingInfo] | None = None
+
+    async def begin(self, position: Position, metrics: Mapping[str, float]) -> None:
+        """Begin a checkpoint of `position`, which the policy must hold; returns once everything is copied.
+
+        Nothing without checkpointing, before step 1, and for a step that is saved already. One that is still being
+        written is finished first.
+        """
+        await self.finish()
+        run, store = self._run, self._run.checkpoints
+        latest = store.latest() if store is not None else None
+        if store is None or position.step == 0 or (latest is not None and latest.step == position.step):
+            return
+        path = store.begin(position.step)
+        await run.policy.save(path / POLICY_DIRECTORY, save_optimizer=run.config.checkpointing.save_optimizer)
+        (path / CONFIG_FILE).write_text(resolved_yaml(run.config))
+        await asyncio.to_thread(_write_source_state, path, position.source_state)
+        save_rng_state(path / RNG_FILE)
+        info = TrainingInfo(
+            step=position.step,
+            consumed_prompts=position.source_state["consumed_prompts"],
+            epoch=position.source_state["epoch"],
+            metrics=metrics,
+        )
+        self._begun = path, info
+
+    async def finish(self) -> None:
+        """Return once the checkpoint that was begun is complete under its name; at once where there is none.
+
+        Raises CheckpointError when the disk fails, ConfigError for a metric that this run does not have.
+        """
+        if self._begun is None or self._run.checkpoints is None:
+            return
+        (path, info), self._begun = self._begun, None
+        await self._run.policy.finish_save()
+        checkpoint = await asyncio.to_thread(self._run.checkpoints.commit, path, info)
+        logger.info("saved %s", checkpoint.path)
+
+    @property
+    def is_begun(self) -> bool:
+        return self._begun is not None
+
+    async def __aenter__(self) -> "Saves":
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            await self.finish()
+        except NemoRLError as unfinished:
+            if error is None:
+                raise
+            logger.warning("the checkpoint that was being written is lost: %s", unfinished)
 
 
 def _write_source_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -48,8 +48,9 @@ class FSDP2Policy:
         return cast(ResultT, await self._thread.run(self._rank.with_weights, use))
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
-        """Write it all; returns once it is on the disk."""
         await self._thread.run(partial(self._rank.save, Path(path), save_optimizer=save_optimizer))
+
+    async def finish_save(self) -> None:
         await self._thread.run(self._rank.finish_save)
 
     async def load(self, path: Path) -> None:

@@ -85,8 +85,10 @@ class PolicyGroup:
         return await self._call("with_weights", use)
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
-        """Write it all, to a folder that every rank reaches; returns once it is on the disk."""
+        """To a folder that every rank reaches."""
         await self._call("save", _absolute(path), save_optimizer=save_optimizer)
+
+    async def finish_save(self) -> None:
         await self._call("finish_save")
 
     async def load(self, path: Path) -> None:

@@ -63,6 +63,9 @@ class FakePolicy:
         self.calls.append("save")
         _write(path, str(self.num_steps))
 
+    async def finish_save(self) -> None:
+        self.calls.append("finish_save")
+
     async def load(self, path: Path) -> None:
         self.calls.append("load")
         self.num_steps = int(_read(path))

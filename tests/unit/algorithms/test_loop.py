@@ -38,6 +38,9 @@ def same_reward(conversation: Conversation, state: State) -> EnvStep:
     return EnvStep(rewards={"score": 1.0})
 
 
+SAVED = ("save", "finish_save")
+
+
 # ---- the order of a step
 
 
@@ -48,7 +51,7 @@ def test_a_step_collects_trains_refits_validates_and_saves_in_this_order(tmp_pat
     assert rig.calls == [
         "publish 0",
         *("next_groups 0", "train_step", "publish 1", "validate", "save"),
-        *("next_groups 1", "train_step", "publish 2", "validate", "save"),
+        *("next_groups 1", "train_step", "finish_save", "publish 2", "validate", "save", "finish_save"),
     ]
 
 
@@ -72,7 +75,7 @@ def test_policy_and_engine_take_turns_on_a_shared_device(tmp_path: Path) -> None
         "next_groups 0",
         *("sleep", "onload", "train_step"),
         *("wake", "publish 1", "offload"),
-        "save",
+        *("save", "finish_save"),
     ]
 
 
@@ -154,7 +157,7 @@ def test_training_ends_with_the_data_after_a_short_step_a_validation_and_a_check
     assert [len(batch) for batch in rig.policy.batches] == [6, 6, 3]
     assert rig.validations() == [3]
     assert list(rig.checkpoints()) == [3]
-    assert rig.calls[-3:] == ["next_groups 3", "validate", "save"]
+    assert rig.calls[-4:] == ["next_groups 3", "validate", "save", "finish_save"]
 
 
 def test_the_end_of_the_data_repeats_neither_validation_nor_checkpoint_of_its_step(tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def test_a_stop_during_generation_saves_the_last_step_and_the_prompts_are_drawn_
     training = trained(stopped)
     assert training.interrupted
     assert training.position.step == 1
-    assert stopped.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", "next_groups 1", "save"]
+    assert stopped.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", "next_groups 1", *SAVED]
 
     whole = make_rig(tmp_path / "whole", config)
     trained(whole)
@@ -215,7 +218,7 @@ def test_a_stop_during_training_finishes_the_step_and_saves_it(tmp_path: Path) -
     rig = make_rig(tmp_path, on_train_step=lambda step: interrupt.request(), interrupt=interrupt)
     training = trained(rig)
     assert training.interrupted
-    assert rig.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", "save"]
+    assert rig.calls == ["publish 0", "next_groups 0", "train_step", "publish 1", *SAVED]
     assert list(rig.checkpoints()) == list(rig.steps()) == [1]
 
 
@@ -234,7 +237,7 @@ def test_a_stop_while_rollouts_end_before_an_update_keeps_the_step_and_its_metri
 
     monkeypatch.setattr(rig.run.source, "hold", hold)
     assert trained(rig).interrupted
-    assert rig.calls == ["publish 0", "next_groups 0", "train_step", "save"]
+    assert rig.calls == ["publish 0", "next_groups 0", "train_step", *SAVED]
     assert list(rig.checkpoints()) == list(rig.steps()) == [1]
 
 

@@ -6,10 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.resuming import Position, restore, save
-from nemo_rl.errors import DataError
+from nemo_rl.algorithms.resuming import Position, Saves, restore
+from nemo_rl.algorithms.run import TrainingRun
+from nemo_rl.checkpoint import Checkpoint
+from nemo_rl.errors import CheckpointError, DataError
 from tests.fakes.policy import FakePolicy
 from tests.unit.algorithms.run_setup import make_config, make_rig
+
+
+async def save(run: TrainingRun, position: Position, metrics: dict[str, float]) -> Checkpoint | None:
+    """To the end; the newest checkpoint."""
+    async with Saves(run) as saves:
+        await saves.begin(position, metrics)
+    return run.checkpoints.latest() if run.checkpoints is not None else None
 
 
 def test_without_a_checkpoint_a_run_starts_at_step_0(tmp_path: Path) -> None:
@@ -72,7 +81,7 @@ def test_a_step_is_saved_once_and_step_0_never(tmp_path: Path) -> None:
         first = await save(rig.run, Position(1, source_state), {"train:reward": 1.0})
         again = await save(rig.run, Position(1, source_state), {})
         assert first == again
-        assert rig.calls == ["save"]
+        assert rig.calls == ["save", "finish_save"]
 
     asyncio.run(main())
 
@@ -115,3 +124,49 @@ def test_the_optimizer_is_saved_where_the_configuration_says_so(tmp_path: Path) 
 
     asyncio.run(main())
     assert asked == [False]
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_finished(tmp_path: Path) -> None:
+    async def main() -> None:
+        rig = make_rig(tmp_path)
+        saves = Saves(rig.run)
+        await saves.begin(Position(1, rig.source.state_dict()), {})
+        assert saves.is_begun
+        assert rig.checkpoints() == {}
+        await saves.begin(Position(2, rig.source.state_dict()), {})
+        assert list(rig.checkpoints()) == [1]  # before the next one is begun
+        await saves.finish()
+        assert list(rig.checkpoints()) == [1, 2]
+        assert rig.calls == ["save", "finish_save"] * 2
+
+    asyncio.run(main())
+
+
+async def save_and_fail(run: TrainingRun, error: Exception | None) -> None:
+    async with Saves(run) as saves:
+        await saves.begin(Position(1, run.source.state_dict()), {})
+        if error is not None:
+            raise error
+
+
+def test_an_error_does_not_lose_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(save_and_fail(rig.run, ZeroDivisionError()))
+    assert list(rig.checkpoints()) == [1]
+
+
+class FullDisk(FakePolicy):
+    async def finish_save(self) -> None:
+        raise CheckpointError("no space")
+
+
+def test_a_checkpoint_that_cannot_be_written_hides_no_other_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = replace(make_rig(tmp_path).run, policy=FullDisk())
+    with pytest.raises(CheckpointError, match="no space"):
+        asyncio.run(save_and_fail(run, None))
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(save_and_fail(run, ZeroDivisionError()))
+    assert "the checkpoint that was being written is lost: no space" in caplog.text
