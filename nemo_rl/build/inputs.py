@@ -21,7 +21,7 @@ class Inputs:
     probes: tuple[tuple[int, ...], ...]  # prompts on which the engine's weights are verified
 
 
-def load_prompts(config: RolloutConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
+def load_prompts(config: TrainingConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """Training and validation prompts, each with an environment that is configured; needs no model."""
     train, validation = load_datasets(config.data, config.seed)
     _check_tasks(config, (train, *validation))

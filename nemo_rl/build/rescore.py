@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from nemo_rl.build.inputs import load_prompts
 from nemo_rl.build.scorers import open_scorers
 from nemo_rl.config.env import RewardModelEnvironmentSection
-from nemo_rl.config.master import RolloutConfig
+from nemo_rl.config.master import TrainingConfig
 from nemo_rl.data.jsonl import read_jsonl
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.rescoring import PromptKey, rescored
@@ -39,7 +39,7 @@ class MeanReward:
         return f"mean reward {mean} over {self.num_rewarded} rollouts, {self.num_failed} failed"
 
 
-def rescore_file(config: RolloutConfig, rollouts: Path, output: Path) -> tuple[MeanReward, MeanReward]:
+def rescore_file(config: TrainingConfig, rollouts: Path, output: Path) -> tuple[MeanReward, MeanReward]:
     """Write every line of `rollouts` with new rewards to `output`, which appears once it is whole; before and after.
 
     Raises ConfigError without scorers and for an `output` that exists, DataError for a line that is no rollout.
@@ -61,7 +61,7 @@ def rescore_file(config: RolloutConfig, rollouts: Path, output: Path) -> tuple[M
 async def _write(
     rows: Iterator[dict[str, Any]],
     file: TextIO,
-    config: RolloutConfig,
+    config: TrainingConfig,
     prompts: Mapping[PromptKey, Prompt],
     mean: MeanReward,
 ) -> None:

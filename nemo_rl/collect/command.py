@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from nemo_rl.config.collect import parse_seeds
 from nemo_rl.errors import ConfigError, DataError, NemoRLError
 from nemo_rl.observability.logging_setup import configure_logging
 
@@ -34,14 +35,7 @@ def run_command(
 
 def seeds_argument(text: str) -> tuple[int, ...]:
     """Seeds as on the command line of `collect`: "0,2,5..7" is 0, 2, 5, 6, 7."""
-    seeds: set[int] = set()
-    for part in text.split(","):
-        first, separator, last = part.partition("..")
-        try:
-            low, high = int(first), int(last if separator else first)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: seeds look like 0,2,5..7") from error
-        if low < 0 or high < low:
-            raise argparse.ArgumentTypeError(f"{part!r}: from a seed to one that is not smaller, neither negative")
-        seeds.update(range(low, high + 1))
-    return tuple(sorted(seeds))
+    try:
+        return parse_seeds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,13 +1,13 @@
 """What the schema cannot say: rules across sections. No model, no torch; files are only looked for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.async_checks import check_async
 from nemo_rl.config.checkpoint_checks import check_checkpointing
-from nemo_rl.config.data import Dataset
+from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.grpo_checks import check_grpo
 from nemo_rl.config.layout import layout_of
 from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
@@ -74,9 +74,11 @@ def _check_sampling(config: TrainingConfig) -> None:
 def _check_lengths(config: RolloutConfig) -> None:
     policy, total = config.policy, config.policy.max_total_sequence_length
     limit = f"policy.max_total_sequence_length = {total}"
-    new, context = policy.generation.max_new_tokens, policy.generation.vllm_cfg.max_model_len
+    new = policy.generation.max_new_tokens
     if new is not None and new > total:
         raise ConfigError("policy.generation.max_new_tokens", new, f"must be at most {limit}")
+    generation = policy.generation
+    context = generation.vllm_cfg.max_model_len if isinstance(generation, GenerationSection) else None
     if context is not None and context < total:
         raise ConfigError("policy.generation.vllm_cfg.max_model_len", context, f"must be at least {limit}")
     prompt = config.data.max_input_seq_length
@@ -84,7 +86,7 @@ def _check_lengths(config: RolloutConfig) -> None:
         raise ConfigError("data.max_input_seq_length", prompt, f"must be at most {limit}")
 
 
-def _check_engine(config: RolloutConfig) -> None:
+def _check_engine(config: TrainingConfig) -> None:
     generation = config.policy.generation
     if generation.backend != "hf":
         return
@@ -125,7 +127,10 @@ def _check_scheduler(config: TrainingConfig) -> None:
 
 def _check_data(config: RolloutConfig) -> None:
     default = config.data.default
-    for key, dataset in _datasets(config):
+    for name in config.data.fields_of_sets:
+        if getattr(config.data, name) == []:
+            raise ConfigError(f"data.{name}", [], "must name a data set")
+    for key, dataset in config.data.sets:
         values: dict[str, Any] = {
             name: own if (own := getattr(dataset, name)) is not None else getattr(default, name)
             for name in ("dataset_name", "data_path", "env_name", "prompt_file", "system_prompt_file", "task")
@@ -154,25 +159,15 @@ def _check_dataset(key: str, values: dict[str, Any], config: RolloutConfig) -> N
         raise ConfigError(f"{key}.env_name", environment, problem)
 
 
-def _datasets(config: RolloutConfig) -> Iterable[tuple[str, Dataset]]:
-    for name, sets in (("train", config.data.train), ("validation", config.data.validation)):
-        if isinstance(sets, list):
-            if not sets:
-                raise ConfigError(f"data.{name}", [], "must name a data set")
-            yield from ((f"data.{name}.{index}", one) for index, one in enumerate(sets))
-        elif sets is not None:
-            yield f"data.{name}", sets
-
-
 _ROLLOUT_CHECKS: tuple[Callable[[RolloutConfig], None], ...] = (
     _check_lengths,
-    _check_engine,
     check_agents,
     check_nemo_gym,
     check_scorers,
     _check_data,
 )
 _TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
+    _check_engine,
     _check_batches,
     _check_groups,
     _check_sampling,

@@ -51,6 +51,7 @@ def defaulted(key: str, *inert: object) -> Rule:
     return Rule(key, inert, "keep")
 
 
+SET_NAMES = ("train", "validation", "input")
 RESPONSE_DATASET, NEMO_GYM_DATASET = "ResponseDataset", "NemoGymDataset"
 NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
@@ -225,10 +226,10 @@ def name_datasets(config: dict[str, Any]) -> None:
         return
     default = data.get("default") if isinstance(data.get("default"), dict) else {}
     assert isinstance(default, dict)
-    for one in (default, *_listed(data.get("train")), *_listed(data.get("validation"))):
+    for one in (default, *(one for name in SET_NAMES for one in _listed(data.get(name)))):
         if isinstance(one, dict) and one.get("dataset_name") == NEMO_GYM_DATASET:
             one["dataset_name"] = "nemo_gym"
-    for name in ("train", "validation"):
+    for name in SET_NAMES:
         for one in _listed(data.get(name)):
             if isinstance(one, dict) and (one.get("dataset_name") or default.get("dataset_name")) == RESPONSE_DATASET:
                 path = str(one.get("data_path") or default.get("data_path"))

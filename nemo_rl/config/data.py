@@ -1,6 +1,7 @@
-"""`data`: the data sets of training and validation."""
+"""`data`: the data sets of training and validation, or those of a collection."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -29,10 +30,40 @@ class Dataset(Section):
     system_prompt_file: str | None = None
 
 
-class Data(Section):
+class DataSets(Section):
+    """What any choice of data sets has."""
+
+    fields_of_sets: ClassVar[tuple[str, ...]]
+
     max_input_seq_length: int | None = Field(default=None, gt=0)  # tokens of a prompt; None: room for one new token
+    default: Dataset = Dataset()
+
+    @property
+    def sets(self) -> Iterator[tuple[str, Dataset]]:
+        """Every data set with its key; a list that names none is left to the caller."""
+        for name in self.fields_of_sets:
+            sets = getattr(self, name)
+            if isinstance(sets, list):
+                yield from ((f"data.{name}.{index}", one) for index, one in enumerate(sets))
+            elif sets is not None:
+                yield f"data.{name}", sets
+
+
+class Data(DataSets):
+    """Of training."""
+
+    fields_of_sets: ClassVar[tuple[str, ...]] = ("train", "validation")
+
     shuffle: bool = True
     disjoint: bool = True  # prompts of the validation sets are left out of training
     train: Dataset | list[Dataset]
     validation: Dataset | list[Dataset] | None = None
-    default: Dataset = Dataset()
+
+
+class InputData(DataSets):
+    """Of a collection."""
+
+    fields_of_sets: ClassVar[tuple[str, ...]] = ("input",)
+
+    input: Dataset | list[Dataset]  # one behind the other: a task's index is its place in all of them
+    seed: int = 42  # of generated rows, where their set names none

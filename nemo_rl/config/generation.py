@@ -32,10 +32,9 @@ class Colocated(Section):
     resources: Resources = Resources()  # where they do not
 
 
-class GenerationSection(Section):
-    backend: Literal["vllm", "hf"] = "vllm"
-    in_actor: bool = False  # vllm: in a Ray actor, a process of its own; several replicas always are
-    num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
+class Sampling(Section):
+    """How responses are sampled, whatever the engine."""
+
     max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -44,6 +43,14 @@ class GenerationSection(Section):
     stop_strings: list[str] | None = None
     ignore_eos: bool = False  # sample on to the token limit, whatever is sampled; for measurements
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
+
+
+class GenerationSection(Sampling):
+    """The engine of a training run beside it."""
+
+    backend: Literal["vllm", "hf"] = "vllm"
+    in_actor: bool = False  # vllm: in a Ray actor, a process of its own; several replicas always are
+    num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
     vllm_cfg: VllmCfg = VllmCfg()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
     colocated: Colocated = Colocated()

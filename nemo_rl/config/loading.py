@@ -15,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_rl.config.checks import check
+from nemo_rl.config.collect import CollectConfig, quoted_seeds
+from nemo_rl.config.collect_checks import check_sampled
 from nemo_rl.config.compatibility import move_keys, name_datasets, take_out
 from nemo_rl.config.entries import KINDS, Kinds
 from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig
@@ -53,6 +55,13 @@ def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> Rewar
     return config
 
 
+def load_collect_config(path: Path, overrides: Sequence[str] = ()) -> CollectConfig:
+    """The same for `nemo-rl collect`."""
+    config = read_config(CollectConfig, path, quoted_seeds(overrides), prepare=translate)
+    check_sampled(config)
+    return config
+
+
 def resolved_yaml(config: Section) -> str:
     """Every key with its value, as YAML that `load_config` reads to an equal configuration.
 
@@ -62,7 +71,8 @@ def resolved_yaml(config: Section) -> str:
     values = config.model_dump()
     if isinstance(config, RolloutConfig):
         set_values = config.data.model_dump(exclude_unset=True)
-        values["data"] |= {name: set_values[name] for name in ("train", "validation", "default") if name in set_values}
+        names = (*config.data.fields_of_sets, "default")
+        values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(own_first)))

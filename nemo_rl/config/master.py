@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 from pydantic import Field, SerializeAsAny, field_validator
 
 from nemo_rl.config.algorithm import GRPO, Distillation, RolloutTraining
-from nemo_rl.config.data import Data
+from nemo_rl.config.data import Data, DataSets
 from nemo_rl.config.entries import KINDS
 from nemo_rl.config.environment import EnvironmentSection
 from nemo_rl.config.loss import DistillationLoss, LossFn
 from nemo_rl.config.penalties import RewardPenalties
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, WeightSync
+from nemo_rl.config.policy import Model, Policy
+from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, RolloutBounds, WeightSync
 from nemo_rl.config.scorers import RewardModelPlacement, ScorerSection
 from nemo_rl.config.section import Section
 from nemo_rl.config.teacher import Teacher
@@ -20,12 +20,12 @@ from nemo_rl.config.teacher import Teacher
 class RolloutConfig(Section):
     """What rollouts are made of, whatever becomes of them."""
 
-    policy: Policy
-    data: Data
+    policy: Model
+    data: DataSets
     env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)
     scorers: dict[str, SerializeAsAny[ScorerSection]] = Field(default_factory=dict)
     reward_model: RewardModelPlacement = RewardModelPlacement()
-    rollout: Rollout = Rollout()
+    rollout: RolloutBounds = RolloutBounds()
     gateway: Gateway = Gateway()
     logger: Logger = Logger()
     cluster: Cluster = Cluster()
@@ -55,6 +55,9 @@ class TrainingConfig(RolloutConfig):
 
     algorithm_key: ClassVar[str]
 
+    policy: Policy
+    data: Data
+    rollout: Rollout = Rollout()
     weight_sync: WeightSync = WeightSync()
     checkpointing: Checkpointing = Checkpointing()
     teacher: Teacher | None = None  # of all tasks

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationSection, Sampling
 from nemo_rl.config.megatron import MegatronCfg
 from nemo_rl.config.section import Section
 
@@ -39,18 +39,30 @@ class SchedulerStage(Section):
     milestones: list[int] | None = None
 
 
-class Policy(Section):
+class Model(Section):
+    """What rollouts need of `policy`: a model, and how it is sampled."""
+
     model_name: str  # a Hugging Face name or a folder
     tokenizer: Tokenizer = Tokenizer()
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_total_sequence_length: int = Field(default=512, gt=0)
+    generation: Sampling = Sampling()
+
+    @property
+    def max_response_length(self) -> int:
+        """Tokens that one response may have."""
+        return self.generation.max_new_tokens or self.max_total_sequence_length
+
+
+class Policy(Model):
+    """A model that is trained."""
 
     train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
     logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
-    max_total_sequence_length: int = Field(default=512, gt=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
 
     dtensor_cfg: DTensorCfg = DTensorCfg()
@@ -58,11 +70,6 @@ class Policy(Section):
     optimizer: Optimizer = Optimizer()
     scheduler: SchedulerStage | list[SchedulerStage] | None = None
     generation: GenerationSection = GenerationSection()
-
-    @property
-    def max_response_length(self) -> int:
-        """Tokens that one response may have."""
-        return self.generation.max_new_tokens or self.max_total_sequence_length
 
     @property
     def ranks_of_a_copy(self) -> int:

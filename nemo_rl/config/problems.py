@@ -32,7 +32,8 @@ def schema_problem(
     _, _, path, details = min(found, key=lambda item: item[:2])
     if details["type"] == "extra_forbidden":
         return unknown_key(path, raw, schema)
-    problem = PROBLEMS.get(details["type"]) or details["msg"][:1].lower() + details["msg"][1:]
+    message = details["msg"].removeprefix("Value error, ")  # of a validator of our own
+    problem = PROBLEMS.get(details["type"]) or message[:1].lower() + message[1:]
     value = at(raw, path)
     if value in ("None", "none"):
         problem += " (nothing is written null)"

@@ -7,15 +7,20 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class Rollout(Section):
-    """Bounds on failures and waits, and what is written down."""
+class RolloutBounds(Section):
+    """Bounds on retries and waits."""
 
     max_retries: int = Field(default=2, ge=0)  # of one generation request, with backoff
     retry_backoff_s: float = Field(default=0.5, ge=0)  # before the first retry; doubles
+    stall_timeout_s: float = Field(default=600.0, gt=0)  # without any progress
+    trajectory_selection: Literal["all", "longest"] = "all"  # of an agent's histories: which are kept and trained on
+
+
+class Rollout(RolloutBounds):
+    """Of training: also bounds on failures, and what is written down."""
+
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's rollouts; above it the run stops
     min_group_size: int = Field(default=2, gt=0)  # survivors that a group needs to be trained on
-    stall_timeout_s: float = Field(default=600.0, gt=0)  # without any progress
-    trajectory_selection: Literal["all", "longest"] = "all"  # of an agent's histories: which are trained on
     write_rollouts: bool = True  # rollouts/*.jsonl in the run directory
     write_token_ids: bool = False
 

@@ -1,0 +1,188 @@
+"""The configurations of `nemo-rl collect` and examples/run_eval.py: rollouts of one model, which nobody trains."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+
+from nemo_rl.config.data import InputData
+from nemo_rl.config.generation import GenerationSection, Sampling, VllmCfg
+from nemo_rl.config.master import RolloutConfig
+from nemo_rl.config.run import RolloutBounds
+from nemo_rl.config.section import Section
+
+HIGHEST_ATTEMPTS = 254  # the store counts them in a byte
+
+
+class Collect(Section):
+    """`collect`: which rollouts, and where they are kept."""
+
+    output_dir: str  # a start with the same one goes on where an earlier one stopped
+    seeds: int | str | list[int] = 0  # of the samples: "0,2,5..7"; a file each
+    num_repeats: int = Field(default=1, gt=0)  # rollouts of each task and seed
+    limit: int | None = Field(default=None, gt=0)  # tasks at most, from the start of the input
+    chunk: str | None = None  # "2/4": every 4th task from task 2 on; 0/4 to 3/4 make up the whole. None: all tasks
+    concurrency: int = Field(default=64, gt=0)  # rollouts at once
+    max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # of a rollout that fails, over all starts
+    max_failures_in_a_row: int = Field(default=100, gt=0)  # above it the collection stops: something is broken
+    max_rollout_turns: int = Field(default=1, gt=0)
+    write_token_ids: bool = False  # of every message, with log-probs where sampled
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        return tuple(self.seeds) if isinstance(self.seeds, list) else parse_seeds(str(self.seeds))
+
+    @property
+    def chunk_index_and_count(self) -> tuple[int, int] | None:
+        return None if self.chunk is None else parse_chunk(self.chunk)
+
+    @field_validator("seeds")
+    @classmethod
+    def _are_seeds(cls, seeds: int | str | list[int]) -> int | str | list[int]:
+        if not isinstance(seeds, list):
+            parse_seeds(str(seeds))
+        elif not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+            raise ValueError("must be whole numbers from 0 on, each once")
+        return seeds
+
+    @field_validator("chunk")
+    @classmethod
+    def _is_chunk(cls, chunk: str | None) -> str | None:
+        if chunk is not None:
+            parse_chunk(chunk)
+        return chunk
+
+
+class Server(Section):
+    """`server`: one that runs already, at `address`, or an engine that is started for the collection alone."""
+
+    # A server that speaks OpenAI's API; several addresses are replicas.
+    address: str | list[str] | None = None  # http://host:port, with or without /v1
+    model: str | None = None  # as the server calls it; None: the only one it has
+    api_key_env: str | None = None  # the environment variable that holds the key
+    # completions: token ids in, token ids out (vLLM). chat: messages, which the server renders itself.
+    api: Literal["auto", "completions", "chat"] = "auto"
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+
+    # The engine; errors beside `address`.
+    backend: Literal["vllm", "hf"] = "vllm"  # hf: transformers, slow and exactly repeatable
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    data_parallel_size: int = Field(default=1, gt=0)  # copies of the model behind vLLM's own data parallelism
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
+    max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
+    max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
+    enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
+    enable_prefix_caching: bool = True
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
+
+    OF_ADDRESS: ClassVar[tuple[str, ...]] = ("model", "api_key_env", "api", "requests_per_minute", "tokens_per_minute")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Empty where an engine is started."""
+        if self.address is None:
+            return ()
+        return (self.address,) if isinstance(self.address, str) else tuple(self.address)
+
+    @property
+    def misplaced(self) -> tuple[str, ...]:
+        """Keys that were set and have no meaning: an engine's beside an address, a server's without one."""
+        of_engine = tuple(name for name in type(self).model_fields if name not in ("address", *self.OF_ADDRESS))
+        wrong = self.OF_ADDRESS if self.address is None else of_engine
+        return tuple(name for name in wrong if name in self.model_fields_set)
+
+    def engine(self, sampling: Sampling) -> GenerationSection:
+        """The engine as training recipes describe one."""
+        parallel = {"data_parallel_size": self.data_parallel_size} if self.data_parallel_size > 1 else {}
+        trusted = {"trust_remote_code": True} if self.trust_remote_code else {}
+        return GenerationSection(
+            **sampling.model_dump(),
+            backend=self.backend,
+            vllm_cfg=VllmCfg(
+                tensor_parallel_size=self.tensor_parallel_size,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_seqs,
+                enforce_eager=self.enforce_eager,
+                enable_prefix_caching=self.enable_prefix_caching,
+                enable_sleep_mode=False,
+            ),
+            vllm_kwargs={**parallel, **trusted, **self.vllm_kwargs},
+        )
+
+    @model_serializer(mode="wrap")
+    def _without_the_other_kind(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What has no meaning is not written, so that a resolved recipe can be read again."""
+        written = values(self)
+        kept = {"address", *self.OF_ADDRESS} if self.address is not None else written.keys() - set(self.OF_ADDRESS)
+        return {name: value for name, value in written.items() if name in kept}
+
+
+class SampledConfig(RolloutConfig):
+    """Rollouts of a model that is only sampled; what `nemo-rl collect` and examples/run_eval.py have in common."""
+
+    data: InputData
+    server: Server = Server()
+    rollout: RolloutBounds = RolloutBounds()
+
+    @property
+    def collection(self) -> Collect:
+        raise NotImplementedError
+
+    @property
+    def seed(self) -> int:
+        """The first; others take its place one after the other."""
+        return self.collection.all_seeds[0]
+
+    @property
+    def max_rollout_turns(self) -> int:
+        return self.collection.max_rollout_turns
+
+
+class CollectConfig(SampledConfig):
+    """`nemo-rl collect`: what a recipe may say."""
+
+    collect: Collect
+
+    @property
+    def collection(self) -> Collect:
+        return self.collect
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Example: "0,2,5..7" is 0, 2, 5, 6, 7. Raises ValueError saying how seeds are written."""
+    seeds: set[int] = set()
+    for part in text.split(","):
+        first, separator, last = part.partition("..")
+        if not (first.strip().isdecimal() and (last.strip().isdecimal() if separator else True)):
+            raise ValueError(f"{text!r}: seeds look like 0,2,5..7")
+        low, high = int(first), int(last if separator else first)
+        if high < low:
+            raise ValueError(f"{part!r}: from a seed to one that is not smaller")
+        seeds.update(range(low, high + 1))
+    return tuple(sorted(seeds))
+
+
+def parse_chunk(text: str) -> tuple[int, int]:
+    """Example: "2/4" is chunk 2 of the chunks 0 to 3. Raises ValueError."""
+    index, separator, count = text.partition("/")
+    if not (separator and index.isdecimal() and count.isdecimal()):
+        raise ValueError(f"{text!r}: a chunk looks like 0/4 (its index from 0 on, and how many there are)")
+    if int(index) >= int(count):
+        raise ValueError(f"{text!r}: of {count} chunks the indices are 0 to {int(count) - 1}")
+    return int(index), int(count)
+
+
+def quoted_seeds(overrides: Sequence[str]) -> list[str]:
+    """Overrides whose seeds need no quotes on the command line: a comma would ask for several runs."""
+    return [_quoted(text) for text in overrides]
+
+
+def _quoted(text: str) -> str:
+    key, separator, value = text.partition("=")
+    is_bare = key.lstrip("+") == "collect.seeds" and separator and not value.startswith(("'", '"', "["))
+    return f"{key}='{value}'" if is_bare else text
