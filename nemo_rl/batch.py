@@ -25,3 +25,5 @@ ADVANTAGES = "advantages"  # [B, T] float32
 TEACHER_LOGPROBS = "teacher_logprobs"  # [B, T] float32; of the tokens themselves
 TEACHER_TOPK_IDS = "teacher_topk_ids"  # [B, T, K] int64; below 0: none
 TEACHER_TOPK_LOGPROBS = "teacher_topk_logprobs"  # [B, T, K] float32; of the whole vocabulary's log_softmax
+TEACHER_UNMATCHED = "teacher_unmatched"  # [B, T, K] float32; probabilities of those the student lacks, largest first
+SPAN_LENGTHS = "span_lengths"  # [B, T] int64; tokens of the span that is compared as a whole from here on, else 0

@@ -32,9 +32,18 @@ class LossFn(Section):
     positive_example_nll_weight: float = Field(default=0.0, ge=0)  # VAPO
 
 
+class CrossTokenizer(Section):
+    """A teacher whose tokens are others than the student's (docs/cross_tokenizer.md)."""
+
+    enabled: bool = False
+    matching: Literal["prefix", "identical"] = "prefix"  # by the bytes that tokens begin with; identical: GOLD and ULD
+    unmatched_weight: float = Field(default=1.0, ge=0)  # identical: of the sorted L1 distance beside the divergence
+
+
 class DistillationLoss(Section):
     """A divergence of the student's next-token distributions from the teacher's, over its most likely tokens."""
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
     mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)  # mixed: of forward; reverse has the rest
     zero_outside_topk: bool = False  # the teacher gives no probability to other tokens; else both are renormalised
+    cross_tokenizer: CrossTokenizer = CrossTokenizer()

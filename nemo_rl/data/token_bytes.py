@@ -6,7 +6,7 @@ Three ways of writing are known: byte-level BPE (GPT-2's alphabet, a character a
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,11 +31,15 @@ class Vocabulary:
 
     pieces: tuple[bytes, ...]  # by token id
     texts: tuple[bytes, ...]  # the same, special tokens as the text they are written as
+    turn_end: int  # the token that ends a turn of the chat template
     strips_leading_space: bool = False  # of a response: SentencePiece puts one before whatever begins a text
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Collection[int]) -> "Vocabulary":
-        """Raises ConfigError for a tokenizer without a fast implementation: its way of writing is not known."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]) -> "Vocabulary":
+        """`stop_token_ids` as ChatEncoder orders them, the template's own last.
+
+        Raises ConfigError for a tokenizer without a fast implementation: its way of writing is not known.
+        """
         if not tokenizer.is_fast:
             raise ConfigError(
                 "policy.tokenizer.name", tokenizer.name_or_path, "is no fast tokenizer: its bytes are unknown"
@@ -52,12 +56,13 @@ class Vocabulary:
             pieces.append(SPECIAL + text.encode() if is_special else texts[-1])
         for token_id in stop_token_ids:
             pieces[token_id] = TURN_END
-        return cls(tuple(pieces), tuple(texts), strips)
+        return cls(tuple(pieces), tuple(texts), stop_token_ids[-1], strips)
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The token of a piece; of several the first."""
-        return {piece: token_id for token_id, piece in reversed(list(enumerate(self.pieces))) if piece}
+        """The token of a piece; of several the first, of those that end a turn the template's."""
+        first = {piece: token_id for token_id, piece in reversed(list(enumerate(self.pieces))) if piece}
+        return {**first, TURN_END: self.turn_end}
 
     @cached_property
     def _longest(self) -> int:

@@ -67,6 +67,14 @@ METRICS: dict[str, dict[str, str]] = {
         "train/num_masked_seqs_by_logprob_error": "sequences above the threshold, which carry no gradient",
         "train/masked_correct_pct": "share of those that had a positive reward",
     },
+    "Teachers with another tokenizer": {
+        "train/divergence": f"{TOKENS} of the divergence from the teacher's likely tokens",
+        "train/unmatched": f"{TOKENS} of the distance between tokens without a counterpart (matching: identical)",
+        "train/cross_tokenizer/with_target": "share of sampled tokens before which the teacher's distribution is known",
+        "train/cross_tokenizer/target_mass": "mean probability that the teacher gives to the candidates of a token",
+        "train/cross_tokenizer/unmatched_mass": "mean probability of its tokens that the student has none for",
+        "train/cross_tokenizer/teacher_tokens_per_token": "teacher's tokens a sampled token, of the same text",
+    },
     "Rollouts": {
         "train/num_rollouts": "rollouts of the step, failed ones included",
         "train/total_turns": "turns of all rollouts together",

@@ -86,7 +86,7 @@ def test_text_before_the_first_byte_that_is_no_utf_8_is_kept():
 
 def pieces_by(kind: str, text: str) -> list[bytes]:
     tokenizer = trained_tokenizer(kind)
-    token_ids, pieces = encoded_pieces(tokenizer, Vocabulary.of(tokenizer, stop_token_ids=()), text)
+    token_ids, pieces = encoded_pieces(tokenizer, Vocabulary.of(tokenizer, stop_token_ids=[1]), text)
     assert list(token_ids) == tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert b"".join(pieces) == text.encode()
     return pieces

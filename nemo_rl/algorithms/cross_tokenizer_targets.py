@@ -1,0 +1,243 @@
+"""A teacher's next-token distributions as distributions over the student's tokens.
+
+M tokens of a student's response, N of the teacher's tokenization of its text, K most likely tokens that the teacher
+gives. Pure numpy; probabilities are float64 until the end. The method: docs/cross_tokenizer.md.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from nemo_rl.algorithms.cross_tokenizer_rows import Response
+from nemo_rl.data.token_bytes import SPECIAL, Vocabulary
+
+NONE = -1  # an id that is no token
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What the teacher gives before each of its own tokens of one response."""
+
+    ids: np.ndarray  # [N, K] int64
+    logprobs: np.ndarray  # [N, K] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The teacher's distribution before each token of the student, as far as it is known."""
+
+    ids: np.ndarray  # [M, W] int64 of the student's vocabulary; -1: no token
+    logprobs: np.ndarray  # [M, W] float32; 0 where there is no token
+    unmatched: np.ndarray  # [M, W] float32: probabilities of teacher tokens without a counterpart, largest first
+    span_lengths: np.ndarray  # [M] int64: at the first token of a span that is compared as a whole its tokens, else 0
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """From the teacher's vocabulary to the student's."""
+
+    student: Vocabulary
+    teacher: Vocabulary
+
+    @cached_property
+    def beginning(self) -> np.ndarray:
+        """[V teacher] int64: the longest student token that the teacher's token begins with, or -1."""
+        return self._table(self.student.beginning)
+
+    @cached_property
+    def identical(self) -> np.ndarray:
+        """[V teacher] int64: the student's token of the same bytes, or -1."""
+        return self._table(self.student.ids.get)
+
+    @cached_property
+    def student_unmatched(self) -> np.ndarray:
+        """[V student] bool: no token of the teacher has the same bytes."""
+        unmatched = np.ones(len(self.student.pieces), dtype=bool)
+        unmatched[self.identical[self.identical >= 0]] = False
+        return unmatched
+
+    def _table(self, find) -> np.ndarray:
+        found = (find(piece) if piece else None for piece in self.teacher.pieces)
+        return np.array([NONE if token_id is None else token_id for token_id in found], dtype=np.int64)
+
+
+def prefix_targets(response: Response, scores: TeacherScores, token_map: TokenMap) -> Targets:
+    """The teacher's distribution over what the student writes next, before each of its tokens.
+
+    Before a student's token at byte o, the last teacher token that begins at or before o has distribution q; r are the
+    bytes from there to o. Each teacher token v that begins with r goes to the student's longest token that the rest of
+    v begins with, with q(v) / sum of q over tokens that begin with r. Where the student's token reaches beyond that
+    teacher token, it gets what the chain rule gives its text along the teacher's tokens, and the token that would have
+    had this share gives it up. W is K + 1.
+    """
+    return _PrefixTargets(response, scores, token_map).targets()
+
+
+class _PrefixTargets:
+    """One response on its way to its targets."""
+
+    def __init__(self, response: Response, scores: TeacherScores, token_map: TokenMap) -> None:
+        self.response, self.scores, self.map = response, scores, token_map
+        self.student_starts = [0, *accumulate(map(len, response.student_pieces))]  # in bytes; [M + 1]
+        self.teacher_starts = np.array([0, *accumulate(map(len, response.teacher_pieces[:-1]))])  # [N]
+        self.text = b"".join(response.teacher_pieces)
+        self.width = scores.ids.shape[1] + 1
+
+    def targets(self) -> Targets:
+        size = len(self.response.student_ids)
+        starts = np.array(self.student_starts[:-1])
+        places = np.searchsorted(self.teacher_starts, starts, side="right") - 1  # of the teacher's tokens
+        known = starts <= len(self.text)
+        known[self.response.num_aligned + 1 :] = False
+        plain = known & (self.teacher_starts[places] == starts)
+        if self.map.student.strips_leading_space or self.map.teacher.strips_leading_space:
+            plain &= starts > 0
+        ids, probs = np.full((size, self.width), NONE, dtype=np.int64), np.zeros((size, self.width))
+        ids[plain, :-1] = self.map.beginning[self.scores.ids[places[plain]]]
+        probs[plain, :-1] = np.exp(self.scores.logprobs[places[plain]].astype(np.float64))
+        unmatched = _sorted(np.where(ids == NONE, probs, 0.0))
+        merge_same(ids, probs)
+        for row in np.flatnonzero(known):
+            changed = self._changed(int(row), int(places[row]), dict(_tokens(ids[row], probs[row])), bool(plain[row]))
+            if changed is not None:
+                _write(changed, ids[row], probs[row])
+        logprobs = np.where(ids == NONE, 0.0, np.log(np.maximum(probs, 1e-38)))
+        return Targets(ids, logprobs.astype(np.float32), unmatched.astype(np.float32), np.zeros(size, dtype=np.int64))
+
+    def _changed(self, row: int, place: int, plain: dict[int, float], is_plain: bool) -> dict[int, float] | None:
+        """The row's distribution where it is not the plain one."""
+        piece = self.response.student_pieces[row]
+        reaches_beyond = row < self.response.num_aligned and self._end(row) > self._teacher_end(place)
+        if is_plain and not (piece and reaches_beyond):
+            return None
+        seen = self.text[self.teacher_starts[place] : self.student_starts[row]]
+        share, found = (1.0, plain) if is_plain else self._behind(seen, place)
+        if piece and reaches_beyond and share > 0:
+            self._move_chain(row, place, found, share)
+        return found
+
+    def _behind(self, seen: bytes, place: int) -> tuple[float, dict[int, float]]:
+        """The share of the teacher's tokens that begin with what is `seen`, and what they go on with."""
+        share, found = 0.0, dict[int, float]()
+        for piece, prob in self._pieces(place):
+            if not piece.startswith(seen):
+                continue
+            share += prob
+            rest = piece[len(seen) :]
+            token_id = self._beginning(rest, is_first=place == 0 and not seen) if rest else None
+            if token_id is not None:
+                found[token_id] = found.get(token_id, 0.0) + prob
+        return share, {token_id: prob / share for token_id, prob in found.items()} if share > 0 else {}
+
+    def _beginning(self, text: bytes, *, is_first: bool) -> int | None:
+        """The student's token that a text begins with; at the start of a response it may come with a space."""
+        with_space = is_first and self.map.student.strips_leading_space and not text.startswith(SPECIAL)
+        return self.map.student.beginning(b" " + text if with_space else text)
+
+    def _pieces(self, place: int) -> Iterator[tuple[bytes, float]]:
+        """The teacher's most likely tokens as bytes, without the space that begins a text, and their probabilities."""
+        strips = place == 0 and self.map.teacher.strips_leading_space
+        for token_id, logprob in zip(
+            self.scores.ids[place].tolist(), self.scores.logprobs[place].tolist(), strict=True
+        ):
+            piece = self.map.teacher.pieces[token_id] if token_id < len(self.map.teacher.pieces) else b""
+            yield piece[1:] if strips and piece.startswith(b" ") else piece, math.exp(logprob)
+
+    def _move_chain(self, row: int, place: int, found: dict[int, float], share: float) -> None:
+        """Give the sampled token the probability of its text along the teacher's tokens."""
+        end = self._end(row)
+        chain, first = self._observed(place) / share, place
+        while self._teacher_end(place) < end:
+            place += 1
+            if self._teacher_end(place) <= end:
+                chain *= self._observed(place)
+            else:
+                begun = self.text[self.teacher_starts[place] : end]
+                chain *= sum(prob for piece, prob in self._pieces(place) if piece.startswith(begun))
+        rest = self.text[self.student_starts[row] : self._teacher_end(first)]
+        giver = self._beginning(rest, is_first=self.student_starts[row] == 0)
+        if chain > 0 and giver in found:
+            chain = min(chain, found[giver])
+            found[giver] -= chain
+            token_id = self.response.student_ids[row]
+            found[token_id] = found.get(token_id, 0.0) + chain
+
+    def _observed(self, place: int) -> float:
+        return observed_probability(self.response, self.scores, place)
+
+    def _end(self, row: int) -> int:
+        return self.student_starts[row + 1]
+
+    def _teacher_end(self, place: int) -> int:
+        return int(self.teacher_starts[place + 1]) if place + 1 < len(self.teacher_starts) else len(self.text) + 1
+
+
+def identical_targets(response: Response, scores: TeacherScores, token_map: TokenMap) -> Targets:
+    """GOLD: whole spans are compared, at the distribution before their first token.
+
+    Of the teacher's most likely tokens, those whose bytes are a student token's go to it, the others are unmatched. The
+    probabilities of a span's later tokens, those that the teacher reads, multiply all of them: the chain rule, exact
+    for the text that was sampled. W is K.
+    """
+    size, width = len(response.student_ids), scores.ids.shape[1]
+    ids, logprobs = np.full((size, width), NONE, dtype=np.int64), np.zeros((size, width))
+    unmatched, lengths = np.zeros((size, width)), np.zeros(size, dtype=np.int64)
+    spans = [(s.student_start, s.student_end - s.student_start, s.teacher_start, s.teacher_end) for s in response.spans]
+    if response.is_ended:
+        num_tokens = len(response.teacher_ids)
+        spans.append((size - 1, 1, num_tokens - 1, num_tokens))
+    for first, length, start, end in spans:
+        if not length or start == end:
+            continue
+        later = sum(math.log(observed_probability(response, scores, place)) for place in range(start + 1, end))
+        found = token_map.identical[scores.ids[start]]
+        span_logprobs = scores.logprobs[start] + later
+        ids[first], logprobs[first] = found, np.where(found == NONE, 0.0, span_logprobs)
+        unmatched[first] = np.where(found == NONE, np.exp(span_logprobs), 0.0)
+        lengths[first] = length
+    return Targets(ids, logprobs.astype(np.float32), _sorted(unmatched).astype(np.float32), lengths)
+
+
+def observed_probability(response: Response, scores: TeacherScores, place: int) -> float:
+    """What the teacher gives to its own token there; one that is not among the most likely as much as the last of them.
+
+    That is too much, and at most the probability that a span of such tokens is overrated by.
+    """
+    ids, logprobs = scores.ids[place], scores.logprobs[place]
+    at = np.flatnonzero(ids == response.teacher_ids[place])
+    return math.exp(float(logprobs[at[0]] if len(at) else logprobs.min()))
+
+
+def merge_same(ids: np.ndarray, probs: np.ndarray) -> None:
+    """Add the probabilities of equal ids in a row at the first of them; the others, and what is no token, become -1."""
+    probs[ids == NONE] = 0.0
+    rows = np.arange(len(ids))[:, None]
+    flat = (rows * (ids.max(initial=0) + 1) + ids)[ids != NONE]
+    places = np.flatnonzero(ids != NONE)
+    _, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
+    totals = np.bincount(inverse, weights=probs.ravel()[places], minlength=len(first))
+    kept_ids = ids.ravel()[places[first]]
+    ids.fill(NONE)
+    probs.fill(0.0)
+    ids.ravel()[places[first]], probs.ravel()[places[first]] = kept_ids, totals
+
+
+def _tokens(ids: np.ndarray, probs: np.ndarray) -> Iterator[tuple[int, float]]:
+    return ((int(i), float(p)) for i, p in zip(ids, probs, strict=True) if i != NONE)
+
+
+def _write(found: dict[int, float], ids: np.ndarray, probs: np.ndarray) -> None:
+    """The row's most likely tokens, as many as it holds."""
+    best = sorted(((p, i) for i, p in found.items() if p > 0), reverse=True)[: len(ids)]
+    ids.fill(NONE)
+    probs.fill(0.0)
+    for slot, (prob, token_id) in enumerate(best):
+        ids[slot], probs[slot] = token_id, prob
+
+
+def _sorted(probs: np.ndarray) -> np.ndarray:
+    return -np.sort(-probs, axis=-1)
