@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_rl.collect.measures import Floats
-from nemo_rl.collect.profile import Profile
+from nemo_rl.collect.profile import Profile, Summary
 from nemo_rl.collect.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -56,20 +56,25 @@ def _shares(axes: "Axes", profile: Profile) -> None:
 
 
 def _over_k(axes: "Axes", profile: Profile) -> None:
-    for summary in profile.summaries:
+    for place, summary in enumerate(profile.summaries):
         for kind, style in (("pass", "o-"), ("majority", "s--")):
-            named = {
-                int(match[1]): s.mean for n, s in summary.scores.items() if (match := re.fullmatch(rf"{kind}@(\d+)", n))
-            }
-            if kind == "pass":
-                named[1] = summary.scores["reward"].mean
-            points = sorted((k, mean) for k, mean in named.items() if mean is not None)
-            if points:
-                axes.plot(*zip(*points, strict=True), style, label=f"{kind}@k, {summary.dataset}")
+            if points := _points(summary, kind):
+                axes.plot(*zip(*points, strict=True), style, color=f"C{place}", label=f"{kind}@k, {summary.dataset}")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("k")
     axes.set_ylabel("mean over tasks")
     _legend(axes)
+
+
+def _points(summary: Summary, kind: str) -> list[tuple[int, float]]:
+    """(k, mean) of pass@k or majority@k, of one rollout the mean reward."""
+    means = {1: summary.scores["reward"].mean}
+    for name, score in summary.scores.items():
+        if match := re.fullmatch(rf"{kind}@(\d+)", name):
+            means[int(match[1])] = score.mean
+    points = sorted((k, mean) for k, mean in means.items() if mean is not None)
+    return points if len(means) > 1 else []
 
 
 def _legend(axes: "Axes") -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from nemo_rl.collect.compare import Comparison
@@ -48,29 +49,40 @@ def write_json(values: Mapping[str, Any], path: Path) -> None:
 
 
 def summary_table(profile: Profile) -> Table:
-    """A row a quantity, a column a data set; means over tasks, with the standard error of the mean."""
-    table = Table(title=f"{profile.directory}")
+    """A row a quantity, a column a data set; means over tasks, with the standard error of the mean.
+
+    What ended how, and which attempts failed, is counted over all data sets.
+    """
+    is_partial = any(score.num_tasks < s.num_tasks for s in profile.summaries for score in s.scores.values())
+    caption = "in brackets: how many tasks have rollouts enough, where not all have" if is_partial else None
+    table = Table(title=escape(str(profile.directory)), caption=caption)
     table.add_column("")
     for summary in profile.summaries:
-        table.add_column(summary.dataset or "(no name)", justify="right")
+        table.add_column(escape(summary.dataset) or "(no name)", justify="right")
     for name, values in _rows(profile.summaries):
-        table.add_row(name, *values)
+        table.add_row(escape(name), *values)
     for title, counts in (("ended", profile.table.stop_reasons), ("failed", profile.table.failed_attempts)):
         for name, count in counts.items():
-            table.add_row(f"{title}: {name}", str(count))
+            table.add_row(escape(f"{title}: {name}"), str(count))
     return table
 
 
 def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
     """A row a data set and quantity; `first` and `second` name the columns."""
     how = "task by task" if comparison.are_paired else "of means: the tasks are not the same"
-    table = Table(title=f"{second} against {first}, differences {how}")
-    for name in ("data set", "quantity", first, second, "difference", "better", "worse"):
-        table.add_column(name, justify="left" if name in ("data set", "quantity") else "right", overflow="fold")
+    table = Table(title=escape(f"{second} against {first}, differences {how}"))
+    for name in ("data set", "quantity"):
+        table.add_column(name)
+    for name in (first, second, "difference", "better", "worse"):
+        table.add_column(escape(name), justify="right", overflow="fold")
     for row in comparison.differences:
-        change = _with_error(row.difference, row.standard_error, "+.4f")
-        counts = ["" if count is None else str(count) for count in (row.num_better, row.num_worse)]
-        table.add_row(row.dataset, row.quantity, _text(row.first), _text(row.second), change, *counts)
+        numbers = [
+            _text(row.quantity, row.first),
+            _text(row.quantity, row.second),
+            _text(row.quantity, row.difference, row.standard_error, sign="+"),
+            *("" if count is None else str(count) for count in (row.num_better, row.num_worse)),
+        ]
+        table.add_row(escape(row.dataset), escape(row.quantity), *numbers)
     return table
 
 
@@ -81,19 +93,22 @@ def _rows(summaries: Sequence[Summary]) -> Sequence[tuple[str, list[str]]]:
         ("missing", [str(s.missing) for s in summaries]),
     ]
     for name in summaries[0].scores:
-        scores = [summary.scores[name] for summary in summaries]
-        rows.append((name, [_with_error(score.mean, score.standard_error, ".4f") for score in scores]))
+        rows.append((name, [_score(name, summary) for summary in summaries]))
     for limit in summaries[0].thresholds:
         shares = [summary.thresholds.get(limit) for summary in summaries]
         rows.append((f"tasks at reward {limit:g} or above", ["" if s is None else f"{s:.1%}" for s in shares]))
     return rows
 
 
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _score(name: str, summary: Summary) -> str:
+    score = summary.scores[name]
+    text = _text(name, score.mean, score.standard_error)
+    return text if not text or score.num_tasks == summary.num_tasks else f"{text} ({score.num_tasks})"
 
 
-def _with_error(value: float | None, error: float | None, form: str) -> str:
+def _text(quantity: str, value: float | None, error: float | None = None, *, sign: str = "") -> str:
     if value is None:
         return ""
-    return f"{value:{form}}" if error is None else f"{value:{form}} ± {error:.4f}"
+    digits = 1 if quantity == "tokens" else 4
+    text = f"{value:{sign}.{digits}f}"
+    return text if error is None else f"{text} ± {error:.{digits}f}"
