@@ -40,7 +40,6 @@ def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> Tasks:
     task that differs.
     """
     path = Path(directory) / TASKS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     if path.exists():
         return Tasks(_check(path, _lines(tasks), digest), digest.hexdigest())

@@ -12,9 +12,11 @@ from typing import BinaryIO
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path` to write to, renamed to it once the block has ended and its bytes are on the disk.
 
-    An error leaves what was at `path`. Writers on several machines do not meet; the last one to end wins.
+    Folders above are made. An error leaves what was at `path`. Writers on several machines do not meet; the last one
+    to end wins.
     """
     unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with unfinished.open("wb") as file:
             yield file
