@@ -3,7 +3,7 @@
 from nemo_rl.config.entry_checks import check_timeout
 from nemo_rl.config.env import RewardModelEnvironmentSection
 from nemo_rl.config.master import RolloutConfig, TrainingConfig
-from nemo_rl.config.scorers import EndpointSection, JudgeSection, RewardModelSection
+from nemo_rl.config.scorers import CalledScorerSection, EndpointSection, JudgeSection, RewardModelSection
 from nemo_rl.errors import ConfigError
 
 
@@ -20,7 +20,8 @@ def check_scorers(config: RolloutConfig) -> None:
         if name not in used:
             raise ConfigError(f"scorers.{name}", section.type, "nobody asks it; name it in env.<name>.scorers")
         limits = {"rollout.stall_timeout_s": config.rollout.stall_timeout_s}
-        check_timeout(f"scorers.{name}", section.timeout_s, limits)
+        if isinstance(section, CalledScorerSection):
+            check_timeout(f"scorers.{name}", section.timeout_s, limits)
         if isinstance(section, EndpointSection):
             _check_endpoint(name, section)
     _check_placement(config)

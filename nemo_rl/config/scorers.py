@@ -14,18 +14,23 @@ class ScorerSection(Section):
 
     type: str | None = None  # a kind below or a dotted path; None: the entry's own name
     weight: float = 1.0  # of its score in the reward
+
+
+class CalledScorerSection(ScorerSection):
+    """A scorer that is called with several rollouts at once."""
+
     timeout_s: float = Field(default=120.0, gt=0)  # of one call
     batching: Batching = Batching(enabled=True, max_batch_size=16)
 
 
-class FunctionScorerSection(ScorerSection):
+class FunctionScorerSection(CalledScorerSection):
     """A rule: `(messages, metadata) -> float`, in processes of its own."""
 
     function: str  # a dotted path
     num_workers: int = Field(default=2, gt=0)
 
 
-class RewardModelSection(ScorerSection):
+class RewardModelSection(CalledScorerSection):
     """A sequence classifier of one label, in this process or in a Ray actor."""
 
     model_name: str  # a Hugging Face name or a folder
@@ -44,10 +49,8 @@ class RewardModelSection(ScorerSection):
 class EndpointSection(ScorerSection, ServedModel):
     """A served scorer.
 
-    Requests go one by one and are bounded by `limits`: `timeout_s` and `batching` say nothing here.
+    Requests go one by one, and `limits` bounds each: there is neither `timeout_s` nor `batching`.
     """
-
-    batching: Batching = Batching()
 
 
 class ClassifySection(EndpointSection):
@@ -71,7 +74,7 @@ class JudgeSection(EndpointSection):
     max_tokens: int = Field(default=512, gt=0)
 
 
-class CustomScorerSection(ScorerSection):
+class CustomScorerSection(CalledScorerSection):
     """A class by dotted path: interfaces.Scorer, made with `kwargs`."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nemo_rl.config.scorers import (
     SCORER_SECTIONS,
+    CalledScorerSection,
     CustomScorerSection,
-    EndpointSection,
     RewardModelSection,
     ScorerSection,
 )
@@ -50,7 +50,7 @@ def make_scorer(name: str, section: ScorerSection, *, seats: "Sequence[Seat]" = 
     if isinstance(section, RewardModelSection) and seats:
         section = section.model_copy(update={"in_actor": True, "num_replicas": len(seats)})
     inner = _inner(name, section, seats)
-    if isinstance(section, EndpointSection):  # bounds each attempt itself; to wait for its turn is no failure
+    if not isinstance(section, CalledScorerSection):  # an endpoint bounds each attempt; waiting for one is no failure
         return CheckedScorer(inner, timeout_s=None)
     batching = section.batching
     if isinstance(section, RewardModelSection) and batching.max_calls is None:  # each replica computes one at a time

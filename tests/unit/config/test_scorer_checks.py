@@ -51,3 +51,12 @@ def test_scorers_that_cannot_score_are_refused(load: Load, overrides: list[str],
 def test_an_unknown_key_of_a_scorer_names_the_nearest(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"did you mean scorers\.rm\.model_name"):
         load("", "++scorers.rm={type: reward_model, model_nam: m}")
+
+
+@pytest.mark.parametrize("key", ["timeout_s", "batching"])
+def test_a_server_is_bounded_by_its_limits_alone(load: Load, key: str) -> None:
+    judge = "{type: judge, base_urls: ['http://localhost'], model: m, prompt: p}"
+    value = {"timeout_s": "5.0", "batching": "{enabled: true}"}[key]
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        load("", f"++scorers.j={judge}", "++env.math.scorers=[j]", f"++scorers.j.{key}={value}")
+    assert caught.value.key == f"scorers.j.{key}"
