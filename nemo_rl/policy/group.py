@@ -13,6 +13,8 @@ from nemo_rl.distributed.placement import Seat
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.interfaces import LossFn, TopK
+from nemo_rl.policy.base_rank import BaseRank
+from nemo_rl.policy.megatron.make import megatron_rank
 from nemo_rl.policy.rank import RankPolicy
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.types import TrainingBatch
@@ -46,11 +48,11 @@ class PolicyGroup:
         log_dir: Path | None = None,
         **arguments: Any,
     ) -> "PolicyGroup":
-        """A rank on each seat; `arguments` are those of `RankPolicy` but its layout.
+        """A rank on each seat; `arguments` are those of `RankPolicy` or `MegatronRank` but its layout.
 
         Ranks write to `log_dir/policy_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """
-        make = _MakeRank(config, tensor_parallel_size=config.dtensor_cfg.tensor_parallel_size)
+        make = _MakeRank(config)
         workers = await WorkerGroup.create(
             make, seats=seats, role="policy", timeout_s=timeout_s, log_dir=log_dir, **arguments
         )
@@ -119,19 +121,30 @@ def _absolute(path: Path) -> Path:
 
 
 class _MakeRank:
-    """Makes a worker's `RankPolicy` from what a WorkerGroup tells it of its place."""
+    """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
-    def __init__(self, config: Policy, *, tensor_parallel_size: int) -> None:
+    def __init__(self, config: Policy) -> None:
         self._config = config
-        self._tensor_parallel_size = tensor_parallel_size
 
     def __call__(
         self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
-    ) -> RankPolicy:
-        layout = RankLayout(
-            rank=rank,
-            data_parallel_size=world_size // self._tensor_parallel_size,
-            tensor_parallel_size=self._tensor_parallel_size,
-            init_method=f"tcp://{master_address}:{master_port}" if world_size > 1 else None,
-        )
-        return RankPolicy(self._config, layout=layout, **arguments)
+    ) -> BaseRank:
+        init_method = f"tcp://{master_address}:{master_port}" if world_size > 1 else None
+        layout = rank_layout(self._config, rank=rank, world_size=world_size, init_method=init_method)
+        if not self._config.megatron_cfg.enabled:
+            return RankPolicy(self._config, layout=layout, **arguments)
+        return megatron_rank()(self._config, layout=layout, **arguments)
+
+
+def rank_layout(config: Policy, *, rank: int, world_size: int, init_method: str | None) -> RankLayout:
+    """The place of one rank, whose number of data parallel ranks follows from that of all."""
+    megatron = config.megatron_cfg
+    return RankLayout(
+        rank=rank,
+        data_parallel_size=world_size // config.ranks_of_a_copy,
+        tensor_parallel_size=(
+            megatron.tensor_model_parallel_size if megatron.enabled else config.dtensor_cfg.tensor_parallel_size
+        ),
+        pipeline_parallel_size=megatron.pipeline_model_parallel_size if megatron.enabled else 1,
+        init_method=init_method,
+    )

@@ -1,6 +1,6 @@
 """A Hugging Face causal model: loading it, its overrides, and the layers it is made of."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -68,12 +68,12 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def recompute_activations(model: nn.Module) -> None:
-    """Keep only each layer's input for the backward pass (`dtensor_cfg.activation_checkpointing`).
+def recompute_activations(layers: Iterable[nn.Module]) -> None:
+    """Keep only each layer's input for the backward pass (`activation_checkpointing`).
 
     Not the model's own switch: that one works only in training mode, which turns dropout on.
     """
-    for layer in decoder_layers(model):
+    for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -29,7 +29,9 @@ def check_optimizer(config: Policy) -> None:
     make_scheduler(config, optimizer)
 
 
-def make_optimizer(config: Policy | RewardModelPolicy, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
+def make_optimizer(
+    config: Policy | RewardModelPolicy, parameters: Iterable[torch.nn.Parameter] | list[dict[str, Any]]
+) -> Optimizer:
     """The optimizer of `policy.optimizer`; Adam's are fused (a third of the time) where the kwargs do not choose."""
     key = "policy.optimizer"
     cls = _resolve(f"{key}.name", config.optimizer.name, Optimizer)

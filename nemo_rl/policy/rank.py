@@ -13,7 +13,7 @@ from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.hf_export import named_weights
-from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
+from nemo_rl.policy.hf_model import decoder_layers, load_config, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
 from nemo_rl.policy.ranks import RankLayout
@@ -66,7 +66,7 @@ class RankPolicy(BaseRank):
         self.module = CausalLogprobs(model, temperature=temperature, chunk_size=config.logprob_chunk_size)
         self._reference = self._frozen_copy() if needs_reference else None
         if config.dtensor_cfg.activation_checkpointing:
-            recompute_activations(model)
+            recompute_activations(decoder_layers(model))
         if needs_sharding(config, layout, self.device):
             shard(self.module, config, layout, self.device)  # and bring it to the device, or leave it off
         self._optimizer = make_optimizer(config, self.module.parameters())

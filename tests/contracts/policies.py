@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from nemo_rl.config.policy import Policy as PolicyConfig
+from nemo_rl.policy.base_rank import BaseRank
+from nemo_rl.policy.megatron.make import megatron_rank
 from nemo_rl.policy.rank import RankPolicy
 from nemo_rl.policy.ranks import RankLayout
 
@@ -33,15 +35,17 @@ def make_policy(
     needs_reference: bool = False,
     tokenizer: Any = None,
     **config: Any,
-) -> RankPolicy:
+) -> BaseRank:
     settings = {
         "model_name": str(path),
         "train_global_batch_size": num_samples // optimizer_steps,
         **SETTINGS,
         **config,
     }
-    return RankPolicy(
-        PolicyConfig.model_validate(settings),
+    section = PolicyConfig.model_validate(settings)
+    rank_class = megatron_rank() if section.megatron_cfg.enabled else RankPolicy
+    return rank_class(
+        section,
         layout=layout,
         model_path=str(path),
         temperature=temperature,
@@ -61,9 +65,9 @@ def play(layout: RankLayout, *, path: Path, calls: Sequence[Call], config: dict[
         policy.close()
 
 
-def _called(policy: RankPolicy, name: str, *arguments: Any) -> Any:
-    if name == "parameter_types":
-        return {parameter.dtype for parameter in policy.module.parameters()}
+def _called(policy: BaseRank, name: str, *arguments: Any) -> Any:
+    if name == "types_of_stepped_weights":
+        return {parameter.dtype for group in policy._optimizer.param_groups for parameter in group["params"]}
     if arguments and arguments[0] is raising:
         return _error_of(policy, raising)
     keywords = arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}
@@ -86,7 +90,7 @@ def raising(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise KeyError("the reader")
 
 
-def _error_of(policy: RankPolicy, use: Any) -> str | None:
+def _error_of(policy: BaseRank, use: Any) -> str | None:
     try:
         return policy.with_weights(use)
     except KeyError as error:

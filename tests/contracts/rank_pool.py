@@ -29,10 +29,23 @@ class Mesh:
 
     data_parallel_size: int
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    backend: str = "fsdp2"
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `policy` says of it."""
+        if self.backend == "fsdp2":
+            return {}
+        sizes = {
+            "tensor_model_parallel_size": self.tensor_parallel_size,
+            "pipeline_model_parallel_size": self.pipeline_parallel_size,
+        }
+        return {"megatron_cfg": {"enabled": True, **sizes}}
 
 
 class RankPool:
@@ -67,6 +80,7 @@ class RankPool:
             rank=rank,
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
+            pipeline_parallel_size=mesh.pipeline_parallel_size,
             init_method=f"file://{self._folder}/group-of-{mesh.world_size}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )
@@ -85,6 +99,9 @@ class RankPool:
 def _fork_ranks(connections: list[Connection]) -> None:
     """The process that has imported everything, by importing this module and the jobs' modules."""
     import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
+    from nemo_rl.policy.megatron.make import megatron_rank
+
+    megatron_rank()
 
     context = get_context("fork")
     ranks = [context.Process(target=_serve, args=(connection, connections)) for connection in connections]

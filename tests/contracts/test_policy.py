@@ -28,7 +28,14 @@ LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
 UNEVEN = [9, 5, 12, 3, 7, 12, 2]
 FSDP2_ALONE = RankLayout(init_method="file:///nowhere")  # a group of one has nobody to find
 
-MULTIPLE = {"2 ranks": Mesh(2), "4 ranks": Mesh(4), "tp 2": Mesh(1, 2), "2 x tp 2": Mesh(2, 2)}
+FSDP2 = {"2 ranks": Mesh(2), "4 ranks": Mesh(4), "tp 2": Mesh(1, 2), "2 x tp 2": Mesh(2, 2)}
+MEGATRON = {
+    "megatron dp 2": Mesh(2, backend="megatron"),
+    "megatron tp 2": Mesh(1, 2, backend="megatron"),
+    "megatron pp 2": Mesh(1, 1, 2, backend="megatron"),
+    "megatron tp 2 pp 2": Mesh(1, 2, 2, backend="megatron"),
+}
+MULTIPLE = FSDP2 | MEGATRON
 LAYOUTS = ("plain", "fsdp2 alone", *MULTIPLE)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads
 EACH = [(layout, model) for layout in LAYOUTS for model in (MODELS if layout == "plain" else SPLIT_MODELS)]
@@ -66,6 +73,8 @@ class Layouts:
 
     def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
         """What each call returns on the first rank; metrics and log-probs are the same on all of them."""
+        if layout in MEGATRON:
+            config["megatron_cfg"] = MEGATRON[layout].config["megatron_cfg"] | config.pop("dtensor_cfg", {})
         arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}
         if layout not in MULTIPLE:
             return play(ALONE if layout == "plain" else FSDP2_ALONE, **arguments)
@@ -172,8 +181,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [(layout, v) for layout in LAYOUTS for v in VARIANTS if layout not in MEGATRON or v != "offloaded"],
+)
 def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
     calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("with_weights", clones)]
     momentum = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
@@ -197,7 +208,7 @@ def test_ranks_without_a_sample_keep_up(num_samples: int, layout: str, run: Layo
     assert_near(weights, expected)
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2"])
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2", "megatron dp 2"])
 def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layouts) -> None:
     """Two steps of one batch are the two steps of its halves."""
     batch = make_batch(LENGTHS)
@@ -207,7 +218,7 @@ def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layout
     )
     halves = [("train_step", half, WeightedNLL()) for half in batch.split(4)]
     *of_halves, expected = run("plain", "llama", *halves, ("with_weights", clones), **config)
-    num_micro_batches = {"plain": 2, "2 ranks": 2, "2 x tp 2": 2}  # 3 + 1 samples, or 2 + 2 on two ranks
+    num_micro_batches = {"plain": 2, "2 ranks": 2, "2 x tp 2": 2, "megatron dp 2": 2}  # 3 + 1 samples, or 2 + 2
     assert metrics["num_optimizer_steps"] == 2
     assert metrics["num_micro_batches"] == num_micro_batches[layout]
     assert metrics["loss"] == pytest.approx(sum(m["loss"] for m in of_halves) / 2, abs=1e-6)
@@ -226,7 +237,7 @@ def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layo
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 x tp 2"])
+@pytest.mark.parametrize("layout", ["plain", "2 x tp 2", "megatron tp 2 pp 2"])
 def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS)
     schedule = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
@@ -242,7 +253,7 @@ def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: La
     assert third["lr"] == 5e-3
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 ranks"])
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "megatron dp 2"])
 def test_batch_without_a_valid_token_is_skipped(layout: str, run: Layouts, models: dict[str, Path]) -> None:
     batch = make_batch(LENGTHS)
     batch["sample_mask"] = torch.zeros(len(LENGTHS))
@@ -275,7 +286,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_weights(layout: str, name: s
         ("reference_logprobs", batch),
         ("train_step", batch, WeightedNLL()),
         ("with_weights", clones),
-        ("parameter_types",),
+        ("types_of_stepped_weights",),
     ]
     exact, _, exact_metrics, _, _ = run("plain", name, *calls, **config)
     logprobs, reference, metrics, weights, types = run(layout, name, *calls, precision="bfloat16", **config)
@@ -309,7 +320,7 @@ def test_experts_of_several_ranks_have_the_names_of_the_checkpoint(pool: RankPoo
         torch.testing.assert_close(logprobs, plain_logprobs(model.eval(), make_batch(LENGTHS)), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2"])
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2", "megatron tp 2 pp 2"])
 def test_reader_of_weights_may_stop_early_or_raise(layout: str, run: Layouts) -> None:
     """The other ranks are not left in a gather that the first has given up."""
     calls = [("with_weights", first_name), ("with_weights", raising), ("logprobs", make_batch(LENGTHS))]
@@ -319,7 +330,10 @@ def test_reader_of_weights_may_stop_early_or_raise(layout: str, run: Layouts) ->
     assert len(logprobs) == len(LENGTHS)
 
 
-@pytest.mark.parametrize(("layout", "precision"), [*[(layout, "float32") for layout in LAYOUTS], ("plain", "bfloat16")])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [*[(layout, "float32") for layout in LAYOUTS], ("plain", "bfloat16"), ("megatron tp 2 pp 2", "bfloat16")],
+)
 def test_training_goes_on_exactly_after_loading(layout: str, precision: str, run: Layouts, tmp_path: Path) -> None:
     """And the save holds what the policy was when it began, whatever was trained while it was written."""
     steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(4)]
@@ -367,6 +381,9 @@ MOVES = [
     ("4 ranks", "tp 2"),
     ("tp 2", "2 x tp 2"),
     ("2 x tp 2", "2 ranks"),
+    ("2 ranks", "megatron tp 2"),
+    ("megatron tp 2", "megatron pp 2"),
+    ("megatron tp 2 pp 2", "2 x tp 2"),
 ]
 
 
@@ -397,7 +414,8 @@ def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: La
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("plain", "float32"), ("plain", "bfloat16"), ("2 x tp 2", "float32")]
+    ("layout", "precision"),
+    [("plain", "float32"), ("plain", "bfloat16"), ("2 x tp 2", "float32"), ("megatron tp 2 pp 2", "bfloat16")],
 )
 def test_saved_folder_is_a_hugging_face_model(layout: str, precision: str, run: Layouts, tmp_path: Path) -> None:
     words = WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]")
@@ -448,7 +466,7 @@ def test_model_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> Non
         make_policy(ALONE, tmp_path / "none")
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 ranks"])
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "megatron pp 2"])
 def test_offload_and_onload_change_nothing_on_a_cpu(layout: str, run: Layouts) -> None:
     reading = ("logprobs", make_batch(LENGTHS))
     before, _, _, after = run(layout, "llama", reading, ("offload",), ("onload",), reading)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
-from nemo_rl.policy.hf_model import recompute_activations
+from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.tiny import MODELS, SIZES, make_batch, plain_logprobs
 
@@ -115,7 +115,7 @@ def test_dropout_stays_off_with_recomputed_layers() -> None:
     torch.manual_seed(0)
     model = MODELS["gpt2"]()  # its configuration has a dropout of 0.1
     module = CausalLogprobs(model, temperature=1.0, chunk_size=None)
-    recompute_activations(model)
+    recompute_activations(decoder_layers(model))
     batch = make_batch([6, 11])
     first, second = (module(batch["token_ids"], batch["token_mask"] > 0).logprobs for _ in range(2))
     assert torch.equal(first, second)

@@ -1,0 +1,108 @@
+"""What Megatron-core cannot train, said at the start: needs neither weights nor Megatron."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from nemo_rl.config.megatron import MegatronCfg
+from nemo_rl.config.policy import Policy
+from nemo_rl.errors import ConfigError
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
+SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
+
+KEY = "policy.megatron_cfg"
+_TENSOR, _PIPELINE = f"{KEY}.tensor_model_parallel_size", f"{KEY}.pipeline_model_parallel_size"
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def check_megatron(policy: Policy, model: PreTrainedConfig, device: str) -> None:
+    """Raises ConfigError, with the key and what is allowed, for what cannot be trained; nothing where it is off."""
+    section = policy.megatron_cfg
+    if not section.enabled:
+        return
+    if section.sequence_parallel and device == "cpu":
+        raise ConfigError(
+            f"{KEY}.sequence_parallel", True, "Megatron does not split sequences on a CPU; allowed: false"
+        )
+    if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
+        raise ConfigError(
+            "policy.optimizer.name",
+            policy.optimizer.name,
+            "on Megatron an optimizer sees parts of weights, so it must treat each entry by itself; allowed: "
+            + ", ".join(SUPPORTED_OPTIMIZERS),
+        )
+    _check_scheduler(section)
+    _check_model(model)
+    _check_tensor_parallel(section.tensor_model_parallel_size, model)
+    _check_stages(section, model.num_hidden_layers)
+
+
+def _check_scheduler(section: MegatronCfg) -> None:
+    schedule = section.scheduler
+    if schedule is None or schedule.lr_decay_style == "constant":
+        return
+    if schedule.lr_decay_iters is None or schedule.lr_decay_iters <= schedule.lr_warmup_iters:
+        raise ConfigError(
+            f"{KEY}.scheduler.lr_decay_iters",
+            schedule.lr_decay_iters,
+            f"a {schedule.lr_decay_style} decay ends after the warm-up; allowed: above lr_warmup_iters, "
+            f"{schedule.lr_warmup_iters}",
+        )
+
+
+def _check_model(model: PreTrainedConfig) -> None:
+    kind = model.model_type
+    if kind not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(f"{KEY}.enabled", True, f"no weights are mapped for type {kind!r}; supported: {supported}")
+    rotary = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in SUPPORTED_ROTARY_EMBEDDINGS:
+        allowed = ", ".join(SUPPORTED_ROTARY_EMBEDDINGS)
+        raise ConfigError(f"{KEY}.enabled", True, f"no rotary embedding of type {rotary!r}; supported: {allowed}")
+    unsupported: dict[str, Any] = {
+        "mlp_bias": getattr(model, "mlp_bias", False),
+        "layer_types": "sliding_attention" in (getattr(model, "layer_types", None) or ()),
+        "hidden_act": model.hidden_act != "silu",
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            problem = f"the model's {name} is {getattr(model, name)!r}, which is not mapped to Megatron"
+            raise ConfigError(f"{KEY}.enabled", True, problem)
+
+
+def _check_tensor_parallel(size: int, model: PreTrainedConfig) -> None:
+    widths = {name: getattr(model, name) for name in _DIVIDED}
+    allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
+    if size not in allowed:
+        shown = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise ConfigError(_TENSOR, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
+    rows = -(-model.vocab_size // size)
+    if rows * (size - 1) >= model.vocab_size:
+        raise ConfigError(_TENSOR, size, f"leaves the last rank no token of the model's vocab_size {model.vocab_size}")
+
+
+def _check_stages(section: MegatronCfg, num_layers: int) -> None:
+    """As many layers in each stage as in any other, but for the first and the last where that is asked for."""
+    size = section.pipeline_model_parallel_size
+    ends = {
+        "num_layers_in_first_pipeline_stage": section.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": section.num_layers_in_last_pipeline_stage,
+    }
+    given = {name: number for name, number in ends.items() if number is not None}
+    for name, number in given.items():
+        if size == 1:
+            raise ConfigError(f"{KEY}.{name}", number, f"there is one stage; {_PIPELINE} is 1")
+    left, stages = num_layers - sum(given.values()), size - len(given)
+    if stages == 0 and left == 0:
+        return
+    if stages <= 0 or left < stages or left % stages:
+        shown = "".join(f", {number} of them in {name}" for name, number in given.items())
+        raise ConfigError(
+            _PIPELINE,
+            size,
+            f"the model's {num_layers} layers{shown}, must fall into stages of the same number"
+            if shown
+            else f"must divide the model's {num_layers} layers, or set {KEY}.num_layers_in_first_pipeline_stage",
+        )

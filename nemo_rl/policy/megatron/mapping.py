@@ -1,0 +1,155 @@
+"""The weights of Qwen2, Qwen3 and Llama, under Hugging Face's names and under Megatron's, whole and in shards.
+
+A `Weight` is one tensor of Megatron's and the Hugging Face tensors that it is made of; tensor parallel ranks hold its
+shards. All is a permutation of entries (and zeros behind the vocabulary), so it is exact both ways, and serves the
+state of an optimizer as well.
+
+linear_qkv   a group's queries, key and value, group after group: split along groups
+linear_fc1   gate and up of the MLP, each split by rows, a rank's two parts one behind the other
+others       split by rows (vocabulary), by columns (the second matrix of attention and MLP), or whole on each rank
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Weight(ABC):
+    """One tensor of Megatron's and what it is called, and cut into, in Hugging Face's files."""
+
+    name: str  # Megatron's, with the layer's number among all layers
+    sources: tuple[str, ...]  # Hugging Face's names
+
+    is_split: bool = True  # over tensor parallel ranks
+
+    @abstractmethod
+    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        """The part of one tensor parallel rank, from whole tensors in the order of `sources`."""
+
+    @abstractmethod
+    def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole tensors in the order of `sources`, from the parts of all tensor parallel ranks."""
+
+
+class Replicated(Weight):
+    """The same on every rank."""
+
+    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        return tensors[0]
+
+    def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [shards[0]]
+
+
+class Columns(Weight):
+    """Split along its inputs."""
+
+    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        return tensors[0].chunk(size, dim=1)[rank]
+
+    def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.cat(list(shards), dim=1)]
+
+
+@dataclass(frozen=True)
+class Vocabulary(Weight):
+    """Split along the vocabulary, which is filled with zeros up to the same number of rows on each rank."""
+
+    num_tokens: int = 0
+
+    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        rows = rows_of_a_rank(self.num_tokens, size)
+        part = tensors[0][rank * rows : (rank + 1) * rows]
+        return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
+
+    def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.cat(list(shards))[: self.num_tokens]]
+
+
+@dataclass(frozen=True)
+class GatedRows(Weight):
+    """Several matrices on top of each other, each split along its outputs."""
+
+    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+
+    def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts = [shard.chunk(len(self.sources)) for shard in shards]
+        return [torch.cat(of_one) for of_one in zip(*parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue(Weight):
+    """Queries, keys and values of attention with `num_groups` groups, each of several queries, a key and a value."""
+
+    num_groups: int = 0
+    head_dim: int = 0
+
+    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        grouped = [t.reshape(self.num_groups, -1, *t.shape[1:]).chunk(size)[rank] for t in tensors]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        joined = torch.cat(list(shards))
+        grouped = joined.reshape(self.num_groups, -1, *joined.shape[1:])
+        num_queries = grouped.shape[1] - 2 * self.head_dim
+        return [t.flatten(0, 1) for t in grouped.split([num_queries, self.head_dim, self.head_dim], dim=1)]
+
+
+def rows_of_a_rank(num_tokens: int, size: int) -> int:
+    """Entries of the vocabulary on each tensor parallel rank, the last one's filling included."""
+    return -(-num_tokens // size)
+
+
+def weights_of(config: PreTrainedConfig) -> Iterator[Weight]:
+    """All weights of a model, as its files order them; tied ones once, under the name of the embedding."""
+    tokens = config.vocab_size
+    yield Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), num_tokens=tokens)
+    for index in range(config.num_hidden_layers):
+        yield from _layer(config, f"decoder.layers.{index}.", f"model.layers.{index}.")
+    yield Replicated("decoder.final_layernorm.weight", ("model.norm.weight",), is_split=False)
+    if not config.tie_word_embeddings:
+        yield Vocabulary("output_layer.weight", ("lm_head.weight",), num_tokens=tokens)
+
+
+def _layer(config: PreTrainedConfig, to: str, of: str) -> Iterator[Weight]:
+    attention = "self_attention."
+    yield from _query_key_value(config, f"{to}{attention}linear_qkv.", f"{of}self_attn.")
+    yield Columns(f"{to}{attention}linear_proj.weight", (f"{of}self_attn.o_proj.weight",))
+    if has_output_bias(config):
+        yield Replicated(f"{to}{attention}linear_proj.bias", (f"{of}self_attn.o_proj.bias",), is_split=False)
+    if has_head_norms(config):
+        for letter in "qk":
+            source = f"{of}self_attn.{letter}_norm.weight"
+            yield Replicated(f"{to}{attention}{letter}_layernorm.weight", (source,), is_split=False)
+    yield GatedRows(f"{to}mlp.linear_fc1.weight", (f"{of}mlp.gate_proj.weight", f"{of}mlp.up_proj.weight"))
+    yield Columns(f"{to}mlp.linear_fc2.weight", (f"{of}mlp.down_proj.weight",))
+    yield Replicated(f"{to}input_layernorm.weight", (f"{of}input_layernorm.weight",), is_split=False)
+    yield Replicated(f"{to}pre_mlp_layernorm.weight", (f"{of}post_attention_layernorm.weight",), is_split=False)
+
+
+def _query_key_value(config: PreTrainedConfig, to: str, of: str) -> Iterator[Weight]:
+    for kind in ("weight", "bias") if has_input_bias(config) else ("weight",):
+        sources = tuple(f"{of}{letter}_proj.{kind}" for letter in "qkv")
+        yield QueryKeyValue(f"{to}{kind}", sources, num_groups=config.num_key_value_heads, head_dim=head_dim(config))
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def has_input_bias(config: PreTrainedConfig) -> bool:
+    """Of queries, keys and values: Qwen2's always have it."""
+    return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
+
+
+def has_output_bias(config: PreTrainedConfig) -> bool:
+    return config.model_type != "qwen2" and bool(getattr(config, "attention_bias", False))
+
+
+def has_head_norms(config: PreTrainedConfig) -> bool:
+    return config.model_type == "qwen3"

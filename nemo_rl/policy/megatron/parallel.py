@@ -1,0 +1,63 @@
+"""Megatron's process groups, made from a rank's layout."""
+
+from typing import cast
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from nemo_rl.policy.ranks import RankLayout
+
+
+def make_groups(layout: RankLayout) -> None:
+    """Let Megatron know the layout; the process is in the group of all ranks. Another layout replaces the last one."""
+    sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+    if parallel_state.is_initialized():
+        if sizes == _current_sizes():
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        distributed_timeout_minutes=max(1, round(layout.timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """The ranks that share every layer with this one."""
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The ranks that hold the other stages for the same samples."""
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def copy_group() -> dist.ProcessGroup:
+    """The ranks that hold one copy of the model with this one."""
+    return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
+
+
+def tensor_rank() -> int:
+    return dist.get_rank(tensor_group())
+
+
+def stage() -> int:
+    """Of this rank, from 0."""
+    return dist.get_rank(pipeline_group())
+
+
+def is_first_stage() -> bool:
+    return stage() == 0
+
+
+def is_last_stage() -> bool:
+    return stage() == dist.get_world_size(pipeline_group()) - 1
+
+
+def _current_sizes() -> tuple[int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )

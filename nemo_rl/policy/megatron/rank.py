@@ -1,0 +1,178 @@
+"""`MegatronRank`: the policy on one rank of Megatron-core, alone or among others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_rl import batch as keys
+from nemo_rl.config.policy import Policy
+from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.policy.base_rank import BaseRank
+from nemo_rl.policy.flops import matmul_parameters
+from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
+from nemo_rl.policy.megatron.checks import check_megatron
+from nemo_rl.policy.megatron.cpu import answer_for_cuda
+from nemo_rl.policy.megatron.model import Stage
+from nemo_rl.policy.megatron.optimizer import MainWeights, in_torchs_names
+from nemo_rl.policy.megatron.parallel import make_groups
+from nemo_rl.policy.megatron.pipeline import Part, score
+from nemo_rl.policy.megatron.saving import OptimizerState
+from nemo_rl.policy.megatron.settings import transformer_config
+from nemo_rl.policy.megatron.training import MegatronTrainer
+from nemo_rl.policy.megatron.weights import StageWeights
+from nemo_rl.policy.micro_batches import micro_batches
+from nemo_rl.policy.optim import make_optimizer, make_scheduler
+from nemo_rl.policy.ranks import RankLayout, join
+from nemo_rl.types import TrainingBatch
+
+
+class MegatronRank(BaseRank):
+    """The model on one rank of a layout, by Megatron-core: tensor, pipeline and data parallel.
+
+    It computes in `precision` and keeps the weights that are stepped in float32. Megatron's process groups are of the
+    whole process, and without CUDA so is what answers for it (cpu.py), hence a process of its own.
+
+    Args:
+        config, layout, num_samples_per_step, seed, tokenizer: as for `BaseRank`.
+        model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
+        temperature: of sampling; the logits are divided by it.
+        needs_reference: keep a frozen copy of the first weights for `reference_logprobs`.
+
+    Raises:
+        ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
+        PolicyError: the other ranks did not come before the deadline.
+    """
+
+    def __init__(
+        self,
+        config: Policy,
+        *,
+        layout: RankLayout,
+        model_path: str,
+        temperature: float,
+        needs_reference: bool,
+        num_samples_per_step: int,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        super().__init__(
+            config, layout=layout, num_samples_per_step=num_samples_per_step, seed=seed, tokenizer=tokenizer
+        )
+        check_megatron(config, load_config(model_path, config.hf_config_overrides), self.device.type)
+        if self.device.type == "cpu":
+            answer_for_cuda()
+        join(layout, self.device)
+        make_groups(layout)
+        if config.megatron_cfg.sequence_parallel:
+            model_parallel_cuda_manual_seed(seed)
+        model = load_model(model_path, config.hf_config_overrides)
+        self._num_matmul_parameters = matmul_parameters(model)
+        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        stage = self._stage(model, temperature)
+        self._weights = StageWeights(stage, model.config, {n: t.shape for n, t in tensors.items()})
+        self._main = MainWeights(stage, is_counted=self._weights.is_counted)
+        self._weights.load(tensors, self._main.of)
+        self._main.write_back()
+        self._reference = self._frozen(model, temperature, tensors) if needs_reference else None
+        if config.megatron_cfg.activation_checkpointing:
+            recompute_activations(stage.decoder.layers)
+        self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
+        self.module = stage
+        self._distributed = _data_parallel(stage, config)
+        torch_names = in_torchs_names(config)
+        groups = self._main.groups(with_decay_of_all=config.megatron_cfg.optimizer is None)
+        self._optimizer = make_optimizer(torch_names, groups)
+        self._scheduler = make_scheduler(torch_names, self._optimizer)
+        self._state = OptimizerState(self._optimizer, self._main, self._weights, layout)
+        self._trainer = MegatronTrainer(
+            module=self._distributed,
+            main=self._main,
+            device=self.device,
+            optimizer=self._optimizer,
+            micro_batch_size=config.train_micro_batch_size,
+            max_grad_norm=config.max_grad_norm,
+            layout=layout,
+        )
+
+    def _scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        size = self.config.logprob_batch_size or self.config.train_micro_batch_size
+        inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+        parts = list(micro_batches(inputs, torch.arange(len(batch)), size, self.layout))
+        read = score(module, parts, wanted, _on_the_cpu, device=self.device)
+        return ((rows, scores) for rows, scores in read if len(rows) > 0)
+
+    def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.layout.data_parallel_rank > 0:
+            return iter(())
+        return self._weights.all(self._main.of, dtype)
+
+    def _load_weights(self, folder: Path) -> None:
+        try:
+            saved = load_model(str(folder), {}).state_dict()
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        shapes = {name: tensor.shape for name, tensor in saved.items()}
+        if shapes != self._weights.shapes:
+            raise CheckpointError(f"{folder} holds another model")
+        self._weights.load(saved, self._main.of)
+        self._main.write_back()
+
+    def _begin_saving_optimizer(self, folder: Path) -> None:
+        self._saving.begin_state(self._state.whole(), folder)
+
+    def _load_optimizer(self, folder: Path) -> None:
+        self._state.load(folder)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        raise NotImplementedError
+
+    def _stage(self, model: PreTrainedModel, temperature: float) -> Stage:
+        base: Any = model.base_model
+        settings = transformer_config(model.config, self.config, self.device)
+        stage = Stage(
+            settings,
+            model.config,
+            inverse_frequencies=base.rotary_emb.inv_freq,
+            temperature=temperature,
+            chunk_size=self.config.logprob_chunk_size,
+        )
+        for parameter in stage.parameters():  # torch's norms are made in float32
+            parameter.data = parameter.data.to(self.device, settings.params_dtype)
+        return stage.to(self.device)
+
+    def _frozen(self, model: PreTrainedModel, temperature: float, tensors: dict[str, torch.Tensor]) -> Stage:
+        stage = self._stage(model, temperature).requires_grad_(False)
+        StageWeights(stage, model.config, self._weights.shapes).load(tensors, lambda parameter: parameter)
+        return stage
+
+
+def _data_parallel(stage: Stage, config: Policy) -> DistributedDataParallel:
+    section = config.megatron_cfg.distributed_data_parallel_config
+    distributed = DistributedDataParallel(
+        stage.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=section.grad_reduce_in_fp32,
+            overlap_grad_reduce=section.overlap_grad_reduce,
+        ),
+        stage,
+    )
+    if section.overlap_grad_reduce:
+        stage.config.no_sync_func = distributed.no_sync
+    return distributed
+
+
+def _on_the_cpu(part: Part, scores: TokenScores) -> tuple[torch.Tensor, TokenScores]:
+    """Rows and what is said of them, which wait there for the other micro-batches."""
+    topk = scores.topk and TopK(scores.topk.ids.cpu(), scores.topk.logprobs.cpu())
+    return part[0], TokenScores(scores.logprobs.cpu(), topk=topk)

@@ -1,0 +1,122 @@
+"""A stage's weights, or numbers of the same shape, from and to whole tensors under Hugging Face's names."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedConfig
+
+from nemo_rl.policy.megatron import parallel
+from nemo_rl.policy.megatron.mapping import Weight, weights_of
+from nemo_rl.policy.megatron.model import Stage
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+Value = Callable[[nn.Parameter], torch.Tensor]
+
+
+class StageWeights:
+    """Which of the model's weights a stage holds, and how they become whole.
+
+    Gathering is collective over the ranks of a copy of the model, and goes weight by weight.
+    """
+
+    def __init__(self, stage: Stage, model: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> None:
+        """`shapes`: of all whole tensors, by Hugging Face's names."""
+        self.shapes = shapes
+        self._weights = list(weights_of(model))
+        parameters = dict(_globally_named(stage))
+        self._stage_of = _stages(self._weights, set(parameters))
+        self._held = {w.name: parameters[w.name] for w in self._weights if w.name in parameters}
+        embedding = self._weights[0]
+        self._copy: tuple[Weight, nn.Parameter] | None = None  # of the tied embedding, in the last stage
+        if model.tie_word_embeddings and "output_layer.weight" in parameters:
+            self._copy = (replace(embedding, name="output_layer.weight"), parameters["output_layer.weight"])
+
+    @property
+    def names(self) -> list[str]:
+        """Hugging Face's, of the whole model."""
+        return [name for weight in self._weights for name in weight.sources]
+
+    def sources_of_held(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Hugging Face's names of what the stage holds, and the parameter that each is a part of."""
+        for weight in self._weights:
+            if weight.name in self._held:
+                yield from ((name, self._held[weight.name]) for name in weight.sources)
+        if self._copy:
+            yield from ((name, self._copy[1]) for name in self._copy[0].sources)
+
+    def is_counted(self, parameter: nn.Parameter) -> bool:
+        """Of the ranks of a copy that hold the same, one says yes."""
+        split = {id(self._held[w.name]): w.is_split for w in self._weights if w.name in self._held}
+        return split.get(id(parameter), False) or (id(parameter) in split and parallel.tensor_rank() == 0)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor], value: Value) -> None:
+        """Fill `value(parameter)` of every parameter of the stage with this rank's part of whole tensors."""
+        held = [(w, self._held[w.name]) for w in self._weights if w.name in self._held]
+        size = dist.get_world_size(parallel.tensor_group())
+        for weight, parameter in [*held, *([self._copy] if self._copy else [])]:
+            sources = [tensors[name] for name in weight.sources]
+            value(parameter).copy_(weight.shard(sources, parallel.tensor_rank(), size))
+
+    @torch.no_grad()
+    def own(self, value: Value) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of what the stage holds; on all tensor parallel ranks."""
+        for weight in self._weights:
+            if weight.name in self._held:
+                yield from zip(weight.sources, _whole(weight, value(self._held[weight.name])), strict=True)
+
+    @torch.no_grad()
+    def all(self, value: Value, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of all stages' weights, in the first stage; the other stages help, and get some too."""
+        for weight in self._weights:
+            tensors: list[torch.Tensor] | None = None
+            if weight.name in self._held:
+                tensors = _whole(weight, value(self._held[weight.name]).to(dtype))
+            if dist.get_world_size(parallel.pipeline_group()) > 1:
+                tensors = self._from_stage(self._stage_of[weight.name], weight, tensors, dtype)
+            assert tensors is not None
+            yield from zip(weight.sources, tensors, strict=True)
+
+    def _from_stage(
+        self, stage: int, weight: Weight, tensors: list[torch.Tensor] | None, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        group = parallel.pipeline_group()
+        device = next(iter(self._held.values())).device
+        result: list[torch.Tensor] = []
+        for index, name in enumerate(weight.sources):
+            whole = torch.empty(self.shapes[name], dtype=dtype, device=device) if tensors is None else tensors[index]
+            whole = whole.contiguous()
+            dist.broadcast(whole, src=dist.get_global_rank(group, stage), group=group)
+            result.append(whole)
+        return result
+
+
+def _globally_named(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with their layer's number among all layers, from 0."""
+    numbers = [cast(int, layer.layer_number) - 1 for layer in stage.decoder.layers]
+    for name, parameter in stage.named_parameters():
+        match = _LAYER.match(name)
+        yield (_LAYER.sub(f"decoder.layers.{numbers[int(match[1])]}.", name) if match else name), parameter
+
+
+def _stages(weights: list[Weight], own: set[str]) -> dict[str, int]:
+    """The stage that holds each weight; asked of all stages."""
+    held: list[set[str] | None] = [None] * dist.get_world_size(parallel.pipeline_group())
+    dist.all_gather_object(held, {w.name for w in weights} & own, group=parallel.pipeline_group())
+    return {name: stage for stage, names in enumerate(held) for name in names or ()}
+
+
+def _whole(weight: Weight, part: torch.Tensor) -> list[torch.Tensor]:
+    """From the parts of all tensor parallel ranks."""
+    size = dist.get_world_size(parallel.tensor_group())
+    if size == 1 or not weight.is_split:
+        return weight.whole([part])
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=parallel.tensor_group())
+    return weight.whole(parts)
