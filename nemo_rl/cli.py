@@ -23,6 +23,7 @@ COMMANDS: dict[str, Command] = {
     "merge": Command("nemo_rl.collect.merge_command", "join the shards of a collection"),
     "profile": Command("nemo_rl.collect.profile_command", "statistics of a collection, pass@k, a curriculum"),
     "submit": Command("nemo_rl.build.submit_command", "run a collection as Slurm jobs"),
+    "route": Command("nemo_rl.collect.slurm.router", "one address before several OpenAI-compatible servers"),
 }
 
 

@@ -9,6 +9,7 @@ NemoRLError
 ├── WeightSyncError     the engine does not hold the policy's weights
 ├── CheckpointError     a checkpoint that cannot be written or read
 ├── RolloutError        too many failed rollouts, or none that ever ends
+├── JobError            a job that Slurm did not take
 └── WorkerError         a process of ours failed or did not answer; WorkerDied: it is gone
 
 What happens to one rollout is no exception: it is a `types.Failure` on its trajectory.
@@ -69,6 +70,10 @@ class CheckpointError(NemoRLError):
 
 class RolloutError(NemoRLError):
     """Rollouts cannot go on: too many failed, or nothing has progressed before the deadline."""
+
+
+class JobError(NemoRLError):
+    """Slurm did not take a job; the text has its own words."""
 
 
 class WorkerError(NemoRLError):

@@ -1,0 +1,138 @@
+"""`nemo-rl route`: one address before several OpenAI-compatible servers; each request goes to the least busy.
+
+It stands in a Slurm job between the collection and servers that do not spread requests themselves. What a member
+answers is passed on as it comes. A member that cannot be reached is passed over for the next one.
+"""
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from nemo_rl.distributed.file_limit import raise_file_limit
+
+CONNECT_S = 10.0
+BACKLOG = 4096
+HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"})
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """Forwards requests to members, given as "host:port". Made by `start`, ended by `close`."""
+
+    def __init__(self, members: Sequence[str]) -> None:
+        """Use `start`."""
+        self.busy = dict.fromkeys(members, 0)  # requests that each member has now
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+        self._client: aiohttp.ClientSession | None = None
+
+    @classmethod
+    async def start(cls, members: Sequence[str], *, host: str = "127.0.0.1", port: int = 0) -> "Router":
+        """A router that listens when this returns; port 0: a free one. Raises OSError where it cannot be bound."""
+        router = cls(members)
+        await router._listen(host, port)
+        return router
+
+    async def close(self) -> None:
+        """Stop listening; requests under way are cancelled."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._client is not None:
+            await self._client.close()
+
+    async def _listen(self, host: str, port: int) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=CONNECT_S)
+        # Connections are not kept: a server that hangs up an idle one would fail the next request.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._client = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        app = web.Application(client_max_size=2**40)
+        app.router.add_get("/health", self._health)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        listener = socket.create_server((host, port), backlog=BACKLOG)
+        self.port = listener.getsockname()[1]
+        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"members": self.busy})
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """To the least busy member, among equals the first; to the next where it cannot be reached."""
+        body = await request.read()
+        causes = []
+        for member in sorted(self.busy, key=self.busy.__getitem__):
+            self.busy[member] += 1
+            try:
+                return await self._ask(member, request, body)
+            except aiohttp.ClientConnectorError as error:
+                log.warning("%s cannot be reached: %s", member, error)
+                causes.append(f"{member}: {error}")
+            except aiohttp.ClientError as error:  # it may have begun to answer, so that nobody else is asked
+                return _error(502, f"{member} did not answer as it should: {error}")
+            finally:
+                self.busy[member] -= 1
+        return _error(503, f"no server can be reached: {'; '.join(causes)}")
+
+    async def _ask(self, member: str, request: web.Request, body: bytes) -> web.StreamResponse:
+        assert self._client is not None  # made before the router listens
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        url = URL(f"http://{member}{request.raw_path}", encoded=True)
+        async with self._client.request(
+            request.method, url, headers=headers, data=body, allow_redirects=False
+        ) as answer:
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+            response = web.StreamResponse(status=answer.status, headers=kept)
+            await response.prepare(request)
+            async for part in answer.content.iter_any():
+                await response.write(part)
+            await response.write_eof()
+            return response
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "router_error", "code": status}}, status=status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM."""
+    parser = argparse.ArgumentParser(prog="nemo-rl route", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("members", nargs="+", metavar="HOST:PORT", help="servers that answer OpenAI's API")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--address-file", type=Path, help='gets "HOST PORT" once it listens')
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    raise_file_limit()
+    asyncio.run(_serve(parsed))
+    return 0
+
+
+async def _serve(parsed: argparse.Namespace) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    router = await Router.start(parsed.members, host=parsed.host, port=parsed.port)
+    try:
+        log.info("%s:%d stands before %s", parsed.host, router.port, ", ".join(parsed.members))
+        if parsed.address_file is not None:
+            await asyncio.to_thread(_publish, parsed.address_file, f"{parsed.host} {router.port}\n")
+        await ended.wait()
+    finally:
+        await router.close()
+
+
+def _publish(path: Path, text: str) -> None:
+    """All of it at once, for whoever waits for the file."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.rename(path)

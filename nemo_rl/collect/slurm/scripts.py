@@ -1,0 +1,160 @@
+"""The two scripts of a submission, as text: an array that collects, and the job behind it that merges and profiles."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+
+from nemo_rl.collect.slurm.steps import step
+from nemo_rl.collect.slurm.submission import Submission
+from nemo_rl.config.server_layout import ServerLayout
+from nemo_rl.config.submit import Component, Server
+
+Setting = str | int | Sequence[str] | Sequence[int]
+UNUSED = "# shellcheck disable=SC2034  # some settings are read in the steps alone"
+LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
+
+
+def collection_script(submission: Submission) -> str:
+    """One task of the array: servers, waiting, collection."""
+    parts = ["waiting", "job", "gpus", "collecting"]
+    settings = {**_collection_settings(submission)}
+    if submission.slurm.server is not None and submission.layout is not None:
+        parts += ["serving", "servers", *(["routing"] if submission.layout.needs_router else [])]
+        settings |= _server_settings(submission, submission.slurm.server, submission.layout)
+    body = [_settings(settings), *map(_shell, parts), submission.slurm.setup, "run_task"]
+    return _script(_collection_directives(submission), body)
+
+
+def aggregation_script(submission: Submission) -> str:
+    """Merge, then profile; a step that fails ends the job."""
+    component = submission.slurm.aggregation
+    program, run = submission.program(component), step(submission, component, job_nodes=1)
+    directory, seeds = str(submission.output_dir), ",".join(map(str, submission.seeds))
+    steps = [
+        f"(in_environment {shlex.join([_environment(submission, 'aggregation'), *run, *program, *words])})"
+        for words in (("merge", directory, "--seeds", seeds), ("profile", directory, "--seeds", seeds))
+    ]
+    return _script(_aggregation_directives(submission), [_shell("job"), submission.slurm.setup, "\n".join(steps)])
+
+
+def _script(directives: Sequence[str], body: Sequence[str]) -> str:
+    lines = [f"#SBATCH {shlex.quote(directive)}" for directive in directives]
+    head = ["#!/usr/bin/env bash", "# Written by nemo-rl submit.", *lines, UNUSED, "set -euo pipefail"]
+    return "\n".join(head) + "\n\n" + "\n\n".join(part.strip("\n") for part in body if part.strip()) + "\n"
+
+
+def _collection_directives(submission: Submission) -> list[str]:
+    slurm = submission.slurm
+    at_once = f"%{slurm.max_running}" if slurm.max_running else ""
+    words = [f"--job-name={slurm.job_name}", f"--array={_ranges(submission.missing)}{at_once}"]
+    words += [f"--nodes={slurm.nodes}", f"--output={submission.directory}/logs/collect-%a.log", "--open-mode=append"]
+    words += ["--requeue" if slurm.requeue else "--no-requeue"]
+    words += _options({"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time})
+    words += _options({"gpus-per-node": slurm.gpus, "dependency": slurm.dependency})
+    return [*words, *slurm.sbatch_args]
+
+
+def _aggregation_directives(submission: Submission) -> list[str]:
+    slurm, own = submission.slurm, submission.slurm.aggregation
+    words = [f"--job-name={slurm.job_name}-aggregate", "--nodes=1", "--ntasks=1"]
+    words += [f"--output={submission.directory}/logs/aggregate.log", "--open-mode=append"]
+    words += _options({"partition": own.partition or slurm.partition, "account": slurm.account})
+    words += _options({"qos": own.qos or slurm.qos, "time": own.time or slurm.time})
+    return [*words, *own.sbatch_args]
+
+
+def _options(values: Mapping[str, str | int | None]) -> Iterator[str]:
+    return (f"--{name}={value}" for name, value in values.items() if value is not None)
+
+
+def _collection_settings(submission: Submission) -> dict[str, Setting]:
+    slurm, own = submission.slurm, submission.slurm.collection
+    has_servers = slurm.server is not None
+    num_nodes = 1 if has_servers else slurm.nodes
+    tasks_per_node = own.num_tasks // num_nodes
+    return {
+        "job_dir": str(submission.directory),
+        "seeds": submission.seeds,
+        "num_chunks": slurm.num_chunks,
+        "has_servers": int(has_servers),
+        "collection_tasks": own.num_tasks,
+        "collection_tasks_per_node": 1 if has_servers else tasks_per_node,  # that share the node's GPUs
+        "collection_environment": _environment(submission, "collection"),
+        "collection_step": _step(submission, own, num_nodes, tasks_per_node),
+        "collect_command": (*submission.program(own), "collect", "--config", str(submission.collect_config)),
+    }
+
+
+def _server_settings(submission: Submission, server: Server, layout: ServerLayout) -> dict[str, Setting]:
+    num_nodes = submission.slurm.nodes
+    all_listen_on_first_node = layout.num_groups == 1 or num_nodes == 1
+    settings: dict[str, Setting] = {
+        "start_timeout_s": server.start_timeout_s,
+        "health_path": server.health_path,
+        "listen_host": LOOPBACK if all_listen_on_first_node else ALL_ADDRESSES,
+        "num_groups": layout.num_groups,
+        "tasks_per_group": layout.tasks_per_group,
+        "tasks_per_node": layout.tasks_per_node,
+        "replicas_per_task": layout.replicas_per_task,
+        "parallelism": "none" if server.command else layout.parallelism,
+        "server_environment": _environment(submission, "server"),
+        "server_step": _step(submission, server, num_nodes, layout.tasks_per_node),
+        "server_command": tuple(server.command) if server.command else vllm_command(server, layout),
+    }
+    if layout.needs_router:
+        own = submission.slurm.collection
+        settings |= {"router_step": _step(submission, own, 1, 1), "router_command": (*submission.program(own), "route")}
+    return settings
+
+
+def _step(submission: Submission, component: Component, num_nodes: int, tasks_per_node: int) -> tuple[str, ...]:
+    return step(
+        submission, component, job_nodes=submission.slurm.nodes, num_nodes=num_nodes, tasks_per_node=tasks_per_node
+    )
+
+
+def vllm_command(server: Server, layout: ServerLayout) -> tuple[str, ...]:
+    """What all processes of the servers have in common; addresses and ranks are added on the node."""
+    assert server.model is not None
+    words = [*server.program, server.model]
+    words += ["--tensor-parallel-size", str(server.tensor_parallel_size)] if server.tensor_parallel_size > 1 else []
+    if layout.parallelism == "pipeline":
+        words += ["--pipeline-parallel-size", str(layout.tasks_per_group), "--nnodes", str(layout.tasks_per_group)]
+    elif (replicas := layout.tasks_per_group * layout.replicas_per_task) > 1:
+        words += ["--data-parallel-size", str(replicas), "--data-parallel-size-local", str(layout.replicas_per_task)]
+    return (*words, *server.args)
+
+
+def _environment(submission: Submission, name: str) -> str:
+    return str(submission.environment_file(name)) if submission.components[name].environment else ""
+
+
+def _settings(settings: Mapping[str, Setting]) -> str:
+    return "\n".join(f"{name}={_value(value)}" for name, value in settings.items())
+
+
+def _value(value: Setting) -> str:
+    if isinstance(value, str | int):
+        return shlex.quote(str(value))
+    return f"({' '.join(_quoted(str(word)) for word in value)})"
+
+
+def _quoted(word: str) -> str:
+    """Commas too: shellcheck takes them for a mistaken way to separate words."""
+    quoted = shlex.quote(word)
+    return f"'{word}'" if "," in word and quoted == word else quoted
+
+
+def _shell(name: str) -> str:
+    return (files("nemo_rl.collect.slurm") / "shell" / f"{name}.sh").read_text()
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Example: 0, 1, 2, 5 are "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,102 @@
+"""Submitting: which array tasks are missing, the files of a submission, and Slurm's own answer."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl.collect.shards import ShardFiles
+from nemo_rl.collect.slurm.environments import environment_text
+from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
+from nemo_rl.collect.slurm.submission import Submission
+from nemo_rl.config.submit import Slurm
+from nemo_rl.errors import JobError
+
+SBATCH_S = 120.0  # for Slurm to answer
+OWNER_ONLY = 0o600  # configurations and environments may hold secrets
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Slurm's numbers."""
+
+    collection: str | None  # of the array; None: nothing is missing
+    aggregation: str | None
+
+
+def missing_tasks(slurm: Slurm, output_dir: Path, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """Array tasks with a shard that is not done."""
+    tasks = range(len(seeds) * slurm.num_chunks)
+    return tuple(i for i in tasks if not all(shard.done.exists() for shard in _shards(slurm, output_dir, seeds, i)))
+
+
+def _shards(slurm: Slurm, output_dir: Path, seeds: tuple[int, ...], task: int) -> list[ShardFiles]:
+    seed, chunk = seeds[task // slurm.num_chunks], task % slurm.num_chunks
+    per_task = slurm.collection.num_tasks
+    if slurm.num_chunks * per_task == 1:
+        return [ShardFiles.of(output_dir, seed)]
+    return [ShardFiles.of(output_dir, seed, chunk * per_task + i) for i in range(per_task)]
+
+
+def latest_directory(base: Path) -> Path | None:
+    """Of the last submission under `base`."""
+    numbered = [path for path in base.glob("[0-9]*") if path.name.isdigit() and path.is_dir()]
+    return max(numbered, key=lambda path: int(path.name), default=None)
+
+
+def next_directory(base: Path) -> Path:
+    """Of a submission that is not made yet: 0001, 0002, ..."""
+    latest = latest_directory(base)
+    return base / f"{1 if latest is None else int(latest.name) + 1:04d}"
+
+
+def write_submission(submission: Submission, collect_yaml: str) -> None:
+    """Make its directory, with everything that the jobs read. Raises FileExistsError when another has just made it."""
+    submission.directory.mkdir(parents=True)
+    (submission.directory / "logs").mkdir()
+    _write(submission.collect_config, collect_yaml)
+    _write(submission.collection_script, collection_script(submission))
+    for name, component in submission.components.items():
+        if component.environment:
+            _write(submission.environment_file(name), environment_text(component.environment))
+    if submission.slurm.aggregation.enabled:
+        _write(submission.aggregation_script, aggregation_script(submission))
+
+
+def _write(path: Path, text: str) -> None:
+    path.touch(mode=OWNER_ONLY)
+    path.write_text(text)
+
+
+def submit_jobs(submission: Submission) -> Jobs:
+    """Hand the scripts to Slurm: the array, and the aggregation that waits until all of its tasks have gone well.
+
+    Raises JobError with Slurm's own words; an array that is queued by then is named.
+    """
+    collection = sbatch(submission.collection_script) if submission.missing else None
+    if not submission.slurm.aggregation.enabled:
+        return Jobs(collection, None)
+    try:
+        return Jobs(collection, sbatch(submission.aggregation_script, *aggregation_arguments(collection)))
+    except JobError as error:
+        queued = f"; the collection is queued as {collection} (scancel {collection})" if collection else ""
+        raise JobError(f"the aggregation was not submitted: {error}{queued}") from error
+
+
+def aggregation_arguments(collection: str | None) -> tuple[str, ...]:
+    """What ties the aggregation to the array; it is cancelled once that cannot go well any more."""
+    return () if collection is None else (f"--dependency=afterok:{collection}", "--kill-on-invalid-dep=yes")
+
+
+def sbatch(script: Path, *arguments: str) -> str:
+    """The number of the job; raises JobError."""
+    if shutil.which("sbatch") is None:
+        raise JobError("there is no sbatch on this machine; --dry-run shows what would be submitted")
+    command = ["sbatch", "--parsable", *arguments, str(script)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"sbatch did not answer within {SBATCH_S:g} s") from error
+    if done.returncode:
+        raise JobError(f"sbatch refused {script}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip().split(";")[0]  # "number;cluster" in a federation

@@ -1,0 +1,34 @@
+"""Slurm's commands without Slurm: a step's tasks are processes of this machine."""
+
+from pathlib import Path
+
+SRUN = """#!/usr/bin/env bash
+# Runs a step's tasks at once; with --kill-on-bad-exit the first that fails ends the others.
+nodes=1 per_node=1 tasks=()
+echo "srun $*" >>"${SRUN_LOG:-/dev/null}"
+while [[ "$1" == -* ]]; do
+    case $1 in
+    --nodes=*) nodes=${1#*=} ;;
+    --ntasks-per-node=*) per_node=${1#*=} ;;
+    --chdir=*) cd "${1#*=}" || exit 1 ;;
+    esac
+    shift
+done
+trap 'kill "${tasks[@]}" 2>/dev/null' EXIT
+trap 'exit 143' TERM
+for ((task = 0; task < nodes * per_node; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % per_node)) SLURM_NODEID=$((task / per_node)) "$@" &
+    tasks+=($!)
+done
+for _ in "${tasks[@]}"; do
+    wait -n || exit
+done
+"""
+
+
+def write_srun(folder: Path) -> Path:
+    """A folder for PATH that holds the stand-in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "srun").write_text(SRUN)
+    (folder / "srun").chmod(0o755)
+    return folder

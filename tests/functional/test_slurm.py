@@ -1,0 +1,166 @@
+"""Jobs on a real Slurm of two nodes on this machine: arrays, kills, requeues, servers that die, the aggregation."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.collect.shards import ShardFiles
+from nemo_rl.collect.slurm.submission import Submission
+from nemo_rl.collect.slurm.submit import Jobs, missing_tasks, next_directory, submit_jobs, write_submission
+from nemo_rl.config.submit import Slurm
+from nemo_rl.config.submit_checks import check_slurm
+from tests.slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
+
+ROOT = Path(__file__).parents[2]
+FAKES = ROOT / "tests" / "fakes"
+NUM_TASKS, NUM_REPEATS = 6, 2
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
+        yield running
+
+
+@dataclass
+class Case:
+    """A collection in a folder of its own, with the stand-in for `nemo-rl collect`."""
+
+    cluster: SlurmCluster
+    folder: Path
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+    def submit(self, *, seeds: tuple[int, ...] = (0,), **slurm: Any) -> tuple[Submission, Jobs]:
+        program = [sys.executable, "-m", "tests.fakes.collect_program"]
+        section = Slurm.model_validate({"job_name": self.folder.name, "program": program, **slurm})
+        check_slurm(section)
+        submission = Submission(
+            slurm=section,
+            seeds=seeds,
+            output_dir=self.output,
+            directory=next_directory(self.output / "slurm"),
+            working_directory=ROOT,
+            python=sys.executable,
+            missing=missing_tasks(section, self.output, seeds),
+        )
+        config = {"num_tasks": NUM_TASKS, "num_repeats": NUM_REPEATS}
+        paths = {"output_dir": str(self.output), "steps_dir": str(self.folder)}
+        write_submission(submission, json.dumps({**config, **paths}))
+        return submission, submit_jobs(submission)
+
+    def server(self, **server: Any) -> dict[str, Any]:
+        script = str(FAKES / "node_server.py")
+        command = [sys.executable, script, "{host}:{port}", str(self.folder)]
+        return {"command": command, "start_timeout_s": 120, **server}
+
+    def hold(self, seed: int, chunk: int, after: int) -> None:
+        """Let that collection go no further than `after` rollouts until `release`."""
+        (self.folder / "partial").write_text(str(after))
+        (self.folder / "partial").rename(self.folder / f"hold-{seed}-{chunk}")
+
+    def release(self, seed: int, chunk: int) -> None:
+        (self.folder / f"hold-{seed}-{chunk}").unlink()
+
+    def rows(self, seed: int, chunk: int | None) -> list[dict[str, Any]]:
+        path = ShardFiles.of(self.output, seed, chunk).rollouts
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_rows(self, jobs: Jobs, count: int, seed: int, chunk: int | None) -> None:
+        """Returns when that shard has `count` rows; fails when the collection has ended without."""
+        assert jobs.collection is not None
+        array = jobs.collection
+        wait_until(
+            lambda: len(self.rows(seed, chunk)) == count,
+            self.logs,
+            hopeless=lambda: not self.cluster.is_queued(array),
+        )
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path}\n{path.read_text()}" for path in sorted(self.output.rglob("*.log")))
+
+
+@pytest.fixture
+def case(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("NEMO_RL_POLL_S", "0.2")
+    folder = tmp_path / "case"
+    folder.mkdir()
+    return Case(cluster, folder)
+
+
+def job_of(row: dict[str, Any]) -> str:
+    return row["job"]
+
+
+def test_a_killed_task_is_submitted_again_alone_and_runs_what_is_missing(case: Case) -> None:
+    case.hold(1, 1, after=2)
+    _, first = case.submit(seeds=(0, 1), num_chunks=2, server=case.server())
+    assert first.collection is not None
+    assert first.aggregation is not None
+    case.wait_for_rows(first, 2, 1, 1)
+    assert case.cluster.fields(first.aggregation)["Reason"] == "Dependency"
+    case.cluster.run("scancel", "--signal=KILL", "--full", f"{first.collection}_3")
+    case.cluster.wait_until_ended(first.collection, first.aggregation)
+    states = [case.cluster.state(f"{first.collection}_{task}") for task in range(4)]
+    assert states[:3] == ["COMPLETED"] * 3, case.logs()
+    assert states[3] in ("FAILED", "CANCELLED")
+    assert case.cluster.state(first.aggregation) == "CANCELLED"
+    assert not (case.output / "rollouts.jsonl").exists()
+
+    case.release(1, 1)
+    again, second = case.submit(seeds=(0, 1), num_chunks=2, server=case.server())
+    assert again.missing == (3,)
+    assert second.collection is not None
+    assert second.aggregation is not None
+    case.cluster.wait_until_ended(second.collection, second.aggregation)
+    assert case.cluster.state(second.aggregation) == "COMPLETED", case.logs()
+    of_jobs = Counter(job_of(row) for row in case.rows(1, 1))
+    assert of_jobs == {f"{first.collection}.0": 2, f"{second.collection}.0": NUM_TASKS * NUM_REPEATS // 2 - 2}
+    merged = [json.loads(line) for line in (case.output / "rollouts.jsonl").read_text().splitlines()]
+    keys = [(row["seed"], row["task_index"], row["rollout_index"]) for row in merged]
+    assert keys == [(s, t, r) for s in (0, 1) for t in range(NUM_TASKS) for r in range(NUM_REPEATS)]
+    assert (case.output / "profile.json").exists()
+
+
+def test_a_requeued_task_goes_on_and_the_aggregation_still_waits(case: Case) -> None:
+    case.hold(0, 0, after=5)
+    _, jobs = case.submit()
+    assert jobs.collection is not None
+    assert jobs.aggregation is not None
+    case.wait_for_rows(jobs, 5, 0, None)
+    case.cluster.run("scontrol", "requeue", f"{jobs.collection}_0")
+    wait_until(lambda: case.cluster.fields(f"{jobs.collection}_0")["Restarts"] == "1", case.cluster.queue)
+    assert case.cluster.state(jobs.aggregation) == "PENDING"
+    case.cluster.wait_until_ended(jobs.collection, jobs.aggregation)
+    assert case.cluster.state(jobs.aggregation) == "COMPLETED", case.logs()
+    of_jobs = Counter(job_of(row) for row in case.rows(0, None))
+    assert of_jobs == {f"{jobs.collection}.0": 5, f"{jobs.collection}.1": NUM_TASKS * NUM_REPEATS - 5}
+
+
+def test_servers_of_two_nodes_stand_behind_one_address_and_the_death_of_one_ends_the_job(case: Case) -> None:
+    case.hold(0, 0, after=4)
+    case.hold(0, 1, after=0)
+    made, jobs = case.submit(nodes=2, server=case.server(num_replicas=2), collection={"num_tasks": 2})
+    assert jobs.collection is not None
+    case.wait_for_rows(jobs, 4, 0, 0)
+    (case.folder / "die-n2").touch()
+    case.cluster.wait_until_ended(jobs.collection, str(jobs.aggregation))
+    assert case.cluster.state(f"{jobs.collection}_0") == "FAILED"
+    log = (made.directory / "logs" / "collect-0.log").read_text()
+    assert "the server ended while it was needed" in log
+    assert "no memory left on n2" in log
+    assert {row["server"] for row in case.rows(0, 0)} <= {"n1", "n2"}
+    assert case.rows(0, 1) == []
