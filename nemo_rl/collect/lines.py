@@ -50,6 +50,7 @@ class AppendedLines:
         except BaseException:
             os.close(self._descriptor)
             raise
+        _close_in_forks(self._descriptor)
 
     def append(self, line: bytes) -> None:
         """Add `line`, which ends with a newline. OSError, and the file as it was, where it cannot be written whole."""
@@ -68,6 +69,7 @@ class AppendedLines:
 
     def close(self) -> None:
         """Give up the lock; no call follows."""
+        _open_descriptors.discard(self._descriptor)
         os.close(self._descriptor)
 
     def _lock(self) -> None:
@@ -93,6 +95,24 @@ class AppendedLines:
             logger.warning("%s: its last line was cut; %d bytes of it are taken off", self.path, size - end)
             os.ftruncate(self._descriptor, end)
         return end
+
+
+# A fork shares its parent's locks: an engine that outlives a killed collector would keep the next one out.
+_open_descriptors: set[int] = set()
+_is_registered = False
+
+
+def _close_in_forks(descriptor: int) -> None:
+    global _is_registered
+    _open_descriptors.add(descriptor)
+    if not _is_registered:
+        os.register_at_fork(after_in_child=_close_all)
+        _is_registered = True
+
+
+def _close_all() -> None:
+    while _open_descriptors:
+        os.close(_open_descriptors.pop())
 
 
 def read_lines(path: Path) -> Iterator[Line]:
