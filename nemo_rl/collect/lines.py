@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.errors import ConfigError, DataError, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +53,25 @@ class AppendedLines:
         _close_in_forks(self._descriptor)
 
     def append(self, line: bytes) -> None:
-        """Add `line`, which ends with a newline. OSError, and the file as it was, where it cannot be written whole."""
+        """Add `line`, which ends with a newline.
+
+        Raises RolloutError, and leaves the file as it was, where the line cannot be written whole.
+        """
         try:
             written = os.write(self._descriptor, line)
             while written < len(line):  # a full disk takes a part, then raises
                 written += os.write(self._descriptor, line[written:])
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._descriptor, self._size)
-            raise
+            raise RolloutError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._size += len(line)
 
     def sync(self) -> None:
-        """Return when everything appended before is on the disk. May be called from another thread."""
-        os.fsync(self._descriptor)
+        """Return when everything appended before is on the disk; RolloutError. May be called from another thread."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise RolloutError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Give up the lock; no call follows."""

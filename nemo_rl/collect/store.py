@@ -114,7 +114,10 @@ class RolloutStore:
         return self._state[self.keys.number(key)]
 
     def append(self, key: RolloutKey, row: Mapping[str, Any]) -> None:
-        """Add a finished rollout: `row` behind task_index, rollout_index and seed. ValueError for a finished key."""
+        """Add a finished rollout: `row` behind task_index, rollout_index and seed.
+
+        ValueError for a finished key, RolloutError where the disk does not take it.
+        """
         number = self._open_number(key)
         self._rollouts.append(self._line(key, row))
         self._num_given_up -= self._state[number] >= self.max_attempts

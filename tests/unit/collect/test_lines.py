@@ -13,6 +13,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from nemo_rl.collect.lines import AppendedLines
+from nemo_rl.errors import RolloutError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 lines = AppendedLines(Path(sys.argv[1]))
@@ -20,8 +21,8 @@ lines.append(b'{"first": 1}\\n')
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 try:
     lines.append(b'{"text": "' + b"x" * 100_000 + b'"}\\n')
-except OSError as error:
-    print(type(error).__name__)
+except RolloutError as error:
+    print(error)
 lines.append(b'{"second": 2}\\n')
 lines.close()
 """
@@ -57,7 +58,7 @@ def run(script: str, path) -> str:
 
 
 def test_a_line_that_the_disk_takes_in_part_leaves_no_part(tmp_path):
-    assert run(FULL_DISK, tmp_path / "a.jsonl") == "OSError\n"
+    assert run(FULL_DISK, tmp_path / "a.jsonl") == f"{tmp_path}/a.jsonl: cannot be written: File too large\n"
     assert (tmp_path / "a.jsonl").read_text() == '{"first": 1}\n{"second": 2}\n'
 
 
