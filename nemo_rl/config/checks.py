@@ -12,8 +12,9 @@ from nemo_rl.config.grpo_checks import check_grpo
 from nemo_rl.config.layout import layout_of
 from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
 from nemo_rl.config.nemo_gym_checks import check_nemo_gym
-from nemo_rl.config.policy import SchedulerStage
+from nemo_rl.config.policy import Policy, SchedulerStage
 from nemo_rl.config.scorer_checks import check_scorers
+from nemo_rl.config.sft import SFTConfig
 from nemo_rl.errors import ConfigError, suggestion
 
 
@@ -32,8 +33,8 @@ def check_rollouts(config: RolloutConfig) -> None:
 
 
 def _check_batches(config: TrainingConfig) -> None:
-    policy, key = config.policy, config.algorithm_key
-    samples, batch = config.algorithm.num_samples_per_step, policy.train_global_batch_size
+    key, samples = config.algorithm_key, config.algorithm.num_samples_per_step
+    batch = config.policy.train_global_batch_size
     if samples % batch:
         raise ConfigError(
             "policy.train_global_batch_size",
@@ -41,11 +42,14 @@ def _check_batches(config: TrainingConfig) -> None:
             f"must divide {key}.num_prompts_per_step * {key}.num_generations_per_prompt = {samples}, "
             "so that a step is a whole number of optimizer steps",
         )
-    if batch % policy.train_micro_batch_size:
+    check_micro_batch(config.policy)
+
+
+def check_micro_batch(policy: Policy) -> None:
+    batch, micro_batch = policy.train_global_batch_size, policy.train_micro_batch_size
+    if batch % micro_batch:
         raise ConfigError(
-            "policy.train_micro_batch_size",
-            policy.train_micro_batch_size,
-            f"must divide policy.train_global_batch_size = {batch}",
+            "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
         )
 
 
@@ -106,7 +110,7 @@ def _check_layout(config: TrainingConfig) -> None:
         layout_of(config, config.policy.device)
 
 
-def _check_scheduler(config: TrainingConfig) -> None:
+def check_scheduler(config: TrainingConfig | SFTConfig) -> None:
     """One scheduler, or a sequence with the steps at which it goes on: one fewer than there are schedulers."""
     key, stages = "policy.scheduler", config.policy.scheduler
     if stages is None:
@@ -125,7 +129,8 @@ def _check_scheduler(config: TrainingConfig) -> None:
         raise ConfigError(key, milestones, "milestones must increase")
 
 
-def _check_data(config: RolloutConfig) -> None:
+def check_data(config: RolloutConfig | SFTConfig) -> None:
+    """Whether each data set says where its rows come from, and its files are there."""
     default = config.data.default
     for name in config.data.fields_of_sets:
         if getattr(config.data, name) == []:
@@ -133,12 +138,12 @@ def _check_data(config: RolloutConfig) -> None:
     for key, dataset in config.data.sets:
         values: dict[str, Any] = {
             name: own if (own := getattr(dataset, name)) is not None else getattr(default, name)
-            for name in ("dataset_name", "data_path", "env_name", "prompt_file", "system_prompt_file", "task")
+            for name in ("dataset_name", "data_path", "prompt_file", "system_prompt_file", "task")
         }
-        _check_dataset(key, values, config)
+        _check_dataset(key, values)
 
 
-def _check_dataset(key: str, values: dict[str, Any], config: RolloutConfig) -> None:
+def _check_dataset(key: str, values: dict[str, Any]) -> None:
     name = values["dataset_name"]
     if name is None:
         raise ConfigError(
@@ -153,10 +158,14 @@ def _check_dataset(key: str, values: dict[str, Any], config: RolloutConfig) -> N
         path = values[file_key]
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{key}.{file_key}", path, f"no such file (from {Path.cwd()})")
-    environment = values["env_name"]
-    if environment is not None and environment not in config.env:
-        problem = f"no such entry of env{suggestion(environment, config.env)}"
-        raise ConfigError(f"{key}.env_name", environment, problem)
+
+
+def _check_env_names(config: RolloutConfig) -> None:
+    for key, dataset in config.data.sets:
+        environment = config.data.default.env_name if dataset.env_name is None else dataset.env_name
+        if environment is not None and environment not in config.env:
+            problem = f"no such entry of env{suggestion(environment, config.env)}"
+            raise ConfigError(f"{key}.env_name", environment, problem)
 
 
 _ROLLOUT_CHECKS: tuple[Callable[[RolloutConfig], None], ...] = (
@@ -164,7 +173,8 @@ _ROLLOUT_CHECKS: tuple[Callable[[RolloutConfig], None], ...] = (
     check_agents,
     check_nemo_gym,
     check_scorers,
-    _check_data,
+    check_data,
+    _check_env_names,
 )
 _TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
     _check_engine,
@@ -172,7 +182,7 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
     _check_groups,
     _check_sampling,
     _check_layout,
-    _check_scheduler,
+    check_scheduler,
     check_async,
     check_checkpointing,
 )

@@ -5,7 +5,7 @@ value it is ignored with a note, refused with the reason, or left for the schema
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ def defaulted(key: str, *inert: object) -> Rule:
 
 
 SET_NAMES = ("train", "validation", "input")
-RESPONSE_DATASET, NEMO_GYM_DATASET = "ResponseDataset", "NemoGymDataset"
+RESPONSE_DATASETS, NEMO_GYM_DATASET = ("ResponseDataset", "openai_format"), "NemoGymDataset"
 NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
 ONE_ENGINE = "an engine is parallel over tensors alone"
@@ -182,6 +182,19 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+SFT_RULES: tuple[Rule, ...] = (
+    ignored("policy.generation", "supervised training samples nothing", None),
+    silent("data.add_bos"),  # the chat template's text is what is trained
+    silent("data.add_eos"),
+    silent("data.add_generation_prompt"),
+    defaulted("data.*.chat_key", "messages"),
+    defaulted("data.*.tool_key", "tools"),
+    defaulted("data.*.system_key", None),
+    defaulted("data.*.system_prompt", None),
+    *RULES,
+)
+
+
 def current_key(key: str) -> str:
     """The key that now holds what NeMo-RL calls `key`."""
     return MOVED_KEYS.get(key, key)
@@ -201,9 +214,9 @@ def move_keys(layer: dict[str, Any]) -> None:
             target.setdefault(name, value)
 
 
-def take_out(config: dict[str, Any]) -> None:
+def take_out(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
     """Take the table's keys out of a resolved configuration, in place; raises ConfigError for what is refused."""
-    for rule in RULES:
+    for rule in rules:
         for parent, name, path in list(_find(config, rule.key.split("."))):
             value = parent[name]
             is_inert = rule.inert is None or value in rule.inert
@@ -219,8 +232,8 @@ def take_out(config: dict[str, Any]) -> None:
 
 
 def name_datasets(config: dict[str, Any]) -> None:
-    """Write NeMo-RL's `dataset_name: ResponseDataset` as jsonl or huggingface, by its data_path, and `NemoGymDataset`
-    as nemo_gym; in place."""
+    """Write NeMo-RL's `dataset_name: ResponseDataset`, or `openai_format`, as jsonl or huggingface, by its data_path,
+    and `NemoGymDataset` as nemo_gym; in place."""
     data = config.get("data")
     if not isinstance(data, dict):
         return
@@ -231,11 +244,18 @@ def name_datasets(config: dict[str, Any]) -> None:
             one["dataset_name"] = "nemo_gym"
     for name in SET_NAMES:
         for one in _listed(data.get(name)):
-            if isinstance(one, dict) and (one.get("dataset_name") or default.get("dataset_name")) == RESPONSE_DATASET:
+            if isinstance(one, dict) and (one.get("dataset_name") or default.get("dataset_name")) in RESPONSE_DATASETS:
                 path = str(one.get("data_path") or default.get("data_path"))
                 one["dataset_name"] = "jsonl" if path.endswith((".jsonl", ".json")) else "huggingface"
-    if default.get("dataset_name") == RESPONSE_DATASET:
+    if default.get("dataset_name") in RESPONSE_DATASETS:
         del default["dataset_name"]
+
+
+def name_metric(config: dict[str, Any]) -> None:
+    """Write NeMo-RL's `checkpointing.metric_name: val:val_loss` as val:loss; in place."""
+    section = config.get("checkpointing")
+    if isinstance(section, dict) and section.get("metric_name") == "val:val_loss":
+        section["metric_name"] = "val:loss"
 
 
 def _listed(sets: object) -> list[object]:

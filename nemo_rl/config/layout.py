@@ -9,6 +9,7 @@ from typing import Literal
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.master import TrainingConfig
 from nemo_rl.config.policy import Policy
+from nemo_rl.config.run import Cluster
 from nemo_rl.config.scorers import RewardModelPlacement
 from nemo_rl.errors import ConfigError
 
@@ -79,8 +80,7 @@ class _Pool:
 def layout_of(config: TrainingConfig, device: Device) -> Layout:
     """The layout on `device`; raises ConfigError, with the key and what is allowed, for one that cannot be."""
     cluster, policy, generation = config.cluster, config.policy, config.policy.generation
-    if device == "cuda" and cluster.gpus_per_node == 0:
-        raise ConfigError("cluster.gpus_per_node", 0, "policy.device is cuda; allowed: 1 or more, or policy.device=cpu")
+    _check_gpus(cluster, device)
     policy_pool, engine_pool = _pools(config, device)
     ranks = _ranks(policy, policy_pool, device)
     engines = _engines(generation, engine_pool, device)
@@ -98,6 +98,27 @@ def layout_of(config: TrainingConfig, device: Device) -> Layout:
     _check_hf_engine(generation, layout)
     _check_background_collection(config, layout)
     return layout
+
+
+def policy_layout(policy: Policy, cluster: Cluster, device: Device) -> Layout:
+    """The policy's ranks on all of the cluster, and no engine; raises as `layout_of`."""
+    _check_gpus(cluster, device)
+    gpus = cluster.gpus_per_node if device == "cuda" else 0
+    ranks = _ranks(policy, _Pool(range(cluster.num_nodes), range(gpus)), device)
+    return Layout(
+        device=device,
+        num_nodes=cluster.num_nodes,
+        gpus_per_node=gpus,
+        ranks=ranks,
+        engines=(),
+        is_split=False,
+        needs_cluster=len(ranks) > 1 or cluster.num_nodes > 1 or cluster.address is not None,
+    )
+
+
+def _check_gpus(cluster: Cluster, device: Device) -> None:
+    if device == "cuda" and cluster.gpus_per_node == 0:
+        raise ConfigError("cluster.gpus_per_node", 0, "policy.device is cuda; allowed: 1 or more, or policy.device=cpu")
 
 
 def _pools(config: TrainingConfig, device: Device) -> tuple[_Pool, _Pool]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from nemo_rl.config.checks import check
 from nemo_rl.config.collect import CollectConfig, quoted_seeds
 from nemo_rl.config.collect_checks import check_sampled
-from nemo_rl.config.compatibility import move_keys, name_datasets, take_out
+from nemo_rl.config.compatibility import SFT_RULES, move_keys, name_datasets, name_metric, take_out
 from nemo_rl.config.entries import KINDS, Kinds
 from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig
 from nemo_rl.config.merging import merged
@@ -26,6 +26,8 @@ from nemo_rl.config.overrides import apply_override
 from nemo_rl.config.problems import interpolation_problem, refuse_booleans, schema_problem
 from nemo_rl.config.reward_model import RewardModelConfig, check_reward_model
 from nemo_rl.config.section import Section
+from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.sft_checks import check_sft
 from nemo_rl.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -45,6 +47,13 @@ def load_distillation_config(path: Path, overrides: Sequence[str] = ()) -> Disti
     """The same for `examples/run_distillation.py`."""
     config = read_config(DistillationConfig, path, overrides, prepare=translate)
     check(config)
+    return config
+
+
+def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SFTConfig:
+    """The same for `examples/run_sft.py`."""
+    config = read_config(SFTConfig, path, overrides, prepare=translate_sft)
+    check_sft(config)
     return config
 
 
@@ -69,7 +78,7 @@ def resolved_yaml(config: Section) -> str:
     come from `data.default` or from what is known of the set.
     """
     values = config.model_dump()
-    if isinstance(config, RolloutConfig):
+    if isinstance(config, RolloutConfig | SFTConfig):
         set_values = config.data.model_dump(exclude_unset=True)
         names = (*config.data.fields_of_sets, "default")
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
@@ -99,6 +108,13 @@ def translate(resolved: dict[str, Any]) -> None:
     take_out(resolved)
     name_datasets(resolved)
     gather_overrides(resolved)
+
+
+def translate_sft(resolved: dict[str, Any]) -> None:
+    """The same for supervised training, where some keys are called otherwise or mean nothing."""
+    take_out(resolved, SFT_RULES)
+    name_datasets(resolved)
+    name_metric(resolved)
 
 
 def _read(path: Path, opened_by: tuple[Path, ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from nemo_rl.config.entries import KINDS
 from nemo_rl.config.environment import EnvironmentSection
 from nemo_rl.config.loss import DistillationLoss, LossFn
 from nemo_rl.config.penalties import RewardPenalties
-from nemo_rl.config.policy import Model, Policy
+from nemo_rl.config.policy import RolloutPolicy, SampledModel
 from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, RolloutBounds, WeightSync
 from nemo_rl.config.scorers import RewardModelPlacement, ScorerSection
 from nemo_rl.config.section import Section
@@ -20,7 +20,7 @@ from nemo_rl.config.teacher import Teacher
 class RolloutConfig(Section):
     """What rollouts are made of, whatever becomes of them."""
 
-    policy: Model
+    policy: SampledModel
     data: DataSets
     env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)
     scorers: dict[str, SerializeAsAny[ScorerSection]] = Field(default_factory=dict)
@@ -55,7 +55,7 @@ class TrainingConfig(RolloutConfig):
 
     algorithm_key: ClassVar[str]
 
-    policy: Policy
+    policy: RolloutPolicy
     data: Data
     rollout: Rollout = Rollout()
     weight_sync: WeightSync = WeightSync()

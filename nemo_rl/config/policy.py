@@ -40,7 +40,7 @@ class SchedulerStage(Section):
 
 
 class Model(Section):
-    """What rollouts need of `policy`: a model, and how it is sampled."""
+    """What every use of `policy` needs: a model."""
 
     model_name: str  # a Hugging Face name or a folder
     tokenizer: Tokenizer = Tokenizer()
@@ -48,6 +48,11 @@ class Model(Section):
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_total_sequence_length: int = Field(default=512, gt=0)
+
+
+class SampledModel(Model):
+    """What rollouts need of it as well: how it is sampled."""
+
     generation: Sampling = Sampling()
 
     @property
@@ -69,7 +74,6 @@ class Policy(Model):
     megatron_cfg: MegatronCfg = MegatronCfg()
     optimizer: Optimizer = Optimizer()
     scheduler: SchedulerStage | list[SchedulerStage] | None = None
-    generation: GenerationSection = GenerationSection()
 
     @property
     def ranks_of_a_copy(self) -> int:
@@ -82,3 +86,9 @@ class Policy(Model):
     def data_parallel_size(self) -> int | None:
         """Of the training backend that is enabled; None: all of the policy's GPUs, on a CPU 1."""
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).data_parallel_size
+
+
+class RolloutPolicy(Policy, SampledModel):
+    """A model that is sampled, and trained on what becomes of it."""
+
+    generation: GenerationSection = GenerationSection()

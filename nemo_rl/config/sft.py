@@ -1,0 +1,48 @@
+"""The whole configuration of `examples/run_sft.py`, which trains on conversations."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from nemo_rl.config.data import Data
+from nemo_rl.config.policy import Policy
+from nemo_rl.config.run import Checkpointing, Cluster, Logger
+from nemo_rl.config.section import Section
+
+
+class SFT(Section):
+    """`sft`: how long, and how often it is measured, under NeMo-RL's names."""
+
+    max_num_epochs: int = Field(default=1, gt=0)
+    max_num_steps: int = Field(default=1_000_000, gt=0)  # of policy.train_global_batch_size conversations each
+    seed: int = 42  # of the order of the conversations
+
+    val_period: int = Field(default=10, ge=0)  # steps; 0: never
+    val_at_start: bool = False
+    val_at_end: bool = True
+    val_batches: int | None = Field(default=8, gt=0)  # of each data set; None: all
+    val_global_batch_size: int = Field(default=32, gt=0)  # conversations of one batch
+    val_micro_batch_size: int | None = Field(default=None, gt=0)  # of one forward; None: policy.train_micro_batch_size
+
+
+class SFTData(Data):
+    """`data`: rows with OpenAI `messages`, or with a question and its answer."""
+
+    max_input_seq_length: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
+    overlong: Literal["drop", "truncate"] = "drop"  # conversations of more tokens; those dropped are counted
+
+
+class SFTConfig(Section):
+    """`examples/run_sft.py`: what a recipe may say."""
+
+    sft: SFT = SFT()
+    policy: Policy
+    data: SFTData
+    checkpointing: Checkpointing = Checkpointing()
+    logger: Logger = Logger()
+    cluster: Cluster = Cluster()
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one conversation."""
+        return self.data.max_input_seq_length or self.policy.max_total_sequence_length
