@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.async_checks import check_async
+from nemo_rl.config.batching_checks import check_batching
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.grpo_checks import check_grpo
@@ -51,6 +52,7 @@ def check_micro_batch(policy: Policy) -> None:
         raise ConfigError(
             "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
         )
+    check_batching(policy)
 
 
 def _check_groups(config: TrainingConfig) -> None:

@@ -98,10 +98,9 @@ RULES: tuple[Rule, ...] = (
     silent("policy.dtensor_cfg.lora_cfg"),
     refused("policy.megatron_cfg.enabled", "FSDP2 is the only training backend", False),
     silent("policy.megatron_cfg"),
-    ignored("policy.dynamic_batching.enabled", "micro-batches hold train_micro_batch_size samples", None, False),
-    silent("policy.dynamic_batching"),
-    ignored("policy.sequence_packing.enabled", "samples are padded instead; the results are the same", None, False),
-    silent("policy.sequence_packing"),
+    silent("policy.sequence_packing.sequence_length_round"),  # a pack has no padding
+    defaulted("policy.sequence_packing", None),
+    defaulted("policy.dynamic_batching", None),
     refused("policy.reward_model_cfg.enabled", "examples/run_rm.py trains reward models", False),
     silent("policy.reward_model_cfg"),
     refused("policy.draft.enabled", "no draft model is trained", False),

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.batching import DynamicBatching, SequencePacking
 from nemo_rl.config.generation import GenerationSection, Sampling
 from nemo_rl.config.megatron import MegatronCfg
 from nemo_rl.config.section import Section
@@ -68,6 +69,8 @@ class Policy(Model):
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
     logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
+    sequence_packing: SequencePacking = SequencePacking()
+    dynamic_batching: DynamicBatching = DynamicBatching()
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
 
     dtensor_cfg: DTensorCfg = DTensorCfg()

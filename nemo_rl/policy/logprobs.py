@@ -6,7 +6,7 @@ time, and the backward pass computes each chunk's logits again instead of keepin
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.policy.attention import Pack, attend_within_sequences
 from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, answered, concatenated, scattered
 
 ResultT = TypeVar("ResultT")
@@ -56,15 +57,22 @@ class CausalLogprobs(nn.Module):
     """A Hugging Face causal model, seen as the log-probs it gives to the tokens of right-padded sequences.
 
     A position sees only what is to its left, and padding is to the right, so no attention mask is needed and the
-    positions are 0, 1, 2, ...: both are the model's defaults, and attention keeps its fastest kernel.
+    positions are 0, 1, 2, ...: both are the model's defaults, and attention keeps its fastest kernel. Packed, the model
+    gets the sequences of a call one behind the other in one row, without padding; who calls sees no difference.
 
     Args:
         model: weights and configuration; used as it is, in evaluation mode (no dropout).
         temperature: the logits are divided by it.
         chunk_size: positions whose logits exist at once; None: all of a call.
+        is_packed: changes the model's attention for good.
+
+    Raises:
+        ConfigError: `is_packed` with a model that would give something else then.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, chunk_size: int | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, chunk_size: int | None, is_packed: bool = False
+    ) -> None:
         super().__init__()
         self.model = model.eval()
         self.temperature = temperature
@@ -77,6 +85,9 @@ class CausalLogprobs(nn.Module):
                 "policy.logprob_chunk_size has no effect",
                 type(model).__name__,
             )
+        self.is_packed = is_packed
+        if is_packed:
+            attend_within_sequences(self.model)
 
     def forward(
         self,
@@ -84,6 +95,7 @@ class CausalLogprobs(nn.Module):
         needed: torch.Tensor,
         wanted: ScoresNeeded = LOGPROBS_ALONE,
         candidate_ids: torch.Tensor | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> TokenScores:
         """log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and what else is `wanted`.
 
@@ -92,6 +104,7 @@ class CausalLogprobs(nn.Module):
             needed: [B, T] bool; entry 0 is ignored, since nothing precedes it.
             wanted: what is computed beside log-probs.
             candidate_ids: [B, T, K] int64, with `wanted.candidates`.
+            lengths: [B] tokens of each row before its padding, in which nothing is needed; read where packed.
 
         Returns:
             Scores in float32, computed in float32 from the logits on. A named tuple of tensors, in which FSDP2 finds
@@ -105,16 +118,21 @@ class CausalLogprobs(nn.Module):
             entropy=wanted.entropy,
             topk=wanted.topk,
         )
+        inputs: dict[str, Any] = {"input_ids": token_ids}
+        if self.is_packed:
+            pack = Pack.of(lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device)
+            inputs = pack.model_inputs(token_ids)
+            at = pack.places_of(needed)
         if self.is_chunked:
-            hidden = self._hidden_states(token_ids).flatten(0, 1).index_select(0, at - 1)
+            hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at - 1)
             answers = self._chunked(hidden, questions)
         else:
-            logits = self.model(input_ids=token_ids, use_cache=False).logits
+            logits = self.model(**inputs, use_cache=False).logits
             answers = self._of_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), questions)
         return scattered(answers, needed)
 
-    def _hidden_states(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    def _hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return self.model.base_model(**inputs, use_cache=False).last_hidden_state
 
     def _chunked(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
         size = self.chunk_size or max(len(hidden), 1)
@@ -141,7 +159,7 @@ class CausalLogprobs(nn.Module):
             return False
         probe = torch.arange(4, device=self.model.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
         logits = self.model(input_ids=probe, use_cache=False).logits.float()
-        return torch.allclose(self._logits(self._hidden_states(probe)), logits, rtol=1e-4, atol=1e-4)
+        return torch.allclose(self._logits(self._hidden_states({"input_ids": probe})), logits, rtol=1e-4, atol=1e-4)
 
 
 def recomputed(function: Callable[..., ResultT], *args: Any) -> ResultT:

@@ -1,12 +1,17 @@
 """How a batch is cut: into optimizer steps along whole groups, and those into micro-batches without spare padding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
+from nemo_rl.config.policy import Policy
+from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Normalizer
+from nemo_rl.policy.packing import packs_of_ranks
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.types import TrainingBatch
 
@@ -35,37 +40,143 @@ def split_optimizer_steps(group_id: torch.Tensor, num_steps: int) -> list[torch.
     return [torch.tensor(rows) for rows in steps if rows]
 
 
-def micro_batches(
-    batch: TrainingBatch, rows: torch.Tensor, size: int, layout: RankLayout = ALONE
-) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
-    """This rank's parts of at most `size` of these rows, longest first, each cut to its longest: (rows, part).
+class MicroBatching(Protocol):
+    """Which samples go together through the model."""
 
-    Samples of like length go together, on one rank and over the ranks, which wait for each other at every layer; as
-    everything about a part is summed, the order changes no result. All ranks get the same number of parts: one without
-    a sample left gets no rows and a part whose log-probs nobody needs.
+    def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+        """For each rank its micro-batches, as many as the others have: indices into `lengths`, or none.
+
+        Those that the ranks compute at the same time have samples of like length or number of tokens: ranks wait for
+        each other at every layer.
+        """
+        ...
+
+    @property
+    def length_multiple(self) -> int:
+        """What the padded length of a micro-batch is rounded up to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCount:
+    """So many samples of like length.
 
     Example: lengths 9, 8, 7, 6, 5 in parts of 2: one rank gets (9, 8), (7, 6), (5); two get (9, 7), (5) and (8, 6), ().
     """
-    by_length = rows[torch.argsort(batch[keys.LENGTHS][rows], descending=True, stable=True)]
-    num_ranks = layout.data_parallel_size
-    own = by_length[layout.data_parallel_rank :: num_ranks]
-    num_parts = -(-len(rows) // (num_ranks * size))
-    for start in range(0, num_parts * size, size):
-        part = own[start : start + size]
-        yield part, trim(batch[part]) if len(part) else _nothing_needed()
+
+    size: int
+    length_multiple: int = 1
+
+    def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+        return _dealt_out(lengths, num_ranks, lambda longest: self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedTokens:
+    """As many samples of like length as `tokens` hold, padding included (`policy.dynamic_batching`)."""
+
+    tokens: int
+    key: str  # of the configuration, for the error
+    length_multiple: int = 1
+
+    def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+        """Raises ConfigError for a sample that is longer than a micro-batch."""
+        _check_longest(lengths, self.tokens, self.key)
+        return _dealt_out(lengths, num_ranks, lambda longest: max(1, self.tokens // self._padded(longest)))
+
+    def _padded(self, length: int) -> int:
+        return -(-max(length, 1) // self.length_multiple) * self.length_multiple
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """Packs of at most `tokens`, in which no token is padding (`policy.sequence_packing`)."""
+
+    tokens: int
+    key: str  # of the configuration, for the error
+    algorithm: str
+    length_multiple: int = 1
+
+    def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+        """Raises ConfigError for a sample that is longer than a pack."""
+        _check_longest(lengths, self.tokens, self.key)
+        return packs_of_ranks(lengths, self.tokens, self.algorithm, num_ranks)
+
+
+def training_batches(policy: Policy) -> MicroBatching:
+    """What one forward and backward holds."""
+    return _by_config(policy, policy.train_micro_batch_size, "train_mb_tokens")
+
+
+def scoring_batches(policy: Policy) -> MicroBatching:
+    """What one pass without gradients holds."""
+    return _by_config(policy, policy.logprob_batch_size or policy.train_micro_batch_size, "logprob_mb_tokens")
+
+
+def _by_config(policy: Policy, num_samples: int, name: str) -> MicroBatching:
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    default = num_samples * policy.max_total_sequence_length
+    if packing.enabled:
+        key = f"policy.sequence_packing.{name}"
+        return PackedTokens(getattr(packing, name) or default, key, packing.algorithm)
+    if dynamic.enabled:
+        key = f"policy.dynamic_batching.{name}"
+        return PaddedTokens(getattr(dynamic, name) or default, key, dynamic.sequence_length_round)
+    return SampleCount(num_samples)
+
+
+def micro_batches(
+    batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching | int, layout: RankLayout = ALONE
+) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
+    """This rank's parts of these rows, each cut to its longest: (rows, part). An int is a number of samples.
+
+    As everything about a part is summed, how they are made changes no result. All ranks get the same number of parts:
+    one without a sample left gets no rows and a part whose log-probs nobody needs.
+    """
+    if isinstance(batching, int):
+        batching = SampleCount(batching)
+    lengths = batch[keys.LENGTHS][rows].tolist()
+    for indices in batching.parts(lengths, layout.data_parallel_size)[layout.data_parallel_rank]:
+        part = rows[indices]
+        yield part, trim(batch[part], batching.length_multiple) if indices else _nothing_needed()
+
+
+def _dealt_out(lengths: Sequence[int], num_ranks: int, size_of: Callable[[int], int]) -> list[list[list[int]]]:
+    """Longest first and in turn to the ranks; each round, every rank gets at most `size_of` its longest."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    while order:
+        number = size_of(lengths[order[0]]) * num_ranks
+        together, order = order[:number], order[number:]
+        for rank, parts in enumerate(ranks):
+            parts.append(together[rank::num_ranks])
+    return ranks
+
+
+def _check_longest(lengths: Sequence[int], tokens: int, key: str) -> None:
+    longest = max(lengths, default=0)
+    if longest > tokens:
+        raise ConfigError(key, tokens, f"a sample has {longest} tokens; allowed: at least as many")
 
 
 def _nothing_needed() -> TrainingBatch:
     shape = (1, 2)
-    return TensorDict(
-        {keys.TOKEN_IDS: torch.zeros(shape, dtype=torch.int64), keys.TOKEN_MASK: torch.zeros(shape)}, batch_size=[1]
-    )
+    content = {
+        keys.TOKEN_IDS: torch.zeros(shape, dtype=torch.int64),
+        keys.TOKEN_MASK: torch.zeros(shape),
+        keys.LENGTHS: torch.tensor([2]),
+    }
+    return TensorDict(content, batch_size=[1])
 
 
-def trim(batch: TrainingBatch) -> TrainingBatch:
-    """The batch without the columns that are padding in every row: every [B, T, ...] tensor is cut."""
+def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:
+    """The batch without the columns that are padding in every row: every [B, T, ...] tensor is cut.
+
+    To a multiple of `multiple`, where the batch has as many columns.
+    """
     longest = max(int(batch[keys.LENGTHS].max()), 1)
-    cut = {k: v[:, :longest] if isinstance(v, torch.Tensor) and v.ndim > 1 else v for k, v in batch.items()}
+    width = -(-longest // multiple) * multiple
+    cut = {k: v[:, :width] if isinstance(v, torch.Tensor) and v.ndim > 1 else v for k, v in batch.items()}
     return TensorDict(cut, batch_size=batch.batch_size)
 
 

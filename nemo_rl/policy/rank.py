@@ -15,6 +15,7 @@ from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.hf_export import named_weights
 from nemo_rl.policy.hf_model import decoder_layers, load_config, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
+from nemo_rl.policy.micro_batches import scoring_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.reading import scores_in_parts
@@ -63,7 +64,12 @@ class RankPolicy(BaseRank):
         model = load_model(model_path, config.hf_config_overrides)
         self._model = model
         self._num_matmul_parameters = matmul_parameters(model)
-        self.module = CausalLogprobs(model, temperature=temperature, chunk_size=config.logprob_chunk_size)
+        self.module = CausalLogprobs(
+            model,
+            temperature=temperature,
+            chunk_size=config.logprob_chunk_size,
+            is_packed=config.sequence_packing.enabled,
+        )
         self._reference = self._frozen_copy() if needs_reference else None
         if config.dtensor_cfg.activation_checkpointing:
             recompute_activations(decoder_layers(model))
@@ -75,7 +81,7 @@ class RankPolicy(BaseRank):
             module=self.module,
             device=self.device,
             optimizer=self._optimizer,
-            micro_batch_size=config.train_micro_batch_size,
+            batching=training_batches(config),
             max_grad_norm=config.max_grad_norm,
             layout=layout,
         )
@@ -83,7 +89,7 @@ class RankPolicy(BaseRank):
     def _scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = self.config.logprob_batch_size or self.config.train_micro_batch_size
+        size = scoring_batches(self.config)
         return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

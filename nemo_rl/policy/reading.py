@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from nemo_rl import batch as keys
 from nemo_rl.errors import PolicyError
 from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
-from nemo_rl.policy.micro_batches import micro_batches
+from nemo_rl.policy.micro_batches import MicroBatching, micro_batches
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.token_scores import LOGPROBS_ALONE
 from nemo_rl.types import TrainingBatch
@@ -86,14 +86,15 @@ def scores_in_parts(
     batch: TrainingBatch,
     wanted: ScoresNeeded,
     *,
-    size: int,
+    size: MicroBatching | int,
     device: torch.device,
     layout: RankLayout,
 ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-    """A rank's rows of a batch and their scores, `size` samples at a time; `module` is a CausalLogprobs."""
+    """A rank's rows of a batch and their scores, micro-batches of `size` at a time; `module` is a CausalLogprobs."""
     inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
     for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
+        lengths = part[keys.LENGTHS].tolist()
         part = part.to(device)
-        scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted)
+        scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, lengths=lengths)
         if len(rows) > 0:
             yield rows, scores

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from nemo_rl import batch as keys
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, TokenScores
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import count_valid, micro_batches
+from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.sharding import num_holders
 from nemo_rl.types import TrainingBatch
@@ -39,12 +39,12 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Module and optimizer, and how large a micro-batch and a gradient may be."""
+    """Module and optimizer, and which samples go through together and how large a gradient may be."""
 
     module: CausalLogprobs
     device: torch.device
     optimizer: Optimizer
-    micro_batch_size: int
+    batching: MicroBatching
     max_grad_norm: float | None
     layout: RankLayout = ALONE
 
@@ -59,14 +59,15 @@ class Trainer:
             return OptimizerStep({"loss": 0.0}, {"loss": "sum"}, normalizer, grad_norm=None, is_skipped=True)
         metrics: dict[str, torch.Tensor] = {}
         reductions: dict[str, Reduction] = {}
-        for own_rows, part in micro_batches(batch, rows, self.micro_batch_size, self.layout):
+        for own_rows, part in micro_batches(batch, rows, self.batching, self.layout):
+            lengths = part[keys.LENGTHS].tolist()
             part = part.to(self.device)
             if len(own_rows) == 0:  # of no token: zeros, in step with the ranks that have samples left
-                self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0).logprobs.sum().backward()
+                self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, lengths=lengths).logprobs.sum().backward()
                 continue
             wanted = loss_fn.scores_needed
             candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
-            scores = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, candidate_ids)
+            scores = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, candidate_ids, lengths)
             for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
                 metrics[name] = reduced(metric, metrics.get(name))
                 reductions[name] = metric.reduction

@@ -38,6 +38,10 @@ MEGATRON = {
 MULTIPLE = FSDP2 | MEGATRON
 LAYOUTS = ("plain", "fsdp2 alone", *MULTIPLE)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads
+BATCHING: dict[str, dict[str, Any]] = {
+    "samples": {"train_micro_batch_size": 2},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 16}},
+}
 EACH = [(layout, model) for layout in LAYOUTS for model in (MODELS if layout == "plain" else SPLIT_MODELS)]
 
 
@@ -84,16 +88,16 @@ class Layouts:
                 assert value is None if name == "with_weights" else same(value, expected), name
         return first
 
-    def learnt(self, layout: str, model: str) -> list[Any]:
+    def learnt(self, layout: str, model: str, batching: str = "samples") -> list[Any]:
         """Log-probs, weights and metrics around one step with SGD, whose learning rate is 1; made once."""
-        if (layout, model) not in self._kept:
+        if (layout, model, batching) not in self._kept:
             batch = make_batch(UNEVEN)
-            config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, "train_micro_batch_size": 2}
+            config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, **BATCHING[batching]}
             reading = [("logprobs", batch), ("reference_logprobs", batch), ("with_weights", clones)]
-            self._kept[layout, model] = self(
+            self._kept[layout, model, batching] = self(
                 layout, model, *reading, ("train_step", batch, WeightedNLL()), *reading, **config
             )
-        return self._kept[layout, model]
+        return self._kept[layout, model, batching]
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +126,12 @@ def plain(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
+@pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize(("layout", "name"), EACH)
-def test_logprobs_are_those_of_the_plain_model(layout: str, name: str, run: Layouts, models: dict[str, Path]) -> None:
-    logprobs = run.learnt(layout, name)[0]
+def test_logprobs_are_those_of_the_plain_model(
+    layout: str, name: str, batching: str, run: Layouts, models: dict[str, Path]
+) -> None:
+    logprobs = run.learnt(layout, name, batching)[0]
     with torch.no_grad():
         expected = plain_logprobs(plain(models[name]), make_batch(UNEVEN), temperature=0.7)
     assert logprobs.dtype == torch.float32
@@ -132,9 +139,12 @@ def test_logprobs_are_those_of_the_plain_model(layout: str, name: str, run: Layo
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize(("layout", "name"), EACH)
-def test_gradients_are_those_of_the_plain_model(layout: str, name: str, run: Layouts, models: dict[str, Path]) -> None:
-    _, _, _, metrics, logprobs_after, _, after = run.learnt(layout, name)
+def test_gradients_are_those_of_the_plain_model(
+    layout: str, name: str, batching: str, run: Layouts, models: dict[str, Path]
+) -> None:
+    _, _, _, metrics, logprobs_after, _, after = run.learnt(layout, name, batching)
     batch, model = make_batch(UNEVEN), plain(models[name])
     loss = -(batch["advantages"] * plain_logprobs(model, batch, temperature=0.7)).sum() / batch["token_mask"].sum()
     loss.backward()
@@ -178,6 +188,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all at once": {"train_micro_batch_size": 8, "logprob_chunk_size": None},
     "recomputed": {"dtensor_cfg": {"activation_checkpointing": True}},
     "offloaded": {"dtensor_cfg": {"cpu_offload": True}},
+    "packed and recomputed": {**BATCHING["packed"], "dtensor_cfg": {"activation_checkpointing": True}},
+    "packed in order": {"sequence_packing": {**BATCHING["packed"]["sequence_packing"], "algorithm": "concatenative"}},
+    "padded by tokens": {
+        "dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4},
+    },
 }
 
 
@@ -196,13 +211,13 @@ def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_samples", [1, 3])
-def test_ranks_without_a_sample_keep_up(num_samples: int, layout: str, run: Layouts) -> None:
+@pytest.mark.parametrize(("num_samples", "batching"), [(1, "packed"), (1, "samples"), (3, "samples")])
+def test_ranks_without_a_sample_keep_up(num_samples: int, batching: str, layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS[:num_samples])
     config: dict[str, Any] = {"optimizer": SGD, "num_samples": num_samples, "train_micro_batch_size": 1}
     calls = [("logprobs", batch), ("train_step", batch, WeightedNLL()), ("with_weights", clones)]
     expected_logprobs, expected_metrics, expected = run("plain", "qwen2", *calls, **config)
-    logprobs, metrics, weights = run(layout, "qwen2", *calls, **config)
+    logprobs, metrics, weights = run(layout, "qwen2", *calls, **{**BATCHING[batching], **config})
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
     assert_same_metrics(metrics, expected_metrics)
     assert_near(weights, expected)

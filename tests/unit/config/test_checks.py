@@ -23,6 +23,26 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
         (["policy.train_global_batch_size=16"], "policy.train_global_batch_size", "divide .* = 8"),
         (["policy.train_micro_batch_size=3"], "policy.train_micro_batch_size", "divide .* = 8"),
         (
+            ["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"],
+            "policy.sequence_packing.enabled",
+            r"policy\.dynamic_batching\.enabled is true too",
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "policy.sequence_packing.logprob_mb_tokens=511"],
+            "policy.sequence_packing.logprob_mb_tokens",
+            r"at least policy\.max_total_sequence_length = 512",
+        ),
+        (
+            ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=511"],
+            "policy.dynamic_batching.train_mb_tokens",
+            r"at least policy\.max_total_sequence_length = 512",
+        ),
+        (
+            ["policy.sequence_packing.algorithm=best_fit"],
+            "policy.sequence_packing.algorithm",
+            "modified_first_fit_decreasing",
+        ),
+        (
             ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=8", "grpo.use_dynamic_sampling=true"],
             "grpo.use_dynamic_sampling",
             "would drop every group",

@@ -112,9 +112,9 @@ def test_what_cannot_be_had_is_refused_with_the_reason(load: Load, override: str
 
 def test_what_is_not_needed_is_noted_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        load("policy: {sequence_packing: {enabled: true, algorithm: a}, make_sequence_length_divisible_by: 8}")
+        load("policy: {generation_batch_size: 64, make_sequence_length_divisible_by: 8}")
     assert caplog.messages == [
-        "policy.sequence_packing.enabled = True has no effect: samples are padded instead; the results are the same"
+        "policy.generation_batch_size = 64 has no effect: the hf engine takes what it is asked for"
     ]
 
 

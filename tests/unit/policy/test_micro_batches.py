@@ -3,7 +3,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.policy.micro_batches import count_valid, expected_optimizer_steps, micro_batches, split_optimizer_steps
+from nemo_rl.config.policy import Policy
+from nemo_rl.errors import ConfigError
+from nemo_rl.policy.micro_batches import (
+    PackedTokens,
+    PaddedTokens,
+    SampleCount,
+    count_valid,
+    expected_optimizer_steps,
+    micro_batches,
+    scoring_batches,
+    split_optimizer_steps,
+    training_batches,
+)
 from nemo_rl.policy.ranks import RankLayout
 from tests.unit.policy.tiny import make_batch
 
@@ -84,3 +96,46 @@ def test_ranks_get_as_many_parts_of_like_length(num_ranks: int, expected: list[l
             if len(rows) == 0:
                 assert part["token_ids"].shape == (1, 2)
                 assert part["token_mask"].sum() == 0
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(0, 90), st.integers(1, 4), st.sampled_from([1, 8]))
+def test_padded_micro_batches_stay_within_their_tokens(
+    lengths: list[int], slack: int, num_ranks: int, multiple: int
+) -> None:
+    tokens = max(lengths, default=1) + slack
+    ranks = PaddedTokens(tokens, "key", multiple).parts(lengths, num_ranks)
+    assert sorted(i for parts in ranks for part in parts for i in part) == list(range(len(lengths)))
+    assert len({len(parts) for parts in ranks}) == 1
+    for part in (part for parts in ranks for part in parts if part):
+        padded = -(-max(lengths[i] for i in part) // multiple) * multiple
+        assert len(part) * padded <= tokens or len(part) == 1
+
+
+def test_padded_micro_batches_by_hand() -> None:
+    batch = make_batch([3, 9, 4, 8, 5])
+    parts = list(micro_batches(batch, torch.arange(5), PaddedTokens(18, "key")))
+    assert [rows.tolist() for rows, _ in parts] == [[1, 3], [4, 2, 0]]
+    assert [part["token_ids"].shape for _, part in parts] == [(2, 9), (3, 5)]
+    parts = list(micro_batches(batch, torch.arange(5), PaddedTokens(18, "key", 4)))
+    assert [rows.tolist() for rows, _ in parts] == [[1], [3, 4], [2, 0]]
+    assert [part["token_ids"].shape for _, part in parts] == [(1, 9), (2, 8), (2, 4)]  # no column is added
+
+
+@pytest.mark.parametrize("batching", [PackedTokens(8, "the.key", "concatenative"), PaddedTokens(8, "the.key")])
+def test_sample_that_no_micro_batch_holds_is_an_error(batching: PackedTokens | PaddedTokens) -> None:
+    with pytest.raises(ConfigError, match=r"the\.key = 8: a sample has 9 tokens"):
+        batching.parts([3, 9], 1)
+
+
+def test_configuration_says_how_micro_batches_are_made() -> None:
+    def policy(**config: object) -> Policy:
+        base = {"model_name": "m", "train_micro_batch_size": 2, "max_total_sequence_length": 100}
+        return Policy.model_validate({**base, **config})
+
+    assert training_batches(policy()) == SampleCount(2)
+    assert scoring_batches(policy(logprob_batch_size=3)) == SampleCount(3)
+    packed = policy(sequence_packing={"enabled": True, "logprob_mb_tokens": 500, "algorithm": "concatenative"})
+    assert training_batches(packed) == PackedTokens(200, "policy.sequence_packing.train_mb_tokens", "concatenative")
+    assert scoring_batches(packed) == PackedTokens(500, "policy.sequence_packing.logprob_mb_tokens", "concatenative")
+    padded = policy(dynamic_batching={"enabled": True, "train_mb_tokens": 300, "sequence_length_round": 8})
+    assert training_batches(padded) == PaddedTokens(300, "policy.dynamic_batching.train_mb_tokens", 8)

@@ -1,0 +1,30 @@
+"""`policy.sequence_packing` and `policy.dynamic_batching`: micro-batches bounded by tokens instead of samples."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from nemo_rl.config.section import Section
+
+PackingAlgorithm = Literal[
+    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+]
+
+
+class _TokenBudget(Section):
+    enabled: bool = False
+    # Tokens of one micro-batch; None: policy.max_total_sequence_length times its samples where samples are counted.
+    train_mb_tokens: int | None = Field(default=None, gt=0)
+    logprob_mb_tokens: int | None = Field(default=None, gt=0)
+
+
+class SequencePacking(_TokenBudget):
+    """Samples lie one behind the other in a micro-batch, without padding."""
+
+    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
+
+
+class DynamicBatching(_TokenBudget):
+    """Samples of like length are padded to the longest, as many as the budget holds."""
+
+    sequence_length_round: int = Field(default=64, gt=0)  # the padded length is a multiple of it

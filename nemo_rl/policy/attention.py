@@ -1,0 +1,141 @@
+"""Attention of packed sequences: each token sees its own sequence alone, and no [T, T] mask of the pack exists.
+
+Transformers' models look their attention up by name; the one registered here goes through a pack sequence by sequence,
+or with PyTorch's kernel for sequences of any length where the device has it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from nemo_rl.errors import ConfigError
+
+KEY = "policy.sequence_packing.enabled"
+WITHIN_SEQUENCES = "nemo_rl_within_sequences"
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Where the sequences of right-padded rows [B, T] lie in one row of N tokens, one behind the other."""
+
+    lengths: tuple[int, ...]  # [B]
+    bounds: torch.Tensor  # [B + 1] int32: where each begins, then N
+    is_inside: torch.Tensor  # [B, T] bool: no padding
+    positions: torch.Tensor  # [1, N] int64: of each token in its sequence
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> "Pack":
+        """Rows of `width` columns; each has at least one token."""
+        sizes = torch.tensor(lengths)
+        columns = torch.arange(width)
+        is_inside = columns < sizes.unsqueeze(1)
+        positions = columns.expand(len(lengths), width)[is_inside].unsqueeze(0)
+        bounds = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+        return cls(tuple(lengths), bounds.to(device), is_inside.to(device), positions.to(device))
+
+    def model_inputs(self, token_ids: torch.Tensor) -> dict[str, Any]:
+        """What a model is called with for [B, T] tokens."""
+        return {
+            "input_ids": token_ids[self.is_inside].unsqueeze(0),
+            "position_ids": self.positions,
+            "pack": self,  # handed through to the attention
+        }
+
+    def places_of(self, mask: torch.Tensor) -> torch.Tensor:
+        """[M] int64: where the M true entries of [B, T] lie in the pack; none of them is padding."""
+        return mask[self.is_inside].nonzero().squeeze(1)
+
+
+def attend_within_sequences(model: PreTrainedModel) -> None:
+    """Change the model's attention to one that gets a `Pack`.
+
+    Raises:
+        ConfigError: packed sequences would not have the outputs that they have alone.
+    """
+    kind, usual = model.config.model_type, model.config._attn_implementation
+    if usual != "sdpa":
+        raise ConfigError(KEY, True, f"models of type {kind!r} compute attention in a way of their own; allowed: false")
+    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise ConfigError(KEY, True, f"models of type {kind!r} attend within chunks of a row; allowed: false")
+    sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=s.unsqueeze(0), use_cache=False).logits[0] for s in sequences])
+        model.set_attn_implementation(WITHIN_SEQUENCES)
+        pack = Pack.of((5, 3), 5, model.device)
+        rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        together = model(**pack.model_inputs(rows), use_cache=False).logits[0]
+    if not torch.allclose(together.float(), alone.float(), rtol=1e-4, atol=1e-4):
+        raise ConfigError(KEY, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
+
+
+def within_sequences(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    pack: Pack,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """[1, heads, N, width] to [1, N, heads, width], causal within each sequence, as transformers calls it."""
+    if _has_kernel(query, value):
+        return _by_kernel(query, key, value, pack, sliding_window, options.get("scaling")), None
+    parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
+    results = []
+    for q, k, v in parts:
+        mask = _window_mask(q.shape[2], sliding_window, q.device)
+        results.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
+    return torch.cat(results, dim=1), None
+
+
+def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """[length, length] bool of a sequence that is longer than the window; None: causal is enough."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril() & everything.triu(1 - sliding_window)
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pack: Pack,
+    sliding_window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Flash attention, which takes [N, heads, width]."""
+    longest = max(pack.lengths)
+    result = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        pack.bounds,
+        pack.bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=True,
+    )
+    assert isinstance(result, torch.Tensor)
+    return result.unsqueeze(0)
+
+
+AttentionInterface.register(WITHIN_SEQUENCES, within_sequences)

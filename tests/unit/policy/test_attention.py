@@ -1,0 +1,80 @@
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import ScoresNeeded
+from nemo_rl.policy.attention import Pack
+from nemo_rl.policy.hf_model import recompute_activations
+from nemo_rl.policy.logprobs import CausalLogprobs
+from tests.unit.policy.test_logprobs import LargestTensor
+from tests.unit.policy.tiny import MODELS, SIZES, make_batch
+
+LENGTHS = [9, 5, 12, 3]
+
+
+def test_pack_of_three_rows() -> None:
+    pack = Pack.of((3, 1, 2), 4, torch.device("cpu"))
+    token_ids = torch.tensor([[7, 8, 9, 0], [5, 0, 0, 0], [3, 4, 0, 0]])
+    inputs = pack.model_inputs(token_ids)
+    assert inputs["input_ids"].tolist() == [[7, 8, 9, 5, 3, 4]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert pack.bounds.tolist() == [0, 3, 4, 6]
+    needed = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)
+    assert pack.places_of(needed).tolist() == [2, 5]
+
+
+def scores_and_gradients(model: PreTrainedModel, *, is_packed: bool, **options: Any) -> tuple[Any, ...]:
+    batch = make_batch(LENGTHS)
+    module = CausalLogprobs(model, temperature=0.7, chunk_size=options.pop("chunk_size", 4), is_packed=is_packed)
+    if options.pop("recomputed", False):
+        recompute_activations(model)
+    wanted = ScoresNeeded(candidates="c", entropy=True, topk=3)
+    candidates = torch.tensor([3, -1, 7]).expand(len(LENGTHS), max(LENGTHS), 3)
+    lengths = batch["lengths"].tolist()
+    scores = module(batch["token_ids"], batch["token_mask"] > 0, wanted, candidates, lengths)
+    assert scores.candidates is not None
+    assert scores.entropy is not None
+    assert scores.topk is not None
+    ((scores.logprobs * batch["advantages"]).sum() + scores.candidates.mean() + scores.entropy.mean()).backward()
+    gradients = [p.grad for p in model.parameters()]
+    return scores.logprobs, scores.candidates, scores.entropy, scores.topk.logprobs, gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in MODELS), ("qwen3", {"recomputed": True}), ("gemma2", {"chunk_size": None})],
+)
+def test_packed_scores_and_gradients_are_the_padded_ones(name: str, options: dict[str, Any]) -> None:
+    """Of gemma2 too, whose windows of 4 tokens are shorter than a sequence."""
+    results = []
+    for is_packed in (False, True):
+        torch.manual_seed(0)
+        results.append(scores_and_gradients(MODELS[name](), is_packed=is_packed, **options))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
+
+
+def test_attention_of_a_pack_never_holds_all_pairs_of_tokens() -> None:
+    """128 sequences of 16 tokens: scores of all pairs would be 4 heads x 2048 x 2048."""
+    module = CausalLogprobs(MODELS["qwen2"](), temperature=1.0, chunk_size=32, is_packed=True)
+    token_ids = torch.ones(128, 16, dtype=torch.int64)
+    with LargestTensor() as seen:
+        module(token_ids, torch.ones_like(token_ids, dtype=torch.bool), lengths=[16] * 128).logprobs.sum().backward()
+    assert seen.numel <= 2048 * 48  # the width of the MLP
+
+
+def test_packing_is_refused_where_attention_is_the_models_own() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'llama' compute"):
+        CausalLogprobs(model, temperature=1.0, chunk_size=None, is_packed=True)
+
+
+def test_packing_is_refused_where_sequences_are_mixed() -> None:
+    model = MambaForCausalLM(
+        MambaConfig(vocab_size=37, hidden_size=16, state_size=4, num_hidden_layers=1, initializer_range=0.3)
+    )
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'mamba'"):
+        CausalLogprobs(model, temperature=1.0, chunk_size=None, is_packed=True)
