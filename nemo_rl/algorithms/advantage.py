@@ -12,6 +12,7 @@ import torch
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.group_statistics import baseline_and_std, divide_by_std, unbiased_std
 from nemo_rl.algorithms.kl import kl_estimate
+from nemo_rl.algorithms.opd import TeacherAdvantages
 from nemo_rl.config.algorithm import AdvEstimator
 from nemo_rl.config.loss import LossFn
 from nemo_rl.interfaces import AdvantageEstimator
@@ -26,6 +27,8 @@ def make_advantage_estimator(
     adv: AdvEstimator, loss: LossFn, *, clip_low: float | None = None, clip_high: float | None = None
 ) -> AdvantageEstimator:
     """The estimator of `grpo.adv_estimator`; the bounds are `grpo.advantage_clip_low` and `advantage_clip_high`."""
+    if adv.name == "opd":
+        return TeacherAdvantages(clip_low, clip_high)
     return RewardAdvantages(adv, loss, clip_low, clip_high)
 
 

@@ -11,6 +11,7 @@ from nemo_rl.algorithms.stages import (
     estimate_advantages,
     train_rewards,
 )
+from nemo_rl.algorithms.teachers import TeacherStage, rows_of
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, LossFn, Policy
 from nemo_rl.observability.timer import StepTimer
@@ -27,6 +28,7 @@ class GRPO:
     logprobs_needed: LogprobsNeeded
     policy: Policy
     placement: Placement
+    teacher_stage: TeacherStage | None = None  # where the advantages read teachers
     penalties: Penalties | None = None  # of faults in replies
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
@@ -34,8 +36,14 @@ class GRPO:
             rewards = train_rewards(self.config, self.penalties, collected)
         with timer("data_processing"):
             batch = assemble(self.config, collected, rewards)
+        if self.teacher_stage is not None:
+            with timer("teacher_logprobs"):
+                rows = rows_of(collected.groups, min_group_size=self.config.min_group_size)
+                async with self.placement.teaching():
+                    await self.teacher_stage(batch, rows)
         with timer("policy_and_reference_logprobs"):
-            await self.placement.for_training()
+            if self.teacher_stage is None:
+                await self.placement.for_training()
             await add_logprobs(batch, self.policy, self.logprobs_needed)
         with timer("advantage_calculation"):
             metrics = estimate_advantages(self.config, self.advantage_estimator, batch)

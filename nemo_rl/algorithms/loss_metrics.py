@@ -38,25 +38,18 @@ def loss_metrics(terms: TokenTerms, num_valid_tokens: float, sample_mask: torch.
     -exp(lp - lp_gen) lp. Where the engine's log-prob is not finite, e counts as 0 and the token is counted in
     num_nonfinite_generation_logprobs. Minima and maxima of a micro-batch without a valid token are +-inf.
     """
-    error = terms.prev - terms.generation
-    nonfinite = ~error.isfinite()
-    error = error.masked_fill(nonfinite, 0.0).clamp(-LARGEST_LOG, LARGEST_LOG)
+    error, nonfinite = _errors(terms.prev, terms.generation)
     means = {
         "probs_ratio": terms.ratio,
         "probs_ratio_clamped": terms.clipped_ratio,
-        "token_mult_prob_error": torch.exp(error.abs()),
-        "gen_kl_error": _k3(error),
-        "policy_kl_error": _k3(-error),
-        "js_divergence_error": _jensen_shannon(error),
+        **_error_terms(error),
         "sampling_importance_ratio": terms.sampling_weights,
         "is_oob_ratio": terms.out_of_bounds,
         "approx_entropy": -finite_exp(terms.current - terms.generation) * terms.current,
     }
     means = {name: x.expand_as(terms.mask) for name, x in means.items()}
-    stacked = torch.stack(list(means.values()))  # [K, B, T]
-    values = stacked.flatten(1) @ terms.mask.flatten() / num_valid_tokens
-    metrics = {name: Metric(value) for name, value in zip(means, values.unbind(), strict=True)}
-    metrics["kl_penalty"] = Metric(values.new_zeros(()) if terms.kl is None else terms.kl)
+    metrics = _mean_metrics(means, terms.mask, num_valid_tokens)
+    metrics["kl_penalty"] = Metric(torch.zeros_like(error[0, 0]) if terms.kl is None else terms.kl)
     metrics["num_valid_samples"] = Metric(sample_mask.sum(), "count")
     metrics["num_nonfinite_generation_logprobs"] = Metric(nonfinite.sum(), "count")
 
@@ -66,6 +59,43 @@ def loss_metrics(terms: TokenTerms, num_valid_tokens: float, sample_mask: torch.
         metrics[f"{name}_max"] = Metric(means[name].masked_fill(masked, -math.inf).amax(), "max")
     metrics["max_logprob_error"] = Metric(error.abs().amax(), "max")
     return metrics
+
+
+@torch.no_grad()
+def engine_metrics(
+    logprobs: torch.Tensor, generation: torch.Tensor, mask: torch.Tensor, num_valid_tokens: float
+) -> dict[str, Metric]:
+    """Those of `loss_metrics` that tell trainer from engine, for losses without a ratio; all [B, T]."""
+    current, generation = torch.where(mask > 0, logprobs, 0.0), torch.where(mask > 0, generation, 0.0)
+    error, nonfinite = _errors(current, generation)
+    means = {**_error_terms(error), "approx_entropy": -finite_exp(current - generation) * current}
+    metrics = _mean_metrics(means, mask, num_valid_tokens)
+    metrics["num_nonfinite_generation_logprobs"] = Metric(nonfinite.sum(), "count")
+    metrics["max_logprob_error"] = Metric(error.abs().amax(), "max")
+    return metrics
+
+
+def _errors(logprobs: torch.Tensor, generation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """lp - lp_gen, 0 where the engine's is not finite, and where that is."""
+    error = logprobs - generation
+    nonfinite = ~error.isfinite()
+    return error.masked_fill(nonfinite, 0.0).clamp(-LARGEST_LOG, LARGEST_LOG), nonfinite
+
+
+def _error_terms(error: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "token_mult_prob_error": torch.exp(error.abs()),
+        "gen_kl_error": _k3(error),
+        "policy_kl_error": _k3(-error),
+        "js_divergence_error": _jensen_shannon(error),
+    }
+
+
+def _mean_metrics(terms: dict[str, torch.Tensor], mask: torch.Tensor, num_valid_tokens: float) -> dict[str, Metric]:
+    """Of [B, T] terms, in one product."""
+    stacked = torch.stack(list(terms.values()))  # [K, B, T]
+    values = stacked.flatten(1) @ mask.flatten() / num_valid_tokens
+    return {name: Metric(value) for name, value in zip(terms, values.unbind(), strict=True)}
 
 
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:

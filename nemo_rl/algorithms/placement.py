@@ -1,4 +1,4 @@
-"""Whose turn it is on a device that policy and engine share."""
+"""Whose turn it is on a device that policy, engine and teachers share."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +18,7 @@ class Placement:
     policy: Policy
     generation: Generation
     shares_device: bool
+    teachers_share_device: bool = False  # some teacher computes where the policy does
 
     @asynccontextmanager
     async def scoring(self) -> AsyncIterator[None]:
@@ -29,6 +30,17 @@ class Placement:
         finally:
             if self.shares_device:
                 await self.generation.wake()
+
+    @asynccontextmanager
+    async def teaching(self) -> AsyncIterator[None]:
+        """`for_training` with time between: inside, neither engine nor policy is on the device."""
+        if self.shares_device:
+            await self.generation.sleep()
+        elif self.teachers_share_device:
+            await self.policy.offload()
+        yield
+        if self.shares_device or self.teachers_share_device:
+            await self.policy.onload()
 
     async def for_training(self) -> None:
         """The engine gives up its memory, then the policy takes its place."""

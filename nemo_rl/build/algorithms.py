@@ -4,27 +4,41 @@ import functools
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.distillation import Distillation
+from nemo_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_rl.algorithms.grpo import GRPO
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.penalties import make_penalties
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import Algorithm
 from nemo_rl.algorithms.stages import LogprobsNeeded
+from nemo_rl.algorithms.teachers import LogprobsStage, Teachers, TopKStage
 from nemo_rl.build.inputs import Inputs
-from nemo_rl.config.master import GRPOConfig, TrainingConfig
+from nemo_rl.config.master import DistillationConfig, GRPOConfig, TrainingConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import AdvantageEstimator, Policy
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 
 
-def make_algorithm(config: TrainingConfig, inputs: Inputs, policy: Policy, placement: Placement) -> Algorithm:
+def make_algorithm(
+    config: TrainingConfig, inputs: Inputs, policy: Policy, placement: Placement, teachers: Teachers | None = None
+) -> Algorithm:
     """Loads nothing: policy and teachers are there already."""
     if isinstance(config, GRPOConfig):
-        return _make_grpo(config, inputs, policy, placement)
+        return _make_grpo(config, inputs, policy, placement, teachers)
+    if isinstance(config, DistillationConfig) and teachers is not None:
+        return Distillation(
+            config=config,
+            loss_fn=DistillationLoss(config.loss_fn),
+            teacher_stage=TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size),
+            placement=placement,
+        )
     raise ConfigError(config.algorithm_key, None, "not an algorithm that is trained here")
 
 
-def _make_grpo(config: GRPOConfig, inputs: Inputs, policy: Policy, placement: Placement) -> GRPO:
+def _make_grpo(
+    config: GRPOConfig, inputs: Inputs, policy: Policy, placement: Placement, teachers: Teachers | None
+) -> GRPO:
     loss_fn = PolicyGradientLoss(config.loss_fn)
     estimator = make_advantage_estimator(
         config.grpo.adv_estimator,
@@ -40,6 +54,7 @@ def _make_grpo(config: GRPOConfig, inputs: Inputs, policy: Policy, placement: Pl
         logprobs_needed=logprobs_needed(config, loss_fn, estimator),
         policy=policy,
         placement=placement,
+        teacher_stage=None if teachers is None else LogprobsStage(teachers),
         penalties=make_penalties(config.reward_penalties, config.grpo, decode),
     )
 

@@ -14,16 +14,27 @@ from nemo_rl.policy.group import PolicyGroup
 logger = logging.getLogger(__name__)
 
 
-async def open_ranks(
-    config: TrainingConfig, layout: Layout, arguments: dict[str, Any], *, log_dir: Path, stack: AsyncExitStack
-) -> tuple[PolicyGroup, list[Seat]]:
-    """Join or start a cluster and set aside what the layout needs; `arguments` are those of a policy rank.
-
-    `stack` gives it all back. From here to its end the death of a rank ends the current task with WorkerError.
-    """
+async def open_reservation(config: TrainingConfig, layout: Layout, stack: AsyncExitStack) -> Reservation:
+    """Join or start a cluster and set aside what the layout needs; `stack` gives it back."""
     connect(config.cluster.address)
     reservation = await _reserve(config, layout)
     stack.callback(reservation.release)
+    return reservation
+
+
+async def open_ranks(
+    config: TrainingConfig,
+    layout: Layout,
+    reservation: Reservation,
+    arguments: dict[str, Any],
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> tuple[PolicyGroup, list[Seat]]:
+    """The policy's ranks, and the engines' seats; `arguments` are those of a policy rank.
+
+    `stack` ends them. From here to its end the death of a rank ends the current task with WorkerError.
+    """
     policy = await PolicyGroup.create(
         config.policy.model_copy(update={"device": layout.device}),
         seats=[reservation.seat(place) for place in layout.ranks],

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.config.master import RolloutConfig, TrainingConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
@@ -19,6 +19,7 @@ class Inputs:
     train: PromptSet
     validation: tuple[PromptSet, ...]
     probes: tuple[tuple[int, ...], ...]  # prompts on which the engine's weights are verified
+    vocab_size: int = 0  # of the model: what pads its embedding included
 
 
 def load_prompts(config: TrainingConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
@@ -33,7 +34,8 @@ def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSe
 
     Raises ConfigError naming the key and the prompt.
     """
-    _check_context_length(config, model_path)
+    model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
+    _check_context_length(config, model)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
     encoder.check()
@@ -47,12 +49,12 @@ def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSe
         train,
         validation,
         tuple(flat_token_ids(encoder.encode_prompt(p.messages, p.tools)) for p in probes),
+        vocab_size=model.vocab_size,
     )
 
 
-def _check_context_length(config: RolloutConfig, model_path: str) -> None:
+def _check_context_length(config: RolloutConfig, model: PreTrainedConfig) -> None:
     length = config.policy.max_total_sequence_length
-    model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")

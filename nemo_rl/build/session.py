@@ -13,7 +13,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
 from nemo_rl.algorithms.loop import Training, train
-from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
 from nemo_rl.build.algorithms import make_algorithm
@@ -22,7 +21,8 @@ from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.build.scorers import open_scorers
-from nemo_rl.build.workers import engine_dtype, find_layout, open_workers
+from nemo_rl.build.teachers import check_teachers_fit, resolve_teachers
+from nemo_rl.build.workers import engine_dtype, find_layout, make_placement, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.algorithm import RolloutTraining
 from nemo_rl.config.env import AgentSection
@@ -65,7 +65,9 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
     check_optimizer(config.policy)
     prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
     model_path = resolve_model(config.policy.model_name)
+    teacher_paths = resolve_teachers(config)
     inputs = load_inputs(config, model_path, prompts)
+    check_teachers_fit(config, inputs, teacher_paths)
     async with AsyncExitStack() as stack:
         environments = _open_environments(config, stack)
         scoring = await open_scorers(config, layout, stack)
@@ -74,8 +76,10 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
         run_dir = _begin_run_directory(config)
         metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
         stack.callback(metrics_logger.close)
-        workers = await open_workers(config, inputs, model_path, layout, log_dir=run_dir / "logs", stack=stack)
-        placement = Placement(workers.policy, workers.generation, shares_device=workers.shares_device)
+        workers = await open_workers(
+            config, inputs, model_path, teacher_paths, layout, log_dir=run_dir / "logs", stack=stack
+        )
+        placement = make_placement(workers, layout)
         if config.reward_model.shares_device:
             scoring = replace(scoring, turn=placement.scoring)
         weight_sync = _open_weight_sync(config, inputs, layout, stack)
@@ -88,7 +92,7 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
             context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
-        algorithm = make_algorithm(config, inputs, workers.policy, placement)
+        algorithm = make_algorithm(config, inputs, workers.policy, placement, workers.teachers)
         gc.collect()
         gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
         yield TrainingRun(

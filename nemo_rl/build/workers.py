@@ -1,12 +1,15 @@
-"""Policy and engines, in this process or on the nodes and GPUs of a cluster, as the configuration's layout asks."""
+"""Policy, engines and teachers, in this process or on the nodes and GPUs of a cluster, as the layout asks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.placement import Placement
+from nemo_rl.algorithms.teachers import Teachers
 from nemo_rl.build.inputs import Inputs
+from nemo_rl.build.teachers import open_teachers
 from nemo_rl.config.layout import Layout, layout_of
 from nemo_rl.config.master import TrainingConfig
 from nemo_rl.distributed.device import resolve_device
@@ -26,6 +29,7 @@ class Workers:
     policy: Policy
     generation: Generation
     shares_device: bool  # they take turns on CUDA devices
+    teachers: Teachers | None = None  # where the algorithm asks some
 
 
 def find_layout(config: TrainingConfig) -> Layout:
@@ -44,9 +48,16 @@ def find_layout(config: TrainingConfig) -> Layout:
 
 
 async def open_workers(
-    config: TrainingConfig, inputs: Inputs, model_path: str, layout: Layout, *, log_dir: Path, stack: AsyncExitStack
+    config: TrainingConfig,
+    inputs: Inputs,
+    model_path: str,
+    teacher_paths: Mapping[str, str],
+    layout: Layout,
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
 ) -> Workers:
-    """Start them; takes seconds. `stack` closes them, and raises WorkerError when a policy rank dies in between."""
+    """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
     check_tensor_parallel(
         config.policy.dtensor_cfg.tensor_parallel_size, load_config(model_path, config.policy.hf_config_overrides)
     )
@@ -60,15 +71,29 @@ async def open_workers(
     }
     seats: Sequence[Seat] = ()
     if layout.needs_cluster:
-        from nemo_rl.build.cluster import open_ranks  # loads Ray
+        from nemo_rl.build.cluster import open_ranks, open_reservation  # loads Ray
 
-        policy, seats = await open_ranks(config, layout, arguments, log_dir=log_dir, stack=stack)
+        reservation = await open_reservation(config, layout, stack)
+        teachers = await open_teachers(config, teacher_paths, layout, reservation, log_dir=log_dir, stack=stack)
+        policy, seats = await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     else:
+        teachers = await open_teachers(config, teacher_paths, layout, None, log_dir=log_dir, stack=stack)
         policy = FSDP2Policy(config.policy, **arguments)
         stack.push_async_callback(policy.close)
     generation = await _open_generation(config, model_path, layout, seats)
     stack.push_async_callback(generation.close)
-    return Workers(policy, generation, shares_device=_shares_device(config, layout))
+    return Workers(policy, generation, shares_device=_shares_device(config, layout), teachers=teachers)
+
+
+def make_placement(workers: Workers, layout: Layout) -> Placement:
+    """Who takes turns on CUDA devices."""
+    teachers = workers.teachers.by_key.values() if workers.teachers else ()
+    return Placement(
+        workers.policy,
+        workers.generation,
+        shares_device=workers.shares_device,
+        teachers_share_device=layout.device == "cuda" and any(teacher.takes_turns for teacher in teachers),
+    )
 
 
 def engine_dtype(config: TrainingConfig) -> str:

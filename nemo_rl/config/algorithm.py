@@ -29,7 +29,7 @@ class RewardShaping(Section):
 class AdvEstimator(Section):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"  # opd: of teachers, not of rewards
     normalize_rewards: bool = True  # divide by the group's standard deviation
     use_leave_one_out_baseline: bool = False
     minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean

@@ -8,14 +8,16 @@ from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.async_checks import check_async
 from nemo_rl.config.batching_checks import check_batching
 from nemo_rl.config.checkpoint_checks import check_checkpointing
+from nemo_rl.config.distillation_checks import check_distillation
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.grpo_checks import check_grpo
 from nemo_rl.config.layout import layout_of
-from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
+from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig, TrainingConfig
 from nemo_rl.config.nemo_gym_checks import check_nemo_gym
 from nemo_rl.config.policy import Policy, SchedulerStage
 from nemo_rl.config.scorer_checks import check_scorers
 from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.teacher_checks import check_teachers
 from nemo_rl.errors import ConfigError, suggestion
 
 
@@ -25,6 +27,8 @@ def check(config: TrainingConfig) -> None:
         one(config)
     if isinstance(config, GRPOConfig):
         check_grpo(config)
+    if isinstance(config, DistillationConfig):
+        check_distillation(config)
 
 
 def check_rollouts(config: RolloutConfig) -> None:
@@ -56,6 +60,8 @@ def check_micro_batch(policy: Policy) -> None:
 
 
 def _check_groups(config: TrainingConfig) -> None:
+    if not isinstance(config, GRPOConfig):
+        return
     size, smallest = config.algorithm.num_generations_per_prompt, config.rollout.min_group_size
     if smallest > size > 1:
         key = f"{config.algorithm_key}.num_generations_per_prompt"
@@ -187,4 +193,5 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
     check_scheduler,
     check_async,
     check_checkpointing,
+    check_teachers,
 )

@@ -6,7 +6,7 @@ value it is ignored with a note, refused with the reason, or left for the schema
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nemo_rl.config.keys import Path, dotted
@@ -57,7 +57,34 @@ NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
 ONE_ENGINE = "an engine is parallel over tensors alone"
 
+# NeMo-RL writes a whole policy section under `teacher`: what only training or sampling reads has no meaning there.
+TEACHER_RULES = (
+    *map(silent, (
+        "train_global_batch_size", "train_micro_batch_size", "generation_batch_size", "max_total_sequence_length",
+        "max_grad_norm", "optimizer", "scheduler", "generation", "refit_buffer_size_gb", "dynamic_batching",
+        "sequence_packing", "make_sequence_length_divisible_by", "offload_optimizer_for_logprob", "draft",
+        "dtensor_cfg._v2", "dtensor_cfg.clear_cache_every_n_steps", "dtensor_cfg.automodel_kwargs",
+        "dtensor_cfg.lora_cfg",
+    )),
+    defaulted("tokenizer.chat_template", "default"),
+    defaulted("tokenizer.chat_template_kwargs", None),
+    defaulted("hf_config_overrides", None),
+    defaulted("logprob_batch_size", None),
+    refused("dtensor_cfg.enabled", "a teacher of this run computes by DTensor", True),
+    *(refused(f"dtensor_cfg.{key}", NO_TP, *inert) for key, *inert in (
+        ("sequence_parallel", False), ("context_parallel_size", 1), ("expert_parallel_size", 1),
+        ("custom_parallel_plan",),
+    )),
+    refused("dtensor_cfg.env_vars", "set them in the environment of the command"),
+    refused("megatron_cfg.enabled", "a teacher of this run computes by DTensor", False),
+    silent("megatron_cfg"),
+    refused("reward_model_cfg.enabled", "a teacher gives log-probs of tokens", False),
+    silent("reward_model_cfg"),
+    refused("is_vlm", "only text is trained on", False),
+)  # fmt: skip
+
 RULES: tuple[Rule, ...] = (
+    *(replace(rule, key=f"{section}.{rule.key}") for section in ("teacher", "teachers.*") for rule in TEACHER_RULES),
     # grpo
     ignored(
         "grpo.skip_reference_policy_logprobs_calculation",
@@ -71,6 +98,7 @@ RULES: tuple[Rule, ...] = (
     silent("grpo.stop_at_validation_threshold"),
     refused("grpo.algorithm", "only grpo and its estimators", "grpo"),
     defaulted("grpo.val_batch_size", None),
+    defaulted("distillation.val_batch_size", None),
     defaulted("grpo.reward_shaping", None),
     defaulted("grpo.reward_scaling", None),
     defaulted("grpo.adv_estimator", None),

@@ -3,30 +3,23 @@
 A layout names nodes and GPUs by their place in the run; distributed/placement.py finds real ones for them.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.places import Device, Place, Pool, spread
 from nemo_rl.config.policy import Policy
 from nemo_rl.config.run import Cluster
 from nemo_rl.config.scorers import RewardModelPlacement
+from nemo_rl.config.teacher_layout import pools_of_teachers, ranks_of_teacher
 from nemo_rl.errors import ConfigError
 
-Device = Literal["cpu", "cuda"]
 DATA_PARALLEL = "policy.dtensor_cfg.data_parallel_size"
 TENSOR_PARALLEL = "policy.dtensor_cfg.tensor_parallel_size"
 ENGINE_TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 REPLICAS = "policy.generation.num_replicas"
 RESOURCES = "policy.generation.colocated.resources"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one process stands."""
-
-    node: int  # of the run's nodes
-    gpus: tuple[int, ...] = ()  # of the GPUs that the run has on this node; empty on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +33,7 @@ class Layout:
     engines: tuple[Place, ...]
     is_split: bool  # policy and engines stand on GPUs or nodes of their own
     needs_cluster: bool  # several processes: the policy's ranks and the engines are Ray actors
+    teachers: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)  # ranks, by key; those served have none
 
     @property
     def policy_nodes(self) -> tuple[int, ...]:
@@ -65,27 +59,23 @@ def pool_layout(pool: RewardModelPlacement, device: Device) -> Layout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Nodes and the GPUs on each of them that one part of the run may use."""
-
-    nodes: range
-    gpus: range
-
-    @property
-    def num_gpus(self) -> int:
-        return len(self.nodes) * len(self.gpus)
-
-
 def layout_of(config: TrainingConfig, device: Device) -> Layout:
     """The layout on `device`; raises ConfigError, with the key and what is allowed, for one that cannot be."""
     cluster, policy, generation = config.cluster, config.policy, config.policy.generation
     _check_gpus(cluster, device)
-    policy_pool, engine_pool = _pools(config, device)
+    whole = Pool(range(cluster.num_nodes), range(cluster.gpus_per_node if device == "cuda" else 0))
+    teacher_pools, left = pools_of_teachers(config, whole, device)
+    policy_pool, engine_pool = _pools(config, left, device)
     ranks = _ranks(policy, policy_pool, device)
+    teachers = {
+        key: ranks_of_teacher(key, section, teacher_pools.get(key, policy_pool), device)
+        for key, section in config.teacher_sections.items()
+        if section.server is None
+    }
     engines = _engines(generation, engine_pool, device)
     is_split = policy_pool != engine_pool
-    several = len(ranks) > 1 or len(engines) > 1 or cluster.num_nodes > 1 or cluster.address is not None
+    several = any(len(places) > 1 for places in (ranks, engines, *teachers.values()))
+    several = several or cluster.num_nodes > 1 or cluster.address is not None
     layout = Layout(
         device=device,
         num_nodes=cluster.num_nodes,
@@ -93,7 +83,8 @@ def layout_of(config: TrainingConfig, device: Device) -> Layout:
         ranks=ranks,
         engines=engines,
         is_split=is_split,
-        needs_cluster=several or is_split,
+        needs_cluster=several or is_split or left != whole,
+        teachers=teachers,
     )
     _check_hf_engine(generation, layout)
     _check_background_collection(config, layout)
@@ -104,7 +95,7 @@ def policy_layout(policy: Policy, cluster: Cluster, device: Device) -> Layout:
     """The policy's ranks on all of the cluster, and no engine; raises as `layout_of`."""
     _check_gpus(cluster, device)
     gpus = cluster.gpus_per_node if device == "cuda" else 0
-    ranks = _ranks(policy, _Pool(range(cluster.num_nodes), range(gpus)), device)
+    ranks = _ranks(policy, Pool(range(cluster.num_nodes), range(gpus)), device)
     return Layout(
         device=device,
         num_nodes=cluster.num_nodes,
@@ -121,11 +112,9 @@ def _check_gpus(cluster: Cluster, device: Device) -> None:
         raise ConfigError("cluster.gpus_per_node", 0, "policy.device is cuda; allowed: 1 or more, or policy.device=cpu")
 
 
-def _pools(config: TrainingConfig, device: Device) -> tuple[_Pool, _Pool]:
-    """The policy's and the engines' part of the cluster: the same where they are colocated."""
-    nodes = config.cluster.num_nodes
-    gpus = config.cluster.gpus_per_node if device == "cuda" else 0
-    whole = _Pool(range(nodes), range(gpus))
+def _pools(config: TrainingConfig, whole: Pool, device: Device) -> tuple[Pool, Pool]:
+    """The policy's and the engines' part of what teachers leave: the same where they are colocated."""
+    nodes, gpus = len(whole.nodes), len(whole.gpus)
     if config.policy.generation.colocated.enabled:
         return whole, whole
     wanted = config.policy.generation.colocated.resources
@@ -138,7 +127,7 @@ def _pools(config: TrainingConfig, device: Device) -> tuple[_Pool, _Pool]:
                 "or null for nodes shared with the policy",
             )
         first = nodes - wanted.num_nodes
-        return _Pool(range(first), range(gpus)), _Pool(range(first, nodes), range(_of_a_node(config, gpus)))
+        return Pool(range(first), range(gpus)), Pool(range(first, nodes), range(_of_a_node(config, gpus)))
     if device == "cpu":
         return whole, whole  # a CPU is not divided
     own = wanted.gpus_per_node
@@ -150,7 +139,7 @@ def _pools(config: TrainingConfig, device: Device) -> tuple[_Pool, _Pool]:
             f"the policy has the others: cluster.gpus_per_node = {gpus}; "
             + (f"allowed: 1 to {gpus - 1}" if gpus > 1 else "at least 2 are needed, or colocated.enabled: true"),
         )
-    return _Pool(range(nodes), range(gpus - own)), _Pool(range(nodes), range(gpus - own, gpus))
+    return Pool(range(nodes), range(gpus - own)), Pool(range(nodes), range(gpus - own, gpus))
 
 
 def _of_a_node(config: TrainingConfig, gpus: int) -> int:
@@ -161,10 +150,10 @@ def _of_a_node(config: TrainingConfig, gpus: int) -> int:
     return min(own or gpus, gpus)
 
 
-def _ranks(policy: Policy, pool: _Pool, device: Device) -> tuple[Place, ...]:
+def _ranks(policy: Policy, pool: Pool, device: Device) -> tuple[Place, ...]:
     data, tensor = policy.dtensor_cfg.data_parallel_size, policy.dtensor_cfg.tensor_parallel_size
     if device == "cpu":
-        ranks = _spread((data or 1) * tensor, pool.nodes)
+        ranks = spread((data or 1) * tensor, pool.nodes)
     else:
         if len(pool.gpus) % tensor:
             raise ConfigError(
@@ -190,10 +179,10 @@ def _ranks(policy: Policy, pool: _Pool, device: Device) -> tuple[Place, ...]:
     return ranks
 
 
-def _engines(generation: GenerationSection, pool: _Pool, device: Device) -> tuple[Place, ...]:
+def _engines(generation: GenerationSection, pool: Pool, device: Device) -> tuple[Place, ...]:
     wanted, tensor = generation.num_replicas, generation.vllm_cfg.tensor_parallel_size
     if device == "cpu":
-        return _spread(wanted or 1, pool.nodes)
+        return spread(wanted or 1, pool.nodes)
     if tensor > len(pool.gpus):
         raise ConfigError(
             ENGINE_TENSOR_PARALLEL,
@@ -210,11 +199,6 @@ def _engines(generation: GenerationSection, pool: _Pool, device: Device) -> tupl
             f"allowed: at most {len(places)}",
         )
     return tuple(places[:wanted])
-
-
-def _spread(count: int, nodes: range) -> tuple[Place, ...]:
-    """As many on each node as on any other, or one more; neighbours stay together."""
-    return tuple(Place(nodes[index * len(nodes) // count]) for index in range(count))
 
 
 def _check_hf_engine(generation: GenerationSection, layout: Layout) -> None:

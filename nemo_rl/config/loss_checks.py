@@ -77,6 +77,8 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError(
             "grpo.adv_estimator.reward_weights", estimator.reward_weights, "read by name: gdpo only; allowed: {}"
         )
+    if estimator.name == "opd" and loss.use_kl_in_reward:
+        raise ConfigError("loss_fn.use_kl_in_reward", True, "adv_estimator.name: opd reads no reward; allowed: false")
     if estimator.name == "gdpo":
         for name in ("reward_scaling", "reward_shaping"):
             if getattr(config.grpo, name).enabled:

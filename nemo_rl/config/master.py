@@ -16,6 +16,8 @@ from nemo_rl.config.scorers import RewardModelPlacement, ScorerSection
 from nemo_rl.config.section import Section
 from nemo_rl.config.teacher import Teacher
 
+TEACHER, TEACHERS = "teacher", "teachers"
+
 
 class RolloutConfig(Section):
     """What rollouts are made of, whatever becomes of them."""
@@ -85,6 +87,18 @@ class TrainingConfig(RolloutConfig):
         """Whether a frozen copy of the first weights is kept."""
         return False
 
+    @property
+    def teacher_sections(self) -> dict[str, Teacher]:
+        """All teachers by the key of their section."""
+        default = {} if self.teacher is None else {TEACHER: self.teacher}
+        return default | {f"{TEACHERS}.{task}": section for task, section in self.teachers.items()}
+
+    def teacher_key(self, task_name: str) -> str | None:
+        """The key of the task's teacher; None: it has none."""
+        if task_name in self.teachers:
+            return f"{TEACHERS}.{task_name}"
+        return None if self.teacher is None else TEACHER
+
 
 class GRPOConfig(TrainingConfig):
     """`examples/run_grpo.py`: what a recipe may say."""
@@ -115,3 +129,8 @@ class DistillationConfig(TrainingConfig):
     @property
     def algorithm(self) -> Distillation:
         return self.distillation
+
+    @property
+    def min_group_size(self) -> int:
+        """Rollouts are not compared with each other: each that did not fail is trained on."""
+        return 1

@@ -1,0 +1,128 @@
+"""Who teaches what: each row of a batch is asked of the teacher of its task, and its scores join the batch."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from nemo_rl import batch as keys
+from nemo_rl.experience.assembly import kept_trajectories
+from nemo_rl.experience.supervision import in_parallel
+from nemo_rl.interfaces import Teacher, TopK
+from nemo_rl.policy.micro_batches import trim
+from nemo_rl.types import MessageLog, Prompt, TrainingBatch, TrajectoryGroup
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where one row of a batch came from."""
+
+    prompt: Prompt
+    message_log: MessageLog
+
+
+def rows_of(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> list[Row]:
+    """One a row of the batch that `assemble_batch` makes of the same groups, in its order."""
+    return [
+        Row(trajectory.prompt, log)
+        for _, trajectory in kept_trajectories(groups, min_group_size)
+        for log in trajectory.chains
+    ]
+
+
+class TeacherStage(Protocol):
+    """Adds to a batch, in place, what its loss or advantages read of the teachers."""
+
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
+        """Metrics of the step; one of `rows` a row of the batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SeatedTeacher:
+    """A teacher, and where it computes."""
+
+    teacher: Teacher
+    takes_turns: bool  # it computes where the policy does, so that one model is there at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Teachers:
+    """All teachers of a run."""
+
+    by_key: Mapping[str, SeatedTeacher]  # by the key of their section: "teacher", "teachers.math"
+    of_task: Mapping[str, str]  # the key of each task's teacher
+
+    async def ask_each(
+        self, rows: Sequence[Row], ask: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
+    ) -> list[tuple[torch.Tensor, AnswerT]]:
+        """`ask(key, teacher, rows)` of every teacher that has rows: these, as [N] int64, and its answer.
+
+        Those on devices of their own and those that are served are asked at once; those that take turns follow each
+        other, each on the device only while it is asked.
+        """
+        places: dict[str, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault(self.of_task[row.prompt.task_name], []).append(place)
+        parts = {key: torch.tensor(own) for key, own in places.items()}
+
+        async def in_turn(some: Sequence[str]) -> list[tuple[torch.Tensor, AnswerT]]:
+            return [(parts[key], await self._ask(key, parts[key], ask)) for key in some]
+
+        sharing = [key for key in parts if self.by_key[key].takes_turns]
+        lanes = [sharing, *([key] for key in parts if key not in sharing)]
+        answers = await in_parallel(in_turn(lane) for lane in lanes)
+        return [answer for lane in answers for answer in lane]
+
+    async def _ask(
+        self, key: str, rows: torch.Tensor, ask: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
+    ) -> AnswerT:
+        seated = self.by_key[key]
+        if not seated.takes_turns:
+            return await ask(key, seated.teacher, rows)
+        await seated.teacher.onload()
+        answer = await ask(key, seated.teacher, rows)
+        await seated.teacher.offload()
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class TopKStage:
+    """Adds the teacher's `k` most likely tokens; satisfies TeacherStage."""
+
+    teachers: Teachers
+    k: int
+    vocab_size: int  # of the policy: a teacher's further tokens, which pad its embedding, are none
+
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
+        async def ask(key: str, teacher: Teacher, own: torch.Tensor) -> TopK:
+            return await teacher.topk_logprobs(trim(batch[own]), self.k)
+
+        shape = (*batch[keys.TOKEN_IDS].shape, self.k)
+        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for own, topk in await self.teachers.ask_each(rows, ask):
+            length = topk.ids.shape[1]
+            ids[own, :length], logprobs[own, :length] = topk.ids, topk.logprobs
+        batch[keys.TEACHER_TOPK_IDS] = ids.masked_fill(ids >= self.vocab_size, -1)
+        batch[keys.TEACHER_TOPK_LOGPROBS] = logprobs
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsStage:
+    """Adds the teacher's log-probs of the tokens themselves; satisfies TeacherStage."""
+
+    teachers: Teachers
+
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
+        async def ask(key: str, teacher: Teacher, own: torch.Tensor) -> torch.Tensor:
+            return await teacher.logprobs(trim(batch[own]))
+
+        result = torch.zeros(batch[keys.TOKEN_IDS].shape)
+        for own, logprobs in await self.teachers.ask_each(rows, ask):
+            result[own, : logprobs.shape[1]] = logprobs
+        batch[keys.TEACHER_LOGPROBS] = result
+        return {}

@@ -1,0 +1,68 @@
+"""Where teachers stand: on the policy's devices, or on nodes or GPUs taken from the end of the cluster's."""
+
+from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.places import Device, Place, Pool, spread
+from nemo_rl.config.teacher import Teacher
+from nemo_rl.errors import ConfigError
+
+
+def pools_of_teachers(config: TrainingConfig, whole: Pool, device: Device) -> tuple[dict[str, Pool], Pool]:
+    """What each teacher that is not colocated has for itself, and what is left for policy and engines."""
+    pools: dict[str, Pool] = {}
+    left = whole
+    for key, section in config.teacher_sections.items():
+        if section.server is None and section.device not in ("auto", device):
+            raise ConfigError(f"{key}.device", section.device, f"the run computes on {device}; allowed: auto, {device}")
+        if section.server is None and not section.colocated.enabled:
+            pools[key], left = _taken(key, section, left, device)
+    return pools, left
+
+
+def ranks_of_teacher(key: str, section: Teacher, pool: Pool, device: Device) -> tuple[Place, ...]:
+    """A rank a GPU; on a CPU as many as the section asks for. Raises ConfigError where they do not fit."""
+    cfg = section.dtensor_cfg
+    data, tensor = cfg.data_parallel_size, cfg.tensor_parallel_size
+    if device == "cpu":
+        return spread((data or 1) * tensor, pool.nodes)
+    if len(pool.gpus) % tensor:
+        raise ConfigError(
+            f"{key}.dtensor_cfg.tensor_parallel_size",
+            tensor,
+            f"must divide the {len(pool.gpus)} GPUs that the teacher has on a node",
+        )
+    if data is not None and data * tensor > pool.num_gpus:
+        raise ConfigError(
+            f"{key}.dtensor_cfg.data_parallel_size",
+            data,
+            f"the teacher has {pool.num_gpus} GPUs; allowed: at most {pool.num_gpus // tensor}",
+        )
+    gpus = [Place(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
+    return tuple(gpus[: (data or pool.num_gpus // tensor) * tensor])
+
+
+def _taken(key: str, section: Teacher, left: Pool, device: Device) -> tuple[Pool, Pool]:
+    """The teacher's own, and what remains."""
+    wanted = section.colocated.resources
+    resources = f"{key}.colocated.resources"
+    if wanted.num_nodes is not None:
+        if wanted.num_nodes >= len(left.nodes):
+            raise ConfigError(
+                f"{resources}.num_nodes",
+                wanted.num_nodes,
+                f"leaves the policy none of {len(left.nodes)} nodes; allowed: less, or null for GPUs of all nodes",
+            )
+        first = left.nodes.stop - wanted.num_nodes
+        gpus = left.gpus[: wanted.gpus_per_node] if wanted.gpus_per_node else left.gpus
+        return Pool(range(first, left.nodes.stop), gpus), Pool(range(left.nodes.start, first), left.gpus)
+    if device == "cpu":
+        return left, left  # a CPU is not divided
+    own = wanted.gpus_per_node
+    if own is None or own >= len(left.gpus):
+        raise ConfigError(
+            f"{resources}.gpus_per_node",
+            own,
+            f"with {key}.colocated.enabled = false the teacher takes some of the {len(left.gpus)} GPUs of each node, "
+            "and policy and engines have the others; allowed: less than that, or colocated.enabled: true",
+        )
+    first = left.gpus.stop - own
+    return Pool(left.nodes, range(first, left.gpus.stop)), Pool(left.nodes, range(left.gpus.start, first))

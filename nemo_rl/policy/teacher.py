@@ -1,0 +1,102 @@
+"""A frozen model of the policy's backend: it is asked for log-probs, and has neither optimizer nor gradients."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_rl.config.teacher import Teacher
+from nemo_rl.distributed.device import resolve_device
+from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.policy.hf_model import load_config, load_model
+from nemo_rl.policy.logprobs import CausalLogprobs
+from nemo_rl.policy.ranks import ALONE, RankLayout
+from nemo_rl.policy.reading import ReadingRank, scores_in_parts
+from nemo_rl.policy.sharding import shard
+from nemo_rl.policy.tensor_parallel import check_tensor_parallel
+from nemo_rl.policy.thread import PolicyThread
+from nemo_rl.types import TrainingBatch
+
+
+class RankTeacher(ReadingRank):
+    """The teacher on one rank of a layout.
+
+    Weights are in `precision`, whole on a rank alone, else sharded as a policy's are. Dropout is off.
+
+    Args:
+        config: a section `teacher`; `layout`, not `dtensor_cfg`, says how many ranks there are.
+        section: its key, for errors.
+        layout: this rank's place, and how it finds the others.
+        model_path: a Hugging Face name or a folder that every rank can read.
+        temperature: the logits are divided by it: that of the policy's sampling.
+
+    Raises:
+        ConfigError: a model, override, device or layout that cannot be had.
+        PolicyError: the other ranks did not come before the deadline.
+    """
+
+    def __init__(
+        self, config: Teacher, *, section: str, layout: RankLayout, model_path: str, temperature: float
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.device = resolve_device(config.device)
+        if layout.tensor_parallel_size > 1:
+            model_config = load_config(model_path, config.hf_config_overrides, section=section)
+            check_tensor_parallel(layout.tensor_parallel_size, model_config, section=section)
+        self._model = load_model(model_path, config.hf_config_overrides, section=section)
+        module = CausalLogprobs(self._model, temperature=temperature, chunk_size=config.logprob_chunk_size)
+        self.module = module.requires_grad_(False)
+        if config.precision == "bfloat16":  # parameters alone: buffers such as rotary frequencies stay float32
+            for parameter in self.module.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        if layout.world_size > 1:
+            shard(self.module, config, layout, self.device)  # and bring it to the device, or leave it off
+        else:
+            self.module.to(self.device)
+
+    def close(self) -> None:
+        """The process stays in its group."""
+
+    def _scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        size = self.config.logprob_batch_size
+        return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu" or (self.layout.world_size > 1 and self.config.dtensor_cfg.cpu_offload):
+            return
+        self.module.to(device)
+        torch.cuda.empty_cache()
+
+
+class LocalTeacher:
+    """A `RankTeacher` in this process, on a thread of its own; satisfies `interfaces.Teacher`."""
+
+    def __init__(self, config: Teacher, *, layout: RankLayout = ALONE, **arguments: Any) -> None:
+        """`arguments` are those of `RankTeacher`."""
+        self._thread = PolicyThread("teacher")
+        try:
+            self._rank = self._thread.run_blocking(partial(RankTeacher, config, layout=layout, **arguments))
+        except BaseException:
+            self._thread.close()
+            raise
+
+    async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        return await self._thread.run(self._rank.logprobs, batch)
+
+    async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        return await self._thread.run(self._rank.topk_logprobs, batch, k)
+
+    async def offload(self) -> None:
+        await self._thread.run(self._rank.offload)
+
+    async def onload(self) -> None:
+        await self._thread.run(self._rank.onload)
+
+    async def close(self) -> None:
+        """Wait for the running call and end the thread."""
+        self._thread.close()
