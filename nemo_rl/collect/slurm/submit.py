@@ -5,12 +5,13 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.collect.shards import ShardFiles
+from nemo_rl.collect.identity import ShardIdentity
+from nemo_rl.collect.shards import ShardFiles, find_shards
 from nemo_rl.collect.slurm.environments import environment_text
 from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
 from nemo_rl.collect.slurm.submission import Submission
 from nemo_rl.config.submit import Slurm
-from nemo_rl.errors import JobError
+from nemo_rl.errors import ConfigError, JobError
 
 SBATCH_S = 120.0  # for Slurm to answer
 OWNER_ONLY = 0o600  # configurations and environments may hold secrets
@@ -25,17 +26,33 @@ class Jobs:
 
 
 def missing_tasks(slurm: Slurm, output_dir: Path, seeds: tuple[int, ...]) -> tuple[int, ...]:
-    """Array tasks with a shard that is not done."""
-    tasks = range(len(seeds) * slurm.num_chunks)
-    return tuple(i for i in tasks if not all(shard.done.exists() for shard in _shards(slurm, output_dir, seeds, i)))
+    """Array tasks with a shard that is not done. Raises ConfigError where shards were cut otherwise."""
+    num_shards = slurm.num_chunks * slurm.collection.num_tasks  # of a seed
+    for seed in seeds:
+        _check_chunks(output_dir, seed, num_shards)
+    return tuple(
+        seed_index * slurm.num_chunks + chunk
+        for seed_index, seed in enumerate(seeds)
+        for chunk in range(slurm.num_chunks)
+        if not all(shard.done.exists() for shard in _shards(slurm, output_dir, seed, chunk))
+    )
 
 
-def _shards(slurm: Slurm, output_dir: Path, seeds: tuple[int, ...], task: int) -> list[ShardFiles]:
-    seed, chunk = seeds[task // slurm.num_chunks], task % slurm.num_chunks
-    per_task = slurm.collection.num_tasks
-    if slurm.num_chunks * per_task == 1:
+def _shards(slurm: Slurm, output_dir: Path, seed: int, chunk: int) -> list[ShardFiles]:
+    """Of one array task, whose processes have chunks of their own."""
+    count = slurm.collection.num_tasks
+    if slurm.num_chunks * count == 1:
         return [ShardFiles.of(output_dir, seed)]
-    return [ShardFiles.of(output_dir, seed, chunk * per_task + i) for i in range(per_task)]
+    return [ShardFiles.of(output_dir, seed, chunk * count + i) for i in range(count)]
+
+
+def _check_chunks(output_dir: Path, seed: int, num_shards: int) -> None:
+    for shard in find_shards(output_dir):
+        identity = ShardIdentity.read(shard.identity)
+        begun = 1 if identity.keys.chunk is None else identity.keys.chunk.count
+        if identity.seed == seed and begun != num_shards:
+            problem = f"seed {seed} was begun in {begun} chunks in {output_dir}"
+            raise ConfigError("slurm.num_chunks x slurm.collection.num_tasks", num_shards, problem)
 
 
 def latest_directory(base: Path) -> Path | None:
