@@ -17,7 +17,7 @@ def run_command(
     parser: argparse.ArgumentParser, arguments: Sequence[str], work: Callable[[argparse.Namespace], None]
 ) -> int:
     """Parse and work; the exit code. Errors of ours and of the file system are one message."""
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     configure_logging()
     try:
         work(parsed)

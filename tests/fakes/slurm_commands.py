@@ -25,10 +25,29 @@ for _ in "${tasks[@]}"; do
 done
 """
 
+SBATCH = """#!/usr/bin/env bash
+# Numbers jobs from 100 on, and writes down what it was called with; refuses what stands in SBATCH_REFUSES.
+if [[ -n "${SBATCH_REFUSES:-}" && "$*" == *"$SBATCH_REFUSES"* ]]; then
+    echo "sbatch: error: Invalid partition" >&2
+    exit 1
+fi
+echo "$*" >>"$SBATCH_LOG"
+echo "$((99 + $(wc -l <"$SBATCH_LOG")))"
+"""
+
 
 def write_srun(folder: Path) -> Path:
     """A folder for PATH that holds the stand-in."""
+    return _write(folder, "srun", SRUN)
+
+
+def write_sbatch(folder: Path) -> Path:
+    """The same; calls are lines of the file that SBATCH_LOG names."""
+    return _write(folder, "sbatch", SBATCH)
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "srun").write_text(SRUN)
-    (folder / "srun").chmod(0o755)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
     return folder

@@ -29,10 +29,11 @@ def aggregation_script(submission: Submission) -> str:
     """Merge, then profile; a step that fails ends the job."""
     component = submission.slurm.aggregation
     program, run = submission.program(component), step(submission, component, job_nodes=1)
-    directory, seeds = str(submission.output_dir), ",".join(map(str, submission.seeds))
+    collection = (str(submission.output_dir), "--seeds", ",".join(map(str, submission.seeds)))
+    merge = ("merge", *collection, *(["--allow-partial"] if component.allow_partial else []))
     steps = [
         f"(in_environment {shlex.join([_environment(submission, 'aggregation'), *run, *program, *words])})"
-        for words in (("merge", directory, "--seeds", seeds), ("profile", directory, "--seeds", seeds))
+        for words in (merge, ("profile", *collection, *component.profile_args))
     ]
     return _script(_aggregation_directives(submission), [_shell("job"), submission.slurm.setup, "\n".join(steps)])
 
