@@ -1,13 +1,12 @@
-"""On-policy distillation from a teacher with another tokenizer: from the student's rollouts to what its loss compares.
+"""On-policy distillation from teachers with other tokenizers: from the student's rollouts to what its loss compares.
 
-The teacher reads the conversation under its own chat template (cross_tokenizer_rows.py) and is asked for its most
-likely tokens; they become distributions over the student's (cross_tokenizer_targets.py).
+A teacher reads the conversation under its own chat template (cross_tokenizer_rows.py) and is asked for its most likely
+tokens; they become distributions over the student's (cross_tokenizer_targets.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,130 +23,113 @@ from nemo_rl.algorithms.cross_tokenizer_targets import (
     identical_targets,
     prefix_targets,
 )
+from nemo_rl.algorithms.teachers import Row, Teachers
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.experience.assembly import kept_trajectories
 from nemo_rl.interfaces import Teacher
-from nemo_rl.types import MessageLog, TrainingBatch, TrajectoryGroup
+from nemo_rl.types import TrainingBatch
+
+Matching = Literal["prefix", "identical"]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """A row of the training batch as messages, with the tools that its prompt offers."""
+class ResponseTargets:
+    """What a teacher says of one response."""
 
-    message_log: MessageLog
-    task_name: str
-    tools: tuple[Mapping[str, Any], ...] = ()
-
-
-def histories(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> list[History]:
-    """The rows of the batch that `assemble_batch` makes of the same groups, in its order."""
-    return [
-        History(log, trajectory.prompt.task_name, trajectory.prompt.tools)
-        for _, trajectory in kept_trajectories(groups, min_group_size)
-        for log in trajectory.chains
-    ]
+    student_start: int  # in the student's sequence
+    targets: Targets
+    num_teacher_tokens: int  # of the same response
 
 
-class CrossTokenizerTeacher:
-    """A teacher that is asked in its own tokens and answers in the student's."""
+class Translator:
+    """Between the student and one teacher: asks it in its own tokens, and has its answers in the student's."""
 
     def __init__(
         self,
-        teacher: Teacher,
+        token_map: TokenMap,
         *,
         tokenizer: PreTrainedTokenizerBase,
         encoder: ChatEncoder,
-        token_map: TokenMap,
-        matching: Literal["prefix", "identical"],
+        matching: Matching,
         max_length: int | None = None,
     ) -> None:
         """`tokenizer` and `encoder` are the teacher's, `max_length` the tokens that it takes."""
-        self._teacher = teacher
+        self.token_map = token_map
         self._rows = TeacherRows(token_map.student, token_map.teacher, tokenizer, encoder, max_length=max_length)
-        self._map = token_map
         self._targets_of = prefix_targets if matching == "prefix" else identical_targets
 
-    async def add_targets(
-        self, batch: TrainingBatch, batch_histories: Sequence[History], k: int, rows: Sequence[int] | None = None
-    ) -> dict[str, float]:
-        """Add TEACHER_TOPK_IDS, TEACHER_TOPK_LOGPROBS, TEACHER_UNMATCHED and SPAN_LENGTHS; metrics of the alignment.
+    async def targets(self, teacher: Teacher, rows: Sequence[Row], k: int) -> list[list[ResponseTargets]]:
+        """Of each row its responses, in their order; a response that the teacher has no room for is left out."""
+        teacher_rows = [self._rows.row(row.message_log, row.prompt.tools) for row in rows]
+        ids, logprobs = await teacher.topk_logprobs(teacher_batch(teacher_rows), k)
+        return [self._of_row(row, ids[i].numpy(), logprobs[i].numpy()) for i, row in enumerate(teacher_rows)]
 
-        `rows` are those of the batch that this teacher answers for; None: all. The others keep what they have.
-        """
-        rows = range(len(batch)) if rows is None else rows
-        teacher_rows = [self._rows.row(batch_histories[row].message_log, batch_histories[row].tools) for row in rows]
-        ids, logprobs = await self._teacher.topk_logprobs(_teacher_batch(teacher_rows), k)
-        _add_empty_targets(batch, k)
-        tally = _Tally()
-        for place, (row, teacher_row) in enumerate(zip(rows, teacher_rows, strict=True)):
-            for response in teacher_row.responses:
-                own = slice(response.teacher_start, response.teacher_start + len(response.teacher_ids))
-                scores = TeacherScores(ids[place, own].numpy(), logprobs[place, own].numpy())
-                targets = self._targets_of(response, scores, self._map)
-                _place(batch, row, response.student_start, targets)
-                tally.add(targets, num_teacher_tokens=len(response.teacher_ids) - 1 + response.is_ended)
-        return tally.metrics
+    def _of_row(self, row: TeacherRow, ids: np.ndarray, logprobs: np.ndarray) -> list[ResponseTargets]:
+        found = []
+        for response in row.responses:
+            own = slice(response.teacher_start, response.teacher_start + len(response.teacher_ids))
+            targets = self._targets_of(response, TeacherScores(ids[own], logprobs[own]), self.token_map)
+            num_teacher_tokens = len(response.teacher_ids) - 1 + response.is_ended
+            found.append(ResponseTargets(response.student_start, targets, num_teacher_tokens))
+        return found
 
 
-def _teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
+@dataclass(frozen=True, slots=True)
+class CrossTokenizerStage:
+    """Adds what CrossTokenizerLoss reads; satisfies teachers.TeacherStage."""
+
+    teachers: Teachers
+    translators: Mapping[str, Translator]  # by the teacher's key
+    k: int
+
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
+        async def ask(key: str, teacher: Teacher, own: torch.Tensor) -> list[list[ResponseTargets]]:
+            return await self.translators[key].targets(teacher, [rows[place] for place in own.tolist()], self.k)
+
+        shape = (*batch[keys.TOKEN_IDS].shape, self.k + 1)
+        batch[keys.TEACHER_TOPK_IDS] = torch.full(shape, NONE)
+        batch[keys.TEACHER_TOPK_LOGPROBS] = torch.zeros(shape)
+        batch[keys.TEACHER_UNMATCHED] = torch.zeros(shape)
+        batch[keys.SPAN_LENGTHS] = torch.zeros(shape[:2], dtype=torch.int64)
+        placed: list[ResponseTargets] = []
+        for own, answers in await self.teachers.ask_each(rows, ask):
+            for row, responses in zip(own.tolist(), answers, strict=True):
+                for response in responses:
+                    _place(batch, row, response)
+                placed += responses
+        return alignment_metrics(placed, num_tokens=int((batch[keys.TOKEN_MASK] > 0).sum()))
+
+
+def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
     """What a Teacher reads: its tokens, right-padded, with a mask on the responses'."""
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     width = max(int(lengths.max()), 1)
     token_ids, mask = torch.zeros((len(rows), width), dtype=torch.int64), torch.zeros(len(rows), width)
     for place, row in enumerate(rows):
         token_ids[place, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int64)
-        for at in chain.from_iterable(
-            range(r.teacher_start, r.teacher_start + len(r.teacher_ids)) for r in row.responses
-        ):
-            mask[place, at] = 1.0
+        for response in row.responses:
+            mask[place, response.teacher_start : response.teacher_start + len(response.teacher_ids)] = 1.0
     tensors = {keys.TOKEN_IDS: token_ids, keys.TOKEN_MASK: mask, keys.LENGTHS: lengths}
     return TensorDict(tensors, batch_size=[len(rows)])
 
 
-def _add_empty_targets(batch: TrainingBatch, k: int) -> None:
-    """Without effect where another teacher has answered for other rows."""
-    if keys.TEACHER_TOPK_IDS in batch:
-        return
-    shape = batch[keys.TOKEN_IDS].shape
-    batch[keys.TEACHER_TOPK_IDS] = torch.full((*shape, k + 1), NONE)
-    batch[keys.TEACHER_TOPK_LOGPROBS] = torch.zeros(*shape, k + 1)
-    batch[keys.TEACHER_UNMATCHED] = torch.zeros(*shape, k + 1)
-    batch[keys.SPAN_LENGTHS] = torch.zeros(shape, dtype=torch.int64)
+def alignment_metrics(responses: Iterable[ResponseTargets], *, num_tokens: int) -> dict[str, float]:
+    """Means over the `num_tokens` that the student sampled; docs/metrics.md says of what."""
+    responses, count = list(responses), max(num_tokens, 1)
+    num_with_target = sum(int((one.targets.ids != NONE).any(-1).sum()) for one in responses)
+    mass = sum(float(np.exp(one.targets.logprobs[one.targets.ids != NONE]).sum()) for one in responses)
+    return {
+        "cross_tokenizer/with_target": num_with_target / count,
+        "cross_tokenizer/target_mass": mass / count,
+        "cross_tokenizer/unmatched_mass": sum(float(one.targets.unmatched.sum()) for one in responses) / count,
+        "cross_tokenizer/teacher_tokens_per_token": sum(one.num_teacher_tokens for one in responses) / count,
+    }
 
 
-def _place(batch: TrainingBatch, row: int, start: int, targets: Targets) -> None:
+def _place(batch: TrainingBatch, row: int, response: ResponseTargets) -> None:
+    targets = response.targets
     size, width = targets.ids.shape
-    at = slice(start, start + size)
+    at = slice(response.student_start, response.student_start + size)
     batch[keys.TEACHER_TOPK_IDS][row, at, :width] = torch.from_numpy(targets.ids)
     batch[keys.TEACHER_TOPK_LOGPROBS][row, at, :width] = torch.from_numpy(targets.logprobs)
     batch[keys.TEACHER_UNMATCHED][row, at, :width] = torch.from_numpy(targets.unmatched)
     batch[keys.SPAN_LENGTHS][row, at] = torch.from_numpy(targets.span_lengths)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums over the sampled tokens of a step."""
-
-    num_tokens: int = 0
-    num_with_target: int = 0
-    num_teacher_tokens: int = 0
-    mass: float = 0.0
-    unmatched: float = 0.0
-
-    def add(self, targets: Targets, *, num_teacher_tokens: int) -> None:
-        is_token = targets.ids != NONE
-        self.num_tokens += len(targets.ids)
-        self.num_with_target += int(is_token.any(-1).sum())
-        self.num_teacher_tokens += num_teacher_tokens
-        self.mass += float(np.exp(targets.logprobs, where=is_token, out=np.zeros_like(targets.logprobs)).sum())
-        self.unmatched += float(targets.unmatched.sum())
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        count = max(self.num_tokens, 1)
-        return {
-            "cross_tokenizer/with_target": self.num_with_target / count,
-            "cross_tokenizer/target_mass": self.mass / count,
-            "cross_tokenizer/unmatched_mass": self.unmatched / count,
-            "cross_tokenizer/teacher_tokens_per_token": self.num_teacher_tokens / count,
-        }

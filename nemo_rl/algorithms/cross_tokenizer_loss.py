@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl import batch as keys
+from nemo_rl.algorithms.loss_metrics import engine_metrics
 from nemo_rl.config.loss import DistillationLoss
 from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
 
@@ -36,10 +38,9 @@ class CrossTokenizerLoss:
 
     @property
     def required_keys(self) -> frozenset[str]:
+        read = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.GENERATION_LOGPROBS}
         of_spans = {keys.TEACHER_UNMATCHED, keys.SPAN_LENGTHS} if self._compares_spans else set()
-        return frozenset(
-            {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS, *of_spans}
-        )
+        return frozenset(read | of_spans | {keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS})
 
     @property
     def scores_needed(self) -> ScoresNeeded:
@@ -48,8 +49,7 @@ class CrossTokenizerLoss:
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        mask = batch[keys.TOKEN_MASK] * batch[keys.SAMPLE_MASK][:, None]
-        mask = F.pad(mask[:, 1:], (1, 0))  # entry 0 carries no loss
+        mask = loss_mask(batch)
         assert scores.candidates is not None
         later = later_logprobs(scores.logprobs, batch[keys.SPAN_LENGTHS]) if self._compares_spans else None
         is_candidate = (batch[keys.TEACHER_TOPK_IDS] >= 0) & (mask > 0)[..., None]
@@ -57,7 +57,9 @@ class CrossTokenizerLoss:
         terms = self._divergence(batch[keys.TEACHER_TOPK_LOGPROBS], student, is_candidate)
         count = max(normalizer.num_valid_tokens, 1.0)
         divergence = (terms * mask).sum() / count
-        metrics = {"divergence": Metric(divergence.detach())}
+        metrics = engine_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, count)
+        metrics["divergence"] = Metric(divergence.detach())
+        metrics["num_valid_samples"] = Metric(batch[keys.SAMPLE_MASK].sum(), "count")
         if not self._topk or later is None:
             return divergence, metrics
         unmatched = (self._unmatched(scores, batch, later) * mask).sum() / count

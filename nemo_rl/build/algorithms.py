@@ -1,9 +1,11 @@
 """The algorithm that a configuration asks for: its loss and the stages before it."""
 
 import functools
+from collections.abc import Mapping
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.cross_tokenizer import Translator
 from nemo_rl.algorithms.distillation import Distillation
 from nemo_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_rl.algorithms.grpo import GRPO
@@ -13,6 +15,7 @@ from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import Algorithm
 from nemo_rl.algorithms.stages import LogprobsNeeded
 from nemo_rl.algorithms.teachers import LogprobsStage, Teachers, TopKStage
+from nemo_rl.build.cross_tokenizer import make_cross_tokenizer_loss, make_cross_tokenizer_stage
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.master import DistillationConfig, GRPOConfig, TrainingConfig
 from nemo_rl.errors import ConfigError
@@ -21,18 +24,24 @@ from nemo_rl.policy.micro_batches import expected_optimizer_steps
 
 
 def make_algorithm(
-    config: TrainingConfig, inputs: Inputs, policy: Policy, placement: Placement, teachers: Teachers | None = None
+    config: TrainingConfig,
+    inputs: Inputs,
+    policy: Policy,
+    placement: Placement,
+    teachers: Teachers | None = None,
+    translators: Mapping[str, Translator] | None = None,
 ) -> Algorithm:
-    """Loads nothing: policy and teachers are there already."""
+    """Loads nothing: policy and teachers are there already; `translators` are for teachers with other tokenizers."""
     if isinstance(config, GRPOConfig):
         return _make_grpo(config, inputs, policy, placement, teachers)
     if isinstance(config, DistillationConfig) and teachers is not None:
-        return Distillation(
-            config=config,
-            loss_fn=DistillationLoss(config.loss_fn),
-            teacher_stage=TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size),
-            placement=placement,
-        )
+        if translators:
+            loss_fn = make_cross_tokenizer_loss(config, inputs, translators)
+            stage = make_cross_tokenizer_stage(config, teachers, translators)
+        else:
+            loss_fn = DistillationLoss(config.loss_fn)
+            stage = TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size)
+        return Distillation(config=config, loss_fn=loss_fn, teacher_stage=stage, placement=placement)
     raise ConfigError(config.algorithm_key, None, "not an algorithm that is trained here")
 
 

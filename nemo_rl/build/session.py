@@ -16,6 +16,7 @@ from nemo_rl.algorithms.loop import Training, train
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
 from nemo_rl.build.algorithms import make_algorithm
+from nemo_rl.build.cross_tokenizer import make_translators
 from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
@@ -30,6 +31,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import TrainingConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.teacher_checks import crosses_tokenizers
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import Environment
@@ -68,6 +70,7 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
     teacher_paths = resolve_teachers(config)
     inputs = load_inputs(config, model_path, prompts)
     check_teachers_fit(config, inputs, teacher_paths)
+    translators = make_translators(config, inputs, teacher_paths) if crosses_tokenizers(config) else None
     async with AsyncExitStack() as stack:
         environments = _open_environments(config, stack)
         scoring = await open_scorers(config, layout, stack)
@@ -92,7 +95,7 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
             context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
-        algorithm = make_algorithm(config, inputs, workers.policy, placement, workers.teachers)
+        algorithm = make_algorithm(config, inputs, workers.policy, placement, workers.teachers, translators)
         gc.collect()
         gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
         yield TrainingRun(

@@ -13,7 +13,7 @@ from nemo_rl.build.models import resolve_model
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import DistillationConfig, TrainingConfig
 from nemo_rl.config.teacher import Teacher as TeacherSection
-from nemo_rl.config.teacher_checks import check_task_teachers, reads_teachers
+from nemo_rl.config.teacher_checks import check_task_teachers, crosses_tokenizers, reads_teachers
 from nemo_rl.data.tokenizer import tokenizer_with_template
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Teacher
@@ -38,10 +38,11 @@ def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Ma
     if not reads_teachers(config):
         return
     check_task_teachers(config, inputs.train.task_names)
-    sizes = {"policy": inputs.vocab_size}
+    sizes = {} if crosses_tokenizers(config) else {"policy": inputs.vocab_size}
     for key, path in teacher_paths.items():
         section = config.teacher_sections[key]
-        check_same_vocabulary(key, section, path, inputs.tokenizer)
+        if not crosses_tokenizers(config):
+            check_same_vocabulary(key, section, path, inputs.tokenizer)
         if section.server is None:
             size = section.dtensor_cfg.tensor_parallel_size
             model = load_config(path, section.hf_config_overrides, section=key)
@@ -69,7 +70,8 @@ def check_same_vocabulary(key: str, section: TeacherSection, path: str, tokenize
         section.model_name,
         f"its tokenizer has another vocabulary than the policy's: {len(others)} and {len(own)} tokens, and e.g. "
         f"{differing!r} is {others.get(differing)} there and {own.get(differing)} here, while the loss compares tokens "
-        "by their ids; allowed: a teacher with the policy's tokenizer",
+        "by their ids; allowed: a teacher with the policy's tokenizer, or, in examples/run_distillation.py, "
+        "loss_fn.cross_tokenizer.enabled: true",
     )
 
 

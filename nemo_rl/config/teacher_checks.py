@@ -1,5 +1,7 @@
 """What the sections of teachers need of each other and of the rest."""
 
+from typing import TypeGuard
+
 from nemo_rl.config.master import TEACHERS, DistillationConfig, GRPOConfig, TrainingConfig
 from nemo_rl.errors import ConfigError
 
@@ -9,6 +11,11 @@ def reads_teachers(config: TrainingConfig) -> bool:
     if isinstance(config, GRPOConfig):
         return config.grpo.adv_estimator.name == "opd"
     return isinstance(config, DistillationConfig)
+
+
+def crosses_tokenizers(config: TrainingConfig) -> TypeGuard[DistillationConfig]:
+    """Whether teachers are asked in tokens of their own."""
+    return isinstance(config, DistillationConfig) and config.loss_fn.cross_tokenizer.enabled
 
 
 def check_teachers(config: TrainingConfig) -> None:

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerTeacher, History, histories
+from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, Translator
 from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRows
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
+from nemo_rl.algorithms.teachers import Row, SeatedTeacher, Teachers
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.token_bytes import Vocabulary
 from nemo_rl.interfaces import TopK
 from nemo_rl.quickstart.tokenizer import make_tokenizer
-from nemo_rl.types import Message, MessageLog, TokenizedMessage
+from nemo_rl.types import Message, MessageLog, Prompt, TokenizedMessage
 from tests.templates import byte_tokenizer
 from tests.templates.vocabularies import trained_tokenizer
 
@@ -120,15 +121,28 @@ class FixedTeacher:
         values, ids = self.logprobs_by_id.topk(k)
         return TopK(ids.expand(shape), values.expand(shape))
 
+    async def offload(self) -> None: ...
 
-def cross(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, fixed: FixedTeacher, matching: str):
-    return CrossTokenizerTeacher(
-        fixed,  # type: ignore[arg-type]
+    async def onload(self) -> None: ...
+
+
+def translator(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, matching: str) -> Translator:
+    return Translator(
+        TokenMap(vocabulary_of(student), vocabulary_of(teacher)),
         tokenizer=teacher,
         encoder=ChatEncoder(teacher),
-        token_map=TokenMap(vocabulary_of(student), vocabulary_of(teacher)),
         matching=matching,  # type: ignore[arg-type]
     )
+
+
+def row_of(log: MessageLog, task_name: str = "task") -> Row:
+    return Row(Prompt("prompt", task_name, (log[0].message,)), log)
+
+
+def teachers(**of_task: FixedTeacher) -> Teachers:
+    """A teacher a task, of that task's name."""
+    seated = {task: SeatedTeacher(teacher, takes_turns=True) for task, teacher in of_task.items()}  # type: ignore[arg-type]
+    return Teachers(seated, {task: task for task in of_task})
 
 
 def batch_of(logs: Sequence[MessageLog]) -> TensorDict:
@@ -136,7 +150,13 @@ def batch_of(logs: Sequence[MessageLog]) -> TensorDict:
     token_ids = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
     for row, ids in enumerate(rows):
         token_ids[row, : len(ids)] = torch.tensor(ids)
-    return TensorDict({"token_ids": token_ids}, batch_size=[len(rows)])
+    mask = torch.tensor(
+        [
+            [float(m.is_generated) for m in log for _ in m.token_ids] + [0.0] * (token_ids.shape[1] - len(ids))
+            for log, ids in zip(logs, rows, strict=True)
+        ]
+    )
+    return TensorDict({"token_ids": token_ids, "token_mask": mask}, batch_size=[len(rows)])
 
 
 @pytest.mark.parametrize("matching", ["prefix", "identical"])
@@ -149,17 +169,11 @@ def test_with_its_own_tokenizer_the_student_gets_the_teachers_tokens_at_its_own_
     size = len(tokenizer)
     fixed = FixedTeacher((torch.arange(size) + 1.0).div((size + 1) * size / 2).tolist())
     batch = batch_of(logs)
-    metrics = asyncio.run(
-        cross(tokenizer, tokenizer, fixed, matching).add_targets(batch, [History(log, "t") for log in logs], 5)
-    )
+    stage = CrossTokenizerStage(teachers(task=fixed), {"task": translator(tokenizer, tokenizer, matching)}, 5)
+    metrics = asyncio.run(stage(batch, [row_of(log) for log in logs]))
     (asked,) = fixed.asked
     torch.testing.assert_close(asked["token_ids"], batch["token_ids"])
-    is_sampled = torch.zeros(batch["token_ids"].shape, dtype=torch.bool)
-    for row, log in enumerate(logs):
-        at = 0
-        for message in log:
-            is_sampled[row, at : at + len(message.token_ids)] = message.is_generated
-            at += len(message.token_ids)
+    is_sampled = batch["token_mask"] > 0
     torch.testing.assert_close(asked["token_mask"] > 0, is_sampled)
     torch.testing.assert_close((batch["teacher_topk_ids"] >= 0).any(-1), is_sampled)
     assert batch["teacher_topk_ids"][is_sampled][:, :5].tolist() == [[size - 1 - i for i in range(5)]] * int(
@@ -173,15 +187,12 @@ def test_with_its_own_tokenizer_the_student_gets_the_teachers_tokens_at_its_own_
 def test_each_of_several_teachers_answers_for_its_own_rows():
     tokenizer = make_tokenizer()
     logs = [conversation(tokenizer, sampled(tokenizer, "ab")), conversation(tokenizer, sampled(tokenizer, "cd"))]
-    batch, all_histories = batch_of(logs), [History(log, "t") for log in logs]
-    likes_a, likes_b = (
+    likes_20, likes_30 = (
         FixedTeacher([0.9 if i == liked else 0.01 for i in range(len(tokenizer))]) for liked in (20, 30)
     )
-    asyncio.run(cross(tokenizer, tokenizer, likes_b, "prefix").add_targets(batch, all_histories, 1, rows=[1]))
-    asyncio.run(cross(tokenizer, tokenizer, likes_a, "prefix").add_targets(batch, all_histories, 1, rows=[0]))
+    own = translator(tokenizer, tokenizer, "prefix")
+    stage = CrossTokenizerStage(teachers(math=likes_20, code=likes_30), {"math": own, "code": own}, 1)
+    batch = batch_of(logs)
+    asyncio.run(stage(batch, [row_of(logs[0], "math"), row_of(logs[1], "code")]))
     assert set(batch["teacher_topk_ids"][0].flatten().tolist()) == {-1, 20}
     assert set(batch["teacher_topk_ids"][1].flatten().tolist()) == {-1, 30}
-
-
-def test_histories_are_the_rows_of_the_batch():
-    assert histories([], min_group_size=1) == []

@@ -27,6 +27,7 @@ def batch_of(ids: list[list[int]], probs: list[list[float]], **others: torch.Ten
         {
             "token_mask": torch.tensor([[0.0] + [1.0] * len(ids)]),
             "sample_mask": torch.ones(1),
+            "generation_logprobs": torch.zeros(1, len(ids) + 1),
             "teacher_topk_ids": torch.tensor([[[-1] * width, *ids]]),
             "teacher_topk_logprobs": logprobs[None],
             **{name: value[None] for name, value in others.items()},

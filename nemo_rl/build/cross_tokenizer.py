@@ -1,0 +1,74 @@
+"""Teachers with other tokenizers, from the configuration: what stands between them and the student."""
+
+from collections.abc import Mapping
+
+import torch
+
+from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, Translator
+from nemo_rl.algorithms.cross_tokenizer_loss import CrossTokenizerLoss
+from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
+from nemo_rl.algorithms.teachers import Teachers
+from nemo_rl.build.inputs import Inputs
+from nemo_rl.build.teachers import teacher_tokenizer
+from nemo_rl.config.master import DistillationConfig
+from nemo_rl.config.teacher import Teacher
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.token_bytes import Vocabulary
+from nemo_rl.errors import ConfigError
+from nemo_rl.policy.hf_model import load_config
+
+
+def make_translators(
+    config: DistillationConfig, inputs: Inputs, teacher_paths: Mapping[str, str]
+) -> dict[str, Translator]:
+    """One a teacher, by its key; needs no model.
+
+    Raises ConfigError for a tokenizer whose bytes are not known, and for a chat template that refuses a user's message.
+    """
+    student = Vocabulary.of(inputs.tokenizer, stop_token_ids=inputs.encoder.stop_token_ids)
+    return {
+        key: _translator(config, key, config.teacher_sections[key], path, student)
+        for key, path in teacher_paths.items()
+    }
+
+
+def _translator(config: DistillationConfig, key: str, section: Teacher, path: str, student: Vocabulary) -> Translator:
+    tokenizer = teacher_tokenizer(key, section, path)
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs)
+    try:
+        encoder.check()
+        teacher = Vocabulary.of(tokenizer, stop_token_ids=encoder.stop_token_ids)
+    except ConfigError as error:  # of a tokenizer, whose keys stand under `policy` there
+        raise ConfigError(
+            error.key.replace("policy.", f"{key}.", 1), error.value, error.problem, known=error.known
+        ) from error
+    return Translator(
+        TokenMap(student, teacher),
+        tokenizer=tokenizer,
+        encoder=encoder,
+        matching=config.loss_fn.cross_tokenizer.matching,
+        max_length=None if section.server is not None else _context_length(section, path),
+    )
+
+
+def _context_length(section: Teacher, path: str) -> int | None:
+    model = load_config(path, section.hf_config_overrides).get_text_config()
+    return getattr(model, "max_position_embeddings", None)
+
+
+def make_cross_tokenizer_loss(
+    config: DistillationConfig, inputs: Inputs, translators: Mapping[str, Translator]
+) -> CrossTokenizerLoss:
+    """Of several teachers, a student's token is unmatched where it is for the first of them."""
+    token_map = next(iter(translators.values())).token_map
+    return CrossTokenizerLoss(
+        config.loss_fn,
+        topk=min(config.distillation.topk_logits_k, inputs.vocab_size),
+        student_unmatched=torch.from_numpy(token_map.student_unmatched),
+    )
+
+
+def make_cross_tokenizer_stage(
+    config: DistillationConfig, teachers: Teachers, translators: Mapping[str, Translator]
+) -> CrossTokenizerStage:
+    return CrossTokenizerStage(teachers, translators, config.distillation.topk_logits_k)
