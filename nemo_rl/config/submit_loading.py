@@ -37,10 +37,11 @@ def collect_yaml(config: SubmitConfig) -> str:
 
     The output directory is absolute, since a container may begin elsewhere.
     """
-    values = OmegaConf.create(resolved_yaml(config))
+    values = OmegaConf.to_container(OmegaConf.create(resolved_yaml(config)), resolve=False)
+    assert isinstance(values, dict)
     del values["slurm"], values["collect"]["seeds"], values["collect"]["chunk"]
     values["collect"]["output_dir"] = str(Path(config.collect.output_dir).absolute())
-    return OmegaConf.to_yaml(values)
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _prepare(resolved: dict[str, Any]) -> None:

@@ -1,32 +1,33 @@
 """`nemo-rl` for tests of jobs: `collect` is a loop over the real store, all else the real commands.
 
-Its configuration is JSON: {"output_dir", "num_tasks", "num_repeats", "steps_dir"}. For each rollout it asks its server,
-and while `steps_dir/hold-SEED-CHUNK` exists it goes no further than as many rollouts as that file says; a requeued task
-does not look.
+For each rollout it asks its server. While the file `hold-SEED-CHUNK` stands in the directory STEPS it goes no further
+than as many rollouts as that file says; a requeued task does not look.
 """
 
-import json
 import os
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
+import yaml
+
 from nemo_rl.cli import run
 from nemo_rl.collect.keys import Chunk, KeySpace
 from nemo_rl.collect.store import RolloutStore
 
+NUM_TASKS = 6
 POLL_S = 0.05
 
 
 def collect(arguments: list[str]) -> int:
     options = dict(argument.split("=", 1) for argument in arguments[2:])
-    config = json.loads(Path(arguments[1]).read_text())
+    section = yaml.safe_load(Path(arguments[1]).read_text())["collect"]
     seed, chunk = int(options["collect.seeds"]), _chunk(options.get("collect.chunk"))
-    keys = KeySpace(config["num_tasks"], config["num_repeats"], chunk)
+    keys = KeySpace(NUM_TASKS, section["num_repeats"], chunk)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", 0))
-    hold = Path(config["steps_dir"]) / f"hold-{seed}-{chunk.index if chunk else 0}"
-    with RolloutStore.open(config["output_dir"], seed=seed, keys=keys, identity={"model": "none"}) as store:
+    hold = Path(os.environ["STEPS"]) / f"hold-{seed}-{chunk.index if chunk else 0}"
+    with RolloutStore.open(section["output_dir"], seed=seed, keys=keys, identity={"model": "none"}) as store:
         for key in store.missing():
             while not restarts and hold.exists() and store.num_finished >= int(hold.read_text()):
                 time.sleep(POLL_S)

@@ -1,6 +1,7 @@
 """Jobs on a real Slurm of two nodes on this machine: arrays, kills, requeues, servers that die, the aggregation."""
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,15 +12,14 @@ from typing import Any
 import pytest
 
 from nemo_rl.collect.shards import ShardFiles
-from nemo_rl.collect.slurm.submission import Submission
-from nemo_rl.collect.slurm.submit import Jobs, missing_tasks, next_directory, submit_jobs, write_submission
-from nemo_rl.config.submit import Slurm
-from nemo_rl.config.submit_checks import check_slurm
-from tests.slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
+from tests.fakes.collect_program import NUM_TASKS
+from tests.slurm_cluster import DEADLINE_S, SlurmCluster, slurm_cluster, wait_until, why_not
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "fakes"
-NUM_TASKS, NUM_REPEATS = 6, 2
+RECIPE = ROOT / "nemo_rl" / "quickstart" / "collect.yaml"
+PROGRAM = "tests.fakes.collect_program"
+NUM_REPEATS = 2
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -28,6 +28,12 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
         yield running
+
+
+@dataclass(frozen=True)
+class Jobs:
+    collection: str
+    aggregation: str
 
 
 @dataclass
@@ -41,28 +47,27 @@ class Case:
     def output(self) -> Path:
         return self.folder / "out"
 
-    def submit(self, *, seeds: tuple[int, ...] = (0,), **slurm: Any) -> tuple[Submission, Jobs]:
-        program = [sys.executable, "-m", "tests.fakes.collect_program"]
-        section = Slurm.model_validate({"job_name": self.folder.name, "program": program, **slurm})
-        check_slurm(section)
-        submission = Submission(
-            slurm=section,
-            seeds=seeds,
-            output_dir=self.output,
-            directory=next_directory(self.output / "slurm"),
-            working_directory=ROOT,
-            python=sys.executable,
-            missing=missing_tasks(section, self.output, seeds),
+    def submit(self, *overrides: str) -> Jobs:
+        """By the command line, as a user does."""
+        name, program = f"slurm.job_name={self.folder.name}", f"slurm.program=[{sys.executable},-m,{PROGRAM}]"
+        own = [name, program, f"collect.output_dir={self.output}", f"collect.num_repeats={NUM_REPEATS}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "nemo_rl", "submit", "--config", str(RECIPE), *own, *overrides],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         )
-        config = {"num_tasks": NUM_TASKS, "num_repeats": NUM_REPEATS}
-        paths = {"output_dir": str(self.output), "steps_dir": str(self.folder)}
-        write_submission(submission, json.dumps({**config, **paths}))
-        return submission, submit_jobs(submission)
+        assert done.returncode == 0, done.stderr
+        found = dict(line.split(": job ") for line in done.stdout.splitlines() if ": job " in line)
+        return Jobs(found["collection"], found["aggregation"])
 
-    def server(self, **server: Any) -> dict[str, Any]:
-        script = str(FAKES / "node_server.py")
-        command = [sys.executable, script, "{host}:{port}", str(self.folder)]
-        return {"command": command, "start_timeout_s": 120, **server}
+    @property
+    def server(self) -> tuple[str, ...]:
+        """A small server in each array task."""
+        command = [sys.executable, str(FAKES / "node_server.py"), "'{host}:{port}'", str(self.folder)]
+        return (f"slurm.server.command=[{','.join(command)}]", "slurm.server.start_timeout_s=120")
 
     def hold(self, seed: int, chunk: int, after: int) -> None:
         """Let that collection go no further than `after` rollouts until `release`."""
@@ -78,12 +83,10 @@ class Case:
 
     def wait_for_rows(self, jobs: Jobs, count: int, seed: int, chunk: int | None) -> None:
         """Returns when that shard has `count` rows; fails when the collection has ended without."""
-        assert jobs.collection is not None
-        array = jobs.collection
         wait_until(
             lambda: len(self.rows(seed, chunk)) == count,
             self.logs,
-            hopeless=lambda: not self.cluster.is_queued(array),
+            hopeless=lambda: not self.cluster.is_queued(jobs.collection),
         )
 
     def logs(self) -> str:
@@ -95,6 +98,7 @@ def case(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("STEPS", str(tmp_path / "case"))
     monkeypatch.setenv("NEMO_RL_POLL_S", "0.2")
     folder = tmp_path / "case"
     folder.mkdir()
@@ -107,9 +111,8 @@ def job_of(row: dict[str, Any]) -> str:
 
 def test_a_killed_task_is_submitted_again_alone_and_runs_what_is_missing(case: Case) -> None:
     case.hold(1, 1, after=2)
-    _, first = case.submit(seeds=(0, 1), num_chunks=2, server=case.server())
-    assert first.collection is not None
-    assert first.aggregation is not None
+    arguments = ("collect.seeds=0,1", "slurm.num_chunks=2", *case.server)
+    first = case.submit(*arguments)
     case.wait_for_rows(first, 2, 1, 1)
     assert case.cluster.fields(first.aggregation)["Reason"] == "Dependency"
     case.cluster.run("scancel", "--signal=KILL", "--full", f"{first.collection}_3")
@@ -121,10 +124,8 @@ def test_a_killed_task_is_submitted_again_alone_and_runs_what_is_missing(case: C
     assert not (case.output / "rollouts.jsonl").exists()
 
     case.release(1, 1)
-    again, second = case.submit(seeds=(0, 1), num_chunks=2, server=case.server())
-    assert again.missing == (3,)
-    assert second.collection is not None
-    assert second.aggregation is not None
+    second = case.submit(*arguments)
+    assert "--array=3\n" in (case.output / "slurm/0002/collect.sbatch").read_text()
     case.cluster.wait_until_ended(second.collection, second.aggregation)
     assert case.cluster.state(second.aggregation) == "COMPLETED", case.logs()
     of_jobs = Counter(job_of(row) for row in case.rows(1, 1))
@@ -137,9 +138,7 @@ def test_a_killed_task_is_submitted_again_alone_and_runs_what_is_missing(case: C
 
 def test_a_requeued_task_goes_on_and_the_aggregation_still_waits(case: Case) -> None:
     case.hold(0, 0, after=5)
-    _, jobs = case.submit()
-    assert jobs.collection is not None
-    assert jobs.aggregation is not None
+    jobs = case.submit(*case.server)
     case.wait_for_rows(jobs, 5, 0, None)
     case.cluster.run("scontrol", "requeue", f"{jobs.collection}_0")
     wait_until(lambda: case.cluster.fields(f"{jobs.collection}_0")["Restarts"] == "1", case.cluster.queue)
@@ -153,13 +152,13 @@ def test_a_requeued_task_goes_on_and_the_aggregation_still_waits(case: Case) -> 
 def test_servers_of_two_nodes_stand_behind_one_address_and_the_death_of_one_ends_the_job(case: Case) -> None:
     case.hold(0, 0, after=4)
     case.hold(0, 1, after=0)
-    made, jobs = case.submit(nodes=2, server=case.server(num_replicas=2), collection={"num_tasks": 2})
-    assert jobs.collection is not None
+    several = ("slurm.nodes=2", "slurm.server.num_replicas=2", "slurm.collection.num_tasks=2")
+    jobs = case.submit(*several, *case.server)
     case.wait_for_rows(jobs, 4, 0, 0)
     (case.folder / "die-n2").touch()
-    case.cluster.wait_until_ended(jobs.collection, str(jobs.aggregation))
+    case.cluster.wait_until_ended(jobs.collection, jobs.aggregation)
     assert case.cluster.state(f"{jobs.collection}_0") == "FAILED"
-    log = (made.directory / "logs" / "collect-0.log").read_text()
+    log = (case.output / "slurm/0001/logs" / "collect-0.log").read_text()
     assert "the server ended while it was needed" in log
     assert "no memory left on n2" in log
     assert {row["server"] for row in case.rows(0, 0)} <= {"n1", "n2"}
