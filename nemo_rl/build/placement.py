@@ -35,9 +35,16 @@ def _cluster(config: TrainingConfig, layout: Layout) -> str:
 
 
 def _ranks(config: TrainingConfig, layout: Layout) -> str:
-    text = f"FSDP2, {_count(len(layout.ranks), 'rank')}"
-    if (size := config.policy.dtensor_cfg.tensor_parallel_size) > 1:
-        text += f" ({len(layout.ranks) // size} data x {size} tensor parallel)"
+    policy = config.policy
+    megatron = policy.megatron_cfg
+    text = f"{'Megatron' if megatron.enabled else 'FSDP2'}, {_count(len(layout.ranks), 'rank')}"
+    if policy.ranks_of_a_copy > 1:
+        text += f" ({len(layout.ranks) // policy.ranks_of_a_copy} data x "
+        if megatron.enabled:
+            stages = megatron.pipeline_model_parallel_size
+            text += f"{stages} pipeline x {megatron.tensor_model_parallel_size} tensor parallel)"
+        else:
+            text += f"{policy.dtensor_cfg.tensor_parallel_size} tensor parallel)"
     return f"{text} on {_where(layout, layout.ranks)}"
 
 

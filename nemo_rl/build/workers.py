@@ -17,6 +17,7 @@ from nemo_rl.generation.make import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.hf_model import load_config
+from nemo_rl.policy.megatron.checks import check_megatron
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
 from nemo_rl.weight_sync.make import choose_transport
 
@@ -58,9 +59,11 @@ async def open_workers(
     stack: AsyncExitStack,
 ) -> Workers:
     """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
-    check_tensor_parallel(
-        config.policy.dtensor_cfg.tensor_parallel_size, load_config(model_path, config.policy.hf_config_overrides)
-    )
+    model_config = load_config(model_path, config.policy.hf_config_overrides)
+    if config.policy.megatron_cfg.enabled:
+        check_megatron(config.policy, model_config, layout.device)
+    else:
+        check_tensor_parallel(config.policy.dtensor_cfg.tensor_parallel_size, model_config)
     arguments = {
         "model_path": model_path,
         "temperature": config.policy.generation.temperature,

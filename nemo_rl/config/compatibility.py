@@ -6,10 +6,12 @@ value it is ignored with a note, refused with the reason, or left for the schema
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from nemo_rl.config.keys import Path, dotted
+from nemo_rl.config.megatron_keys import MEGATRON_RULES, choose_backend
+from nemo_rl.config.rules import Rule, defaulted, ignored, refused, silent
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -19,36 +21,6 @@ MOVED_KEYS = {
     "grpo.normalize_rewards": "grpo.adv_estimator.normalize_rewards",
     "grpo.use_leave_one_out_baseline": "grpo.adv_estimator.use_leave_one_out_baseline",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row of the table."""
-
-    key: str  # dotted; `*` is any key, and lists are entered
-    inert: tuple[object, ...] | None  # None: every value
-    otherwise: Literal["note", "refuse", "keep"]
-    text: str = ""
-
-
-def silent(key: str) -> Rule:
-    """Means nothing here, whatever its value."""
-    return Rule(key, None, "note")
-
-
-def ignored(key: str, note: str, *inert: object) -> Rule:
-    """Is not needed here; said once when it asks for something."""
-    return Rule(key, inert, "note", note)
-
-
-def refused(key: str, reason: str, *inert: object) -> Rule:
-    """Cannot be had; null and the inert values do not ask for it."""
-    return Rule(key, (None, *inert), "refuse", reason)
-
-
-def defaulted(key: str, *inert: object) -> Rule:
-    """NeMo-RL's way of writing our default; other values are the schema's."""
-    return Rule(key, inert, "keep")
 
 
 SET_NAMES = ("train", "validation", "input")
@@ -109,11 +81,12 @@ RULES: tuple[Rule, ...] = (
     defaulted("policy.tokenizer.chat_template", "default"),
     defaulted("policy.tokenizer.chat_template_kwargs", None),
     defaulted("policy.hf_config_overrides", None),
+    defaulted("policy.optimizer", None),
     ignored("policy.generation_batch_size", "the hf engine takes what it is asked for", 32, None),
     ignored("policy.offload_optimizer_for_logprob", "the optimizer's state stays where it is", None, False),
     ignored("policy.refit_buffer_size_gb", "weights go tensor by tensor, or in chunks of 64 MiB", None),
     silent("policy.make_sequence_length_divisible_by"),
-    refused("policy.dtensor_cfg.enabled", "FSDP2 is the only training backend", True),
+    refused("policy.dtensor_cfg.enabled", "without policy.megatron_cfg.enabled it is the training backend", True),
     silent("policy.dtensor_cfg._v2"),
     refused("policy.dtensor_cfg.sequence_parallel", NO_TP, False),
     refused("policy.dtensor_cfg.context_parallel_size", NO_TP, 1),
@@ -124,8 +97,6 @@ RULES: tuple[Rule, ...] = (
     refused("policy.dtensor_cfg.automodel_kwargs", "models are those of transformers", {}),
     refused("policy.dtensor_cfg.lora_cfg.enabled", "all weights are trained", False),
     silent("policy.dtensor_cfg.lora_cfg"),
-    refused("policy.megatron_cfg.enabled", "FSDP2 is the only training backend", False),
-    silent("policy.megatron_cfg"),
     silent("policy.sequence_packing.sequence_length_round"),  # a pack has no padding
     defaulted("policy.sequence_packing", None),
     defaulted("policy.dynamic_batching", None),
@@ -136,6 +107,7 @@ RULES: tuple[Rule, ...] = (
     refused("policy.router_replay.enabled", "experts are routed anew in training", False),
     silent("policy.router_replay"),
     refused("policy.is_vlm", "only text is trained on", False),
+    *MEGATRON_RULES,
     # policy.generation
     silent("policy.generation.model_name"),
     silent("policy.generation._pad_token_id"),
@@ -243,6 +215,7 @@ def move_keys(layer: dict[str, Any]) -> None:
 
 def take_out(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
     """Take the table's keys out of a resolved configuration, in place; raises ConfigError for what is refused."""
+    choose_backend(config)
     for rule in rules:
         for parent, name, path in list(_find(config, rule.key.split("."))):
             value = parent[name]

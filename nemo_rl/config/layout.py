@@ -3,7 +3,7 @@
 A layout names nodes and GPUs by their place in the run; distributed/placement.py finds real ones for them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl.config.generation import GenerationSection
@@ -17,6 +17,9 @@ from nemo_rl.errors import ConfigError
 
 DATA_PARALLEL = "policy.dtensor_cfg.data_parallel_size"
 TENSOR_PARALLEL = "policy.dtensor_cfg.tensor_parallel_size"
+MEGATRON_DATA_PARALLEL = "policy.megatron_cfg.data_parallel_size"
+MEGATRON_TENSOR_PARALLEL = "policy.megatron_cfg.tensor_model_parallel_size"
+MEGATRON_PIPELINE_PARALLEL = "policy.megatron_cfg.pipeline_model_parallel_size"
 ENGINE_TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 REPLICAS = "policy.generation.num_replicas"
 RESOURCES = "policy.generation.colocated.resources"
@@ -32,7 +35,7 @@ class Layout:
     ranks: tuple[Place, ...]  # of the policy, in the order of ranks; the tensor parallel ones are neighbours
     engines: tuple[Place, ...]
     is_split: bool  # policy and engines stand on GPUs or nodes of their own
-    needs_cluster: bool  # several processes: the policy's ranks and the engines are Ray actors
+    needs_cluster: bool  # processes of their own: the policy's ranks and the engines are Ray actors
     teachers: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)  # ranks, by key; those served have none
 
     @property
@@ -74,8 +77,7 @@ def layout_of(config: TrainingConfig, device: Device) -> Layout:
     }
     engines = _engines(generation, engine_pool, device)
     is_split = policy_pool != engine_pool
-    several = any(len(places) > 1 for places in (ranks, engines, *teachers.values()))
-    several = several or cluster.num_nodes > 1 or cluster.address is not None
+    several = _is_shared(policy, cluster, (ranks, engines, *teachers.values()))
     layout = Layout(
         device=device,
         num_nodes=cluster.num_nodes,
@@ -103,8 +105,14 @@ def policy_layout(policy: Policy, cluster: Cluster, device: Device) -> Layout:
         ranks=ranks,
         engines=(),
         is_split=False,
-        needs_cluster=len(ranks) > 1 or cluster.num_nodes > 1 or cluster.address is not None,
+        needs_cluster=_is_shared(policy, cluster, (ranks,)),
     )
+
+
+def _is_shared(policy: Policy, cluster: Cluster, processes: Iterable[tuple[Place, ...]]) -> bool:
+    """Several processes, or one of Megatron's, which wants a process of its own."""
+    several = any(len(places) > 1 for places in processes)
+    return several or policy.megatron_cfg.enabled or cluster.num_nodes > 1 or cluster.address is not None
 
 
 def _check_gpus(cluster: Cluster, device: Device) -> None:
@@ -151,25 +159,14 @@ def _of_a_node(config: TrainingConfig, gpus: int) -> int:
 
 
 def _ranks(policy: Policy, pool: Pool, device: Device) -> tuple[Place, ...]:
-    data, tensor = policy.dtensor_cfg.data_parallel_size, policy.dtensor_cfg.tensor_parallel_size
+    data, copy = policy.data_parallel_size, policy.ranks_of_a_copy
     if device == "cpu":
-        ranks = spread((data or 1) * tensor, pool.nodes)
+        ranks = spread((data or 1) * copy, pool.nodes)
     else:
-        if len(pool.gpus) % tensor:
-            raise ConfigError(
-                TENSOR_PARALLEL, tensor, f"must divide the {len(pool.gpus)} GPUs that the policy has on a node"
-            )
-        if data is not None and data * tensor > pool.num_gpus:
-            raise ConfigError(
-                DATA_PARALLEL,
-                data,
-                f"with {TENSOR_PARALLEL} = {tensor} these are {data * tensor} ranks, one GPU each; the policy has "
-                f"{pool.num_gpus} (cluster.num_nodes, cluster.gpus_per_node); allowed: "
-                f"at most {pool.num_gpus // tensor}",
-            )
+        _check_gpus_of_ranks(policy, pool)
         gpus = [Place(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
-        ranks = tuple(gpus[: (data or pool.num_gpus // tensor) * tensor])
-    data = len(ranks) // tensor
+        ranks = tuple(gpus[: (data or pool.num_gpus // copy) * copy])
+    data = len(ranks) // copy
     if policy.train_global_batch_size % data:
         raise ConfigError(
             "policy.train_global_batch_size",
@@ -177,6 +174,34 @@ def _ranks(policy: Policy, pool: Pool, device: Device) -> tuple[Place, ...]:
             f"must be a multiple of the {data} data parallel ranks, which share its samples",
         )
     return ranks
+
+
+def _check_gpus_of_ranks(policy: Policy, pool: Pool) -> None:
+    """Every rank has a GPU, and the ranks that share a layer are on one node."""
+    data, copy, is_megatron = policy.data_parallel_size, policy.ranks_of_a_copy, policy.megatron_cfg.enabled
+    tensor_key = MEGATRON_TENSOR_PARALLEL if is_megatron else TENSOR_PARALLEL
+    tensor = policy.megatron_cfg.tensor_model_parallel_size if is_megatron else copy
+    if len(pool.gpus) % tensor:
+        raise ConfigError(tensor_key, tensor, f"must divide the {len(pool.gpus)} GPUs that the policy has on a node")
+    has = f"the policy has {pool.num_gpus} (cluster.num_nodes, cluster.gpus_per_node)"
+    if copy > pool.num_gpus:
+        stages = policy.megatron_cfg.pipeline_model_parallel_size
+        raise ConfigError(
+            MEGATRON_PIPELINE_PARALLEL,
+            stages,
+            f"with {tensor_key} = {tensor} these are {copy} ranks, one GPU each; {has}; allowed: "
+            f"at most {pool.num_gpus // tensor}",
+        )
+    if data is not None and data * copy > pool.num_gpus:
+        sizes = f"{tensor_key} = {tensor}"
+        if is_megatron:
+            sizes += f" and {MEGATRON_PIPELINE_PARALLEL} = {policy.megatron_cfg.pipeline_model_parallel_size}"
+        raise ConfigError(
+            MEGATRON_DATA_PARALLEL if is_megatron else DATA_PARALLEL,
+            data,
+            f"with {sizes} these are {data * copy} ranks, one GPU each; {has}; allowed: "
+            f"at most {pool.num_gpus // copy}",
+        )
 
 
 def _engines(generation: GenerationSection, pool: Pool, device: Device) -> tuple[Place, ...]:

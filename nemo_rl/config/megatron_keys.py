@@ -1,0 +1,82 @@
+"""NeMo-RL's keys of `policy.megatron_cfg` that config/megatron.py does not have; which backend a recipe asks for."""
+
+from typing import Any
+
+from nemo_rl.config.rules import Rule, ignored, refused, silent
+
+_KEY = "policy.megatron_cfg"
+_NO_EXPERTS = "models with experts are not mapped to Megatron"
+
+MEGATRON_RULES: tuple[Rule, ...] = (
+    refused(f"{_KEY}.context_parallel_size", "sequences are not split over ranks", 1),
+    refused(f"{_KEY}.expert_model_parallel_size", _NO_EXPERTS, 1),
+    refused(f"{_KEY}.expert_tensor_parallel_size", _NO_EXPERTS, 1),
+    refused(f"{_KEY}.peft.enabled", "all weights are trained", False),
+    silent(f"{_KEY}.peft"),
+    refused(f"{_KEY}.fp8_cfg.enabled", "layers compute in policy.precision", False),
+    silent(f"{_KEY}.fp8_cfg"),
+    refused(f"{_KEY}.mtp_num_layers", "one token is predicted at a time", 0),
+    refused(f"{_KEY}.env_vars", "set them in the environment of the command", {}),
+    silent(f"{_KEY}.converter_type"),  # the mapping follows from the model
+    silent(f"{_KEY}.force_reconvert_from_hf"),  # weights are read from Hugging Face's files each time
+    silent(f"{_KEY}.empty_unused_memory_level"),
+    silent(f"{_KEY}.defer_fp32_logits"),  # logits are made a chunk at a time
+    silent(f"{_KEY}.freeze_moe_router"),
+    silent(f"{_KEY}.track_moe_metrics"),
+    *(
+        silent(f"{_KEY}.moe_{name}")
+        for name in (
+            "router_dtype",
+            "router_load_balancing_type",
+            "router_bias_update_rate",
+            "router_enable_expert_bias",
+            "permute_fusion",
+            "per_layer_logging",
+            "enable_deepep",
+            "token_dispatcher_type",
+            "shared_expert_overlap",
+            "grouped_gemm",
+            "pad_experts_for_cuda_graph_inference",
+        )
+    ),
+    *(
+        ignored(f"{_KEY}.{name}", "layers are made of torch's own kernels", None, True, False)
+        for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+    ),
+    silent(f"{_KEY}.optimizer.bf16"),
+    silent(f"{_KEY}.optimizer.params_dtype"),
+    refused(f"{_KEY}.optimizer.fp16", "layers compute in policy.precision", False),
+    silent(f"{_KEY}.optimizer.clip_grad"),  # policy.max_grad_norm, which NeMo-RL's recipes refer to
+    ignored(
+        f"{_KEY}.optimizer.use_distributed_optimizer",
+        "each data parallel rank keeps the whole state of the optimizer",
+        None,
+        False,
+    ),
+    ignored(f"{_KEY}.optimizer.use_precision_aware_optimizer", "the optimizer's state is float32", None, False),
+    refused(f"{_KEY}.optimizer.optimizer_cpu_offload", "the optimizer's state stays where the weights are", False),
+    silent(f"{_KEY}.optimizer.optimizer_offload_fraction"),
+    refused(f"{_KEY}.scheduler.weight_decay_incr_style", "the weight decay stays", "constant"),
+    silent(f"{_KEY}.scheduler.start_weight_decay"),
+    silent(f"{_KEY}.scheduler.end_weight_decay"),
+    ignored(f"{_KEY}.distributed_data_parallel_config.overlap_param_gather", "weights are not gathered", None, False),
+    silent(f"{_KEY}.distributed_data_parallel_config.average_in_collective"),
+    silent(f"{_KEY}.distributed_data_parallel_config.use_distributed_optimizer"),
+    refused(f"{_KEY}.distributed_data_parallel_config.use_custom_fsdp", "policy.dtensor_cfg is FSDP2", False),
+    silent(f"{_KEY}.distributed_data_parallel_config.data_parallel_sharding_strategy"),
+)
+
+
+def choose_backend(config: dict[str, Any]) -> None:
+    """Take out, in place, what belongs to the training backend that is off; NeMo-RL's recipes have both sections.
+
+    With `megatron_cfg.enabled` Megatron trains, whatever `dtensor_cfg.enabled` says.
+    """
+    policy = config.get("policy")
+    if not isinstance(policy, dict):
+        return
+    megatron, dtensor = policy.get("megatron_cfg"), policy.get("dtensor_cfg")
+    if not isinstance(megatron, dict) or not megatron.get("enabled"):
+        policy.pop("megatron_cfg", None)
+    elif isinstance(dtensor, dict):
+        dtensor.pop("enabled", None)
