@@ -85,8 +85,8 @@ def within_sequences(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, N, width] to [1, N, heads, width], causal within each sequence, as transformers calls it."""
-    if _has_kernel(query, value):
-        return _by_kernel(query, key, value, pack, sliding_window, options.get("scaling")), None
+    if has_kernel(query, value):
+        return by_kernel(query, key, value, pack, sliding_window, options.get("scaling")), None
     parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
     results = []
     for q, k, v in parts:
@@ -103,7 +103,8 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
     return everything.tril() & everything.triu(1 - sliding_window)
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the device has PyTorch's kernel for sequences of any length."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -112,15 +113,15 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _by_kernel(
+def by_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     pack: Pack,
-    sliding_window: int | None,
-    scaling: float | None,
+    sliding_window: int | None = None,
+    scaling: float | None = None,
 ) -> torch.Tensor:
-    """Flash attention, which takes [N, heads, width]."""
+    """[1, heads, N, width] to [1, N, heads, width] by flash attention, which takes [N, heads, width]."""
     longest = max(pack.lengths)
     result = varlen_attn(
         query[0].transpose(0, 1),

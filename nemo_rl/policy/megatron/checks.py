@@ -26,6 +26,8 @@ def check_megatron(policy: Policy, model: PreTrainedConfig, device: str) -> None
         raise ConfigError(
             f"{KEY}.sequence_parallel", True, "Megatron does not split sequences on a CPU; allowed: false"
         )
+    if section.sequence_parallel and policy.sequence_packing.enabled:
+        raise ConfigError(f"{KEY}.sequence_parallel", True, "not with policy.sequence_packing.enabled; allowed: false")
     if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
         raise ConfigError(
             "policy.optimizer.name",

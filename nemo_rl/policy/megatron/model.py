@@ -3,6 +3,7 @@
 B samples, T tokens, N positions that someone needs, H hidden size.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.policy.attention import Pack
 from nemo_rl.policy.logprobs import recomputed
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.attention import CausalAttention
@@ -36,6 +38,7 @@ class Stage(GPTModel):
         inverse_frequencies: [D / 2] of the rotary embedding.
         temperature: the logits are divided by it.
         chunk_size: positions whose logits exist at once; None: all of a call.
+        is_packed: the sequences of a call go through the layers one behind the other in one row.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Stage(GPTModel):
         inverse_frequencies: torch.Tensor,
         temperature: float,
         chunk_size: int | None,
+        is_packed: bool,
     ) -> None:
         super().__init__(
             settings,
@@ -61,6 +65,7 @@ class Stage(GPTModel):
         self.num_tokens = model.vocab_size
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.is_packed = is_packed
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
         if self.post_process:
             # Hidden states come whole to the output layer, of the positions that someone needs alone.
@@ -72,36 +77,15 @@ class Stage(GPTModel):
         needed: torch.Tensor,
         wanted: ScoresNeeded = LOGPROBS_ALONE,
         candidate_ids: torch.Tensor | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> torch.Tensor | TokenScores:
         """Arguments and scores are those of `CausalLogprobs.forward`; what an earlier stage sent has been set."""
-        width = token_ids.shape[1]
-        if self.config.sequence_parallel:
-            token_ids = F.pad(token_ids, (0, -width % self.config.tensor_model_parallel_size))
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-        hidden = self.decoder(
-            hidden_states=self.embedding(input_ids=token_ids, position_ids=None) if self.pre_process else None,
-            attention_mask=None,
-            rotary_pos_emb=self._angles(positions),
-        )
+        pack = None
+        if self.is_packed:
+            pack = Pack.of(lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device)
+        hidden = self._hidden_states(token_ids, pack)
         if not self.post_process:
             return hidden
-        if self.config.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self._scores(hidden[:width].transpose(0, 1), token_ids[:, :width], needed, wanted, candidate_ids)
-
-    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """[T] positions to the [T, 1, 1, D] angles that Megatron's layers turn queries and keys by."""
-        angles = positions.float()[:, None] * cast(torch.Tensor, self.inverse_frequencies)
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
-
-    def _scores(
-        self,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        needed: torch.Tensor,
-        wanted: ScoresNeeded,
-        candidate_ids: torch.Tensor | None,
-    ) -> TokenScores:
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
         questions = Questions(
@@ -110,7 +94,37 @@ class Stage(GPTModel):
             entropy=wanted.entropy,
             topk=wanted.topk,
         )
-        return scattered(self._chunked(hidden.flatten(0, 1).index_select(0, at - 1), questions), needed)
+        if pack is not None:
+            at = pack.places_of(needed)
+        flat = hidden.transpose(0, 1).flatten(0, 1)
+        return scattered(self._chunked(flat.index_select(0, at - 1), questions), needed)
+
+    def _hidden_states(self, token_ids: torch.Tensor, pack: Pack | None) -> torch.Tensor:
+        """[T, B, H], of a pack [N, 1, H]; in the last stage they lie whole on each tensor parallel rank."""
+        width = token_ids.shape[1]
+        positions = torch.arange(width, device=token_ids.device)
+        if pack is not None:
+            token_ids, positions = token_ids[pack.is_inside].unsqueeze(0), pack.positions.squeeze(0)
+        if self.config.sequence_parallel:  # a part of each sequence on each rank
+            missing = -width % self.config.tensor_model_parallel_size
+            token_ids, positions = (
+                F.pad(token_ids, (0, missing)),
+                torch.arange(width + missing, device=token_ids.device),
+            )
+        hidden = self.decoder(
+            hidden_states=self.embedding(input_ids=token_ids, position_ids=None) if self.pre_process else None,
+            attention_mask=pack,
+            rotary_pos_emb=self._angles(positions),
+        )
+        if self.config.sequence_parallel and self.post_process:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+            hidden = hidden[:width]
+        return hidden
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """[T] positions to the [T, 1, 1, D] angles that Megatron's layers turn queries and keys by."""
+        angles = positions.float()[:, None] * cast(torch.Tensor, self.inverse_frequencies)
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
     def _chunked(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
         size = self.chunk_size or max(len(hidden), 1)

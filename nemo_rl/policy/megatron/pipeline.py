@@ -64,10 +64,11 @@ def _run(
 ) -> list[Any]:
     def forward_step(iterator: Iterator[Part], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         rows, part = next(iterator)
+        lengths = part[keys.LENGTHS].tolist()
         part = part.to(device)
         asked = wanted if len(rows) else ScoresNeeded()  # of a rank without a sample left nothing is asked
         candidate_ids = None if asked.candidates is None else part[asked.candidates]
-        scores = model(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, asked, candidate_ids)
+        scores = model(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, asked, candidate_ids, lengths)
         return scores, partial(read, (rows, part))
 
     width = max((part[keys.TOKEN_IDS].shape[1] for _, part in parts), default=1)

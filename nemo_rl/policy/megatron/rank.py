@@ -27,7 +27,7 @@ from nemo_rl.policy.megatron.saving import OptimizerState
 from nemo_rl.policy.megatron.settings import transformer_config
 from nemo_rl.policy.megatron.training import MegatronTrainer
 from nemo_rl.policy.megatron.weights import StageWeights
-from nemo_rl.policy.micro_batches import micro_batches
+from nemo_rl.policy.micro_batches import micro_batches, scoring_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
 from nemo_rl.policy.ranks import RankLayout, join
 from nemo_rl.types import TrainingBatch
@@ -96,7 +96,7 @@ class MegatronRank(BaseRank):
             main=self._main,
             device=self.device,
             optimizer=self._optimizer,
-            micro_batch_size=config.train_micro_batch_size,
+            batching=training_batches(config),
             max_grad_norm=config.max_grad_norm,
             layout=layout,
         )
@@ -104,9 +104,8 @@ class MegatronRank(BaseRank):
     def _scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = self.config.logprob_batch_size or self.config.train_micro_batch_size
         inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
-        parts = list(micro_batches(inputs, torch.arange(len(batch)), size, self.layout))
+        parts = list(micro_batches(inputs, torch.arange(len(batch)), scoring_batches(self.config), self.layout))
         read = score(module, parts, wanted, _on_the_cpu, device=self.device)
         return ((rows, scores) for rows, scores in read if len(rows) > 0)
 
@@ -146,6 +145,7 @@ class MegatronRank(BaseRank):
             inverse_frequencies=base.rotary_emb.inv_freq,
             temperature=temperature,
             chunk_size=self.config.logprob_chunk_size,
+            is_packed=self.config.sequence_packing.enabled,
         )
         for parameter in stage.parameters():  # torch's norms are made in float32
             parameter.data = parameter.data.to(self.device, settings.params_dtype)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, TokenScores
 from nemo_rl.policy.megatron.optimizer import MainWeights
 from nemo_rl.policy.megatron.pipeline import Part, learn
-from nemo_rl.policy.micro_batches import count_valid, micro_batches
+from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.training import OptimizerStep, Reduction, over_ranks, reduced
 from nemo_rl.types import TrainingBatch
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MegatronTrainer:
-    """A stage under Megatron's data parallelism, its optimizer, and how large a micro-batch and a gradient may be."""
+    """A stage and its optimizer, and which samples go through together and how large a gradient may be."""
 
     module: Any  # megatron.core's DistributedDataParallel around a Stage
     main: MainWeights
     device: torch.device
     optimizer: Optimizer
-    micro_batch_size: int
+    batching: MicroBatching
     max_grad_norm: float | None
     layout: RankLayout
 
@@ -44,7 +44,7 @@ class MegatronTrainer:
         def loss(part: Part, scores: TokenScores) -> tuple[torch.Tensor, dict[str, Metric]]:
             return _loss(part, scores, loss_fn, normalizer)
 
-        parts = list(micro_batches(batch, rows, self.micro_batch_size, self.layout))
+        parts = list(micro_batches(batch, rows, self.batching, self.layout))
         self.module.zero_grad_buffer()
         reports = learn(self.module, parts, loss_fn.scores_needed, loss, device=self.device)
         grad_norm = self._step()
