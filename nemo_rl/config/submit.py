@@ -21,7 +21,7 @@ class Server(Component):
     """OpenAI-compatible servers that an array task starts for its collection, behind one address."""
 
     model: str | None = None  # a Hugging Face name or a folder; None: `command` knows it
-    program: list[str] = Field(default_factory=lambda: ["vllm", "serve"], min_length=1)  # takes the model and flags
+    program: list[str] | None = Field(default=None, min_length=1)  # before model and flags; None: `vllm serve`
     args: list[str] = Field(default_factory=list)  # further arguments of `program`
     command: list[str] | None = Field(default=None, min_length=1)  # another server; {host} and {port} are filled in
     tensor_parallel_size: int = Field(default=1, gt=0)  # GPUs of a replica on each of its nodes

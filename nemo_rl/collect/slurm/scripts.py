@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 
 from nemo_rl.collect.slurm.steps import step
 from nemo_rl.collect.slurm.submission import Submission
@@ -100,7 +101,7 @@ def _server_settings(submission: Submission, server: Server, layout: ServerLayou
         "parallelism": "none" if server.command else layout.parallelism,
         "server_environment": _environment(submission, "server"),
         "server_step": _step(submission, server, num_nodes, layout.tasks_per_node),
-        "server_command": tuple(server.command) if server.command else vllm_command(server, layout),
+        "server_command": tuple(server.command) if server.command else vllm_command(submission, server, layout),
     }
     if layout.needs_router:
         own = submission.slurm.collection
@@ -114,10 +115,11 @@ def _step(submission: Submission, component: Component, num_nodes: int, tasks_pe
     )
 
 
-def vllm_command(server: Server, layout: ServerLayout) -> tuple[str, ...]:
+def vllm_command(submission: Submission, server: Server, layout: ServerLayout) -> tuple[str, ...]:
     """What all processes of the servers have in common; addresses and ranks are added on the node."""
     assert server.model is not None
-    words = [*server.program, server.model]
+    vllm = "vllm" if server.container else str(Path(submission.python).with_name("vllm"))
+    words = [*(server.program or (vllm, "serve")), server.model]
     words += ["--tensor-parallel-size", str(server.tensor_parallel_size)] if server.tensor_parallel_size > 1 else []
     if layout.parallelism == "pipeline":
         words += ["--pipeline-parallel-size", str(layout.tasks_per_group), "--nnodes", str(layout.tasks_per_group)]

@@ -14,7 +14,7 @@ from nemo_rl.collect.slurm.environments import environment_text, shown_environme
 from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
 from nemo_rl.collect.slurm.submission import Submission
 from nemo_rl.config.submit_checks import check_slurm
-from tests.unit.collect.slurm.submissions import EVERYTHING, LAYOUTS, submission
+from tests.unit.collect.slurm.submissions import EVERYTHING, LAYOUTS, SERVER, submission
 
 SHELLCHECK = shutil.which("shellcheck")
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
@@ -146,6 +146,13 @@ def test_a_mount_of_ones_own_over_the_output_is_enough() -> None:
     assert "--container-mounts=/lustre/out:/out" in steps(collection_script(made))["collection_step"]
 
 
+def test_vllm_is_that_of_this_python_or_of_the_container() -> None:
+    own = steps(collection_script(made := submission(server=SERVER)))["server_command"]
+    assert own == [str(Path(made.python).with_name("vllm")), "serve", "org/model"]
+    within = steps(collection_script(submission(server={**SERVER, "container": "i"})))["server_command"]
+    assert within == ["vllm", "serve", "org/model"]
+
+
 def test_the_job_program_may_be_another() -> None:
     made = submission(program=["uv", "run", "nemo-rl"])
     assert steps(collection_script(made))["collect_command"][:4] == ["uv", "run", "nemo-rl", "collect"]
@@ -178,7 +185,7 @@ def test_any_environment_reaches_the_processes_as_it_is(variables: dict[str, str
 @settings(max_examples=30)
 @given(st.lists(WORDS, min_size=1, max_size=4))
 def test_any_word_of_a_command_reaches_it_as_it_is(words: list[str]) -> None:
-    made = submission(server={"model": "m", "args": words})
+    made = submission(server={"model": "m", "args": words, "container": "c"})
     line = next(line for line in collection_script(made).split("\nserver_command=")[1:])
     value: Any = line[: line.index(")\n\n") + 1]
     script = f"server_command={value}\nprintf '%s\\0' \"${{server_command[@]}}\""
