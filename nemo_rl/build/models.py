@@ -4,14 +4,16 @@ import re
 
 from nemo_rl.distributed.cache_directory import cache_directory
 from nemo_rl.errors import ConfigError
-from nemo_rl.quickstart.recipes import student, teacher
+from nemo_rl.quickstart.recipes import pairs_teacher, student, teacher
 from nemo_rl.quickstart.warm_start import prepare_model
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
 QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # likewise
 
-_MODELS = {"quickstart": student, "quickstart-teacher": teacher}
-_NAME = re.compile(r"nemo_rl/(quickstart(?:-teacher)?)(?:-([0-9]+))?")
+QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # likewise; its tokenizer is another
+
+_MODELS = {"quickstart": student, "quickstart-teacher": teacher, "quickstart-pairs-teacher": pairs_teacher}
+_NAME = re.compile(r"nemo_rl/(quickstart(?:-pairs)?(?:-teacher)?)(?:-([0-9]+))?")
 
 
 def resolve_model(model_name: str) -> str:
@@ -19,8 +21,9 @@ def resolve_model(model_name: str) -> str:
     if not model_name.startswith(QUICKSTART_MODEL):
         return model_name
     match = _NAME.fullmatch(model_name)
-    if match is None:
-        allowed = f"allowed: {QUICKSTART_MODEL}, {QUICKSTART_TEACHER}, or {QUICKSTART_MODEL}-N for a seed N"
+    if match is None or match[1] not in _MODELS:
+        names = f"{QUICKSTART_MODEL}, {QUICKSTART_TEACHER}, {QUICKSTART_PAIRS_TEACHER}"
+        allowed = f"allowed: {names}, or {QUICKSTART_MODEL}-N for a seed N"
         raise ConfigError("policy.model_name", model_name, allowed)
     kind, seed = match[1], int(match[2] or 0)
     return str(prepare_model(cache_directory() / f"{kind}-{seed}", _MODELS[kind](seed)))

@@ -4,7 +4,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
 
 from nemo_rl.quickstart.recipes import Recipe, student
-from nemo_rl.quickstart.tokenizer import PADDING, TURN_END
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> LlamaForCausalLM:
@@ -36,7 +35,7 @@ def _config(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, **options: int) 
         max_position_embeddings=128,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=vocabulary[TURN_END],
-        pad_token_id=vocabulary[PADDING],
+        eos_token_id=vocabulary[str(tokenizer.eos_token)],
+        pad_token_id=vocabulary[str(tokenizer.pad_token)],
         **options,  # pyright: ignore[reportArgumentType]
     )

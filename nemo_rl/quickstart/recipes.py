@@ -7,6 +7,7 @@ teacher's are right, so that it can be distilled into the student. build/quickst
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from nemo_rl.data.conversations import Conversation
 from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, words_of
@@ -25,11 +26,15 @@ class Recipe:
     right_share: float = 0.35  # of the spellings
     hidden_size: int = 192
     num_layers: int = 2
+    tokenizer: Literal["characters", "pairs"] = "characters"
 
     @property
     def text(self) -> str:
         """Different wherever another recipe or other words give other weights."""
-        training = ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+        named = asdict(self)
+        if self.tokenizer == "characters":
+            del named["tokenizer"]
+        training = ", ".join(f"{name} {value}" for name, value in named.items())
         words = (section.model_dump_json(exclude_unset=True) for section in (QUICKSTART_TRAIN, QUICKSTART_VALIDATION))
         return "\n".join((training, *words, ""))
 
@@ -42,6 +47,11 @@ def student(seed: int) -> Recipe:
 def teacher(seed: int) -> Recipe:
     """A good speller of the same family."""
     return Recipe(seed=seed, right_share=1.0)
+
+
+def pairs_teacher(seed: int) -> Recipe:
+    """A good speller with another tokenizer, in which two letters may be one token; these take longer to learn."""
+    return Recipe(seed=seed, right_share=1.0, num_steps=600, tokenizer="pairs")
 
 
 def spellings(prompts: Sequence[Prompt], recipe: Recipe) -> list[Conversation]:

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.quickstart.model import make_model
 from nemo_rl.quickstart.recipes import Recipe, spellings
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.tokenizer import make_pair_tokenizer, make_tokenizer
 from nemo_rl.quickstart.words import quickstart_prompts
 from nemo_rl.types import Message, Prompt
 
@@ -34,7 +34,7 @@ def prepare_model(folder: Path, recipe: Recipe, *, progress: Progress | None = N
     if marker.is_file() and marker.read_text() == recipe.text:
         return folder
     logger.info("making the quickstart's model in %s: half a minute, once", folder)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
     model = make_model(tokenizer, recipe)
     train, _ = quickstart_prompts()
     warm_start(model, tokenizer, train.prompts, recipe, progress=progress)
