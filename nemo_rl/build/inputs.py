@@ -1,10 +1,12 @@
 """What a run reads before any model is loaded: tokenizer, chat template and data sets, checked against each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.config.master import RolloutConfig, TrainingConfig
+from nemo_rl.config.policy import Model
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import PromptSet, check_prompt_lengths, load_datasets
 from nemo_rl.data.tokenizer import load_tokenizer
@@ -25,7 +27,7 @@ class Inputs:
 def load_prompts(config: TrainingConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """Training and validation prompts, each with an environment that is configured; needs no model."""
     train, validation = load_datasets(config.data, config.seed)
-    _check_tasks(config, (train, *validation))
+    check_tasks(config, (train, *validation))
     return train, validation
 
 
@@ -35,7 +37,7 @@ def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSe
     Raises ConfigError naming the key and the prompt.
     """
     model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
-    _check_context_length(config, model)
+    check_context_length(config.policy, model)
     tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
     encoder.check()
@@ -53,14 +55,16 @@ def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSe
     )
 
 
-def _check_context_length(config: RolloutConfig, model: PreTrainedConfig) -> None:
-    length = config.policy.max_total_sequence_length
+def check_context_length(policy: Model, model: PreTrainedConfig) -> None:
+    """Raise ConfigError where rollouts may become longer than the model, its text part, takes."""
+    length = policy.max_total_sequence_length
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
 
 
-def _check_tasks(config: RolloutConfig, prompt_sets: tuple[PromptSet, ...]) -> None:
+def check_tasks(config: RolloutConfig, prompt_sets: Sequence[PromptSet]) -> None:
+    """Raise ConfigError for a prompt without an environment."""
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):
             raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)
