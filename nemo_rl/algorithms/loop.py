@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.algorithms.interrupt import Interrupted
 from nemo_rl.algorithms.report import report_start, report_step, report_validation
-from nemo_rl.algorithms.resuming import Position, Saves, restore
+from nemo_rl.algorithms.resuming import Position, Resumable, Saves, restore
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability.timer import StepTimer
@@ -39,11 +39,11 @@ async def train(run: TrainingRun) -> Training:
         except Interrupted:
             logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
         except RolloutError:  # the policy is whole: what it has learnt is not lost
-            await saves.begin(training.position, _named_metrics(training))
+            await saves.begin(training.position, named_metrics(training))
             raise
         training.interrupted = run.interrupt.requested
         if training.interrupted:
-            await saves.begin(training.position, _named_metrics(training))
+            await saves.begin(training.position, named_metrics(training))
     return training
 
 
@@ -84,7 +84,7 @@ async def train_one_step(run: TrainingRun, training: Training) -> None:
             is_published = await _publish(run, step)
         if is_published and _validates_after(run, step):
             await _validate(run, training, timer)
-        await _save_if_due(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
+        await save_if_due(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
     report_step(run, step, metrics, timer)
 
 
@@ -113,7 +113,7 @@ async def _finish(run: TrainingRun, training: Training) -> None:
     logger.info("the data set is spent after %d steps (%s.max_num_epochs)", training.position.step, section)
     if run.config.algorithm.val_at_end and training.position.step not in training.validations:
         await _validate(run, training, StepTimer())
-    await _save_if_due(run, training, StepTimer(), is_last=True)
+    await save_if_due(run, training, StepTimer(), is_last=True)
 
 
 def _validates_after(run: TrainingRun, step: int) -> bool:
@@ -137,18 +137,18 @@ async def _validate(run: TrainingRun, training: Training, timer: StepTimer) -> N
     report_validation(run, training.position.step, validation, timer)
 
 
-async def _save_if_due(run: TrainingRun, training: Training, timer: StepTimer, *, is_last: bool) -> None:
+async def save_if_due(run: Resumable, training: Training, timer: StepTimer, *, is_last: bool) -> None:
     """The files are written while the next step collects; at once where none follows or time runs out."""
     store = run.checkpoints
     if store is None or not store.should_save(training.position.step, is_last=is_last):
         return
     with timer("checkpointing"):
-        await training.saves.begin(training.position, _named_metrics(training))
+        await training.saves.begin(training.position, named_metrics(training))
         if is_last or store.is_urgent:
             await training.saves.finish()
 
 
-def _named_metrics(training: Training) -> dict[str, float]:
+def named_metrics(training: Training) -> dict[str, float]:
     """What is known of the step that training stands at, under the names of `checkpointing.metric_name`."""
     of_validation = training.validations.get(training.position.step, {})
     return {f"train:{k}": v for k, v in training.metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}

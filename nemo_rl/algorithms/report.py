@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.algorithms.validation import ValidationResult
+from nemo_rl.interfaces import Logger
+from nemo_rl.observability.progress import Progress
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.types import FailureClass, Trajectory
 
@@ -23,7 +26,17 @@ def report_start(run: TrainingRun, step: int) -> None:
     run.progress.start(step=step, total=run.num_steps)
 
 
-def report_step(run: TrainingRun, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
+class Reported(Protocol):
+    """Where a run shows its steps."""
+
+    @property
+    def logger(self) -> Logger: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+
+def report_step(run: Reported, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
     """Metrics of one training step under their prefixes."""
     seconds = timer.seconds()
     validation_s = seconds.pop("total_validation_time", 0.0)
@@ -56,13 +69,14 @@ def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_
     """Rates of one step, the time of its validation left out."""
     total = max(seconds["total_step_time"] - validation_s, 1e-9)
     num_tokens = metrics["total_num_tokens"]
-    generation_s = seconds.get("generation", total)  # in the background it goes on for the whole step
     rates = {
         "samples_per_sec": metrics["global_valid_seqs"] / total,
         "tokens_per_sec": num_tokens / total,
-        "generation_tokens_per_sec": _num_sampled_tokens(metrics) / max(generation_s, 1e-9),
         "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
     }
+    if "num_rollouts" in metrics:
+        generation_s = seconds.get("generation", total)  # in the background it goes on for the whole step
+        rates["generation_tokens_per_sec"] = _num_sampled_tokens(metrics) / max(generation_s, 1e-9)
     if "train_flops" in metrics:  # of the whole step, from the policy
         rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
     return rates

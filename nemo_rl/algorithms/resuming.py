@@ -5,15 +5,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.checkpoint import (
     CONFIG_FILE,
     DATALOADER_FILE,
     POLICY_DIRECTORY,
     REPLAY_BUFFER_FILE,
     RNG_FILE,
+    CheckpointStore,
     TrainingInfo,
     load_state,
     restore_rng_state,
@@ -21,10 +21,39 @@ from nemo_rl.checkpoint import (
     save_state,
 )
 from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.sft import SFTConfig
 from nemo_rl.errors import NemoRLError
 from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
+from nemo_rl.interfaces import Policy
 
 logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Where training draws from."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Plain values, among them `consumed_prompts` and `epoch`."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Resumable(Protocol):
+    """What a checkpoint of a run is made of."""
+
+    @property
+    def config(self) -> TrainingConfig | SFTConfig: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def checkpoints(self) -> CheckpointStore | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +64,7 @@ class Position:
     source_state: Mapping[str, Any]
 
 
-async def restore(run: TrainingRun) -> Position:
+async def restore(run: Resumable) -> Position:
     """Load the newest checkpoint into the policy and the source; the start where there is none."""
     latest = run.checkpoints.latest() if run.checkpoints else None
     if latest is None:
@@ -53,7 +82,7 @@ class Saves:
     Leaving it as a context manager finishes that one, whatever ended the run, if the policy still can.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: Resumable) -> None:
         self._run = run
         self._begun: tuple[Path, TrainingInfo] | None = None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.sft import SFTConfig
 from nemo_rl.distributed.cluster import cluster_address, connect
 from nemo_rl.distributed.placement import Reservation, Seat, reserve
 from nemo_rl.policy.group import PolicyGroup
@@ -14,7 +15,7 @@ from nemo_rl.policy.group import PolicyGroup
 logger = logging.getLogger(__name__)
 
 
-async def open_reservation(config: TrainingConfig, layout: Layout, stack: AsyncExitStack) -> Reservation:
+async def open_reservation(config: TrainingConfig | SFTConfig, layout: Layout, stack: AsyncExitStack) -> Reservation:
     """Join or start a cluster and set aside what the layout needs; `stack` gives it back."""
     connect(config.cluster.address)
     reservation = await _reserve(config, layout)
@@ -23,7 +24,7 @@ async def open_reservation(config: TrainingConfig, layout: Layout, stack: AsyncE
 
 
 async def open_ranks(
-    config: TrainingConfig,
+    config: TrainingConfig | SFTConfig,
     layout: Layout,
     reservation: Reservation,
     arguments: dict[str, Any],
@@ -49,7 +50,7 @@ async def open_ranks(
     return policy, [reservation.seat(place) for place in layout.engines]
 
 
-async def _reserve(config: TrainingConfig, layout: Layout) -> Reservation:
+async def _reserve(config: TrainingConfig | SFTConfig, layout: Layout) -> Reservation:
     return await reserve(
         layout,
         timeout_s=config.cluster.start_timeout_s,

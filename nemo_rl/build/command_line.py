@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.loading import load_config, load_distillation_config, resolved_yaml
+from nemo_rl.config.loading import load_config, load_distillation_config, load_sft_config, resolved_yaml
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.sft import SFTConfig
 from nemo_rl.errors import ConfigError, DataError, NemoRLError
 
 EXIT_FAILED = 1
@@ -28,11 +29,9 @@ class Job:
     train: Callable[[Any, str], int]  # with the command that started it; the exit code
 
 
-def run_command(
-    arguments: Sequence[str], *, description: str, default_config: Path, job: Job, program: str | None = None
-) -> int:
+def run_command(arguments: Sequence[str], *, description: str, default_config: Path, job: Job) -> int:
     """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
-    parsed = _parser(description, program).parse_intermixed_args(arguments)
+    parsed = _parser(description).parse_intermixed_args(arguments)
     try:
         config = job.load(parsed.config or default_config, parsed.overrides)
         return job.show(config) if parsed.dry_run else job.train(config, _command(parsed))
@@ -44,10 +43,8 @@ def run_command(
         return EXIT_INTERRUPTED
 
 
-def _parser(description: str, program: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a recipe; without it the quickstart")
     parser.add_argument("--dry-run", action="store_true", help="print the configuration and the placement, then stop")
     parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")
@@ -76,5 +73,22 @@ def _train(config: TrainingConfig, command: str) -> int:
     return EXIT_INTERRUPTED if training.interrupted else 0
 
 
+def _show_sft(config: SFTConfig) -> int:
+    from nemo_rl.build.placement import sft_placement_plan
+    from nemo_rl.policy.optim import check_optimizer
+
+    check_optimizer(config.policy)
+    sys.stdout.write(f"{resolved_yaml(config)}\n{sft_placement_plan(config)}\n")
+    return 0
+
+
+def _train_sft(config: SFTConfig, command: str) -> int:
+    from nemo_rl.build.sft import run_sft
+
+    training = asyncio.run(run_sft(config, command))
+    return EXIT_INTERRUPTED if training.interrupted else 0
+
+
 GRPO_JOB = Job(load_config, _show, _train)
 DISTILLATION_JOB = Job(load_distillation_config, _show, _train)
+SFT_JOB = Job(load_sft_config, _show_sft, _train_sft)

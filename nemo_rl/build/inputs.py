@@ -1,6 +1,5 @@
 """What a run reads before any model is loaded: tokenizer, chat template and data sets, checked against each other."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -27,7 +26,7 @@ class Inputs:
 def load_prompts(config: TrainingConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """Training and validation prompts, each with an environment that is configured; needs no model."""
     train, validation = load_datasets(config.data, config.seed)
-    check_tasks(config, (train, *validation))
+    _check_tasks(config, (train, *validation))
     return train, validation
 
 
@@ -56,15 +55,14 @@ def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSe
 
 
 def check_context_length(policy: Model, model: PreTrainedConfig) -> None:
-    """Raise ConfigError where rollouts may become longer than the model, its text part, takes."""
+    """Raise ConfigError where the model cannot take `policy.max_total_sequence_length` tokens."""
     length = policy.max_total_sequence_length
     longest = getattr(model, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
 
 
-def check_tasks(config: RolloutConfig, prompt_sets: Sequence[PromptSet]) -> None:
-    """Raise ConfigError for a prompt without an environment."""
+def _check_tasks(config: RolloutConfig, prompt_sets: tuple[PromptSet, ...]) -> None:
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):
             raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from nemo_rl.build.workers import engine_dtype, find_layout
+from nemo_rl.build.workers import engine_dtype, find_layout, find_policy_layout
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout, Place
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.sft import SFTConfig
 from nemo_rl.weight_sync.make import choose_transport
 
 
@@ -16,9 +17,7 @@ def placement_plan(config: TrainingConfig) -> str:
     reference = config.needs_reference
     agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
     lines = [
-        "# placement",
-        *([f"#   cluster: {_cluster(config, layout)}"] if layout.needs_cluster else []),
-        f"#   policy: {config.policy.model_name}, {_ranks(config, layout)}, {config.policy.precision}",
+        *_policy_lines(config, layout),
         f"#   reference policy: {'a frozen copy beside the policy' if reference else 'none (no KL penalty)'}",
         f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
         f"#   environments: {', '.join(sorted(config.env.keys() - set(agents))) or 'none'}",
@@ -28,13 +27,26 @@ def placement_plan(config: TrainingConfig) -> str:
     return "\n".join(lines)
 
 
-def _cluster(config: TrainingConfig, layout: Layout) -> str:
+def sft_placement_plan(config: SFTConfig) -> str:
+    """The same of supervised training, which samples nothing."""
+    return "\n".join(_policy_lines(config, find_policy_layout(config)))
+
+
+def _policy_lines(config: TrainingConfig | SFTConfig, layout: Layout) -> list[str]:
+    return [
+        "# placement",
+        *([f"#   cluster: {_cluster(config, layout)}"] if layout.needs_cluster else []),
+        f"#   policy: {config.policy.model_name}, {_ranks(config, layout)}, {config.policy.precision}",
+    ]
+
+
+def _cluster(config: TrainingConfig | SFTConfig, layout: Layout) -> str:
     gpus = f" with {layout.gpus_per_node} GPUs each" if layout.gpus_per_node else ""
     where = f"Ray at {config.cluster.address}" if config.cluster.address else "Ray, of RAY_ADDRESS or local"
     return f"{where}, {_count(layout.num_nodes, 'node')}{gpus}"
 
 
-def _ranks(config: TrainingConfig, layout: Layout) -> str:
+def _ranks(config: TrainingConfig | SFTConfig, layout: Layout) -> str:
     policy = config.policy
     megatron = policy.megatron_cfg
     text = f"{'Megatron' if megatron.enabled else 'FSDP2'}, {_count(len(layout.ranks), 'rank')}"

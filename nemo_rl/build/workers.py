@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.teachers import Teachers
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.teachers import open_teachers
-from nemo_rl.config.layout import Layout, layout_of
+from nemo_rl.config.layout import Device, Layout, layout_of, policy_layout
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.policy import Policy as PolicySection
+from nemo_rl.config.sft import SFTConfig
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.generation.make import make_generation
 from nemo_rl.interfaces import Generation, Policy
@@ -38,14 +42,67 @@ def find_layout(config: TrainingConfig) -> Layout:
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
     """
-    device = config.policy.device
-    if device == "auto":
-        device = "cuda" if resolve_device("auto").type == "cuda" else "cpu"
+    device = _device_of(config.policy)
     layout = layout_of(config, device)
     choose_transport(config.weight_sync.transport, layout)
     if not layout.needs_cluster:
         resolve_device(device)
     return layout
+
+
+def find_policy_layout(config: SFTConfig) -> Layout:
+    """The same of ranks without an engine."""
+    device = _device_of(config.policy)
+    layout = policy_layout(config.policy, config.cluster, device)
+    if not layout.needs_cluster:
+        resolve_device(device)
+    return layout
+
+
+def _device_of(policy: PolicySection) -> Device:
+    if policy.device != "auto":
+        return policy.device
+    return "cuda" if resolve_device("auto").type == "cuda" else "cpu"
+
+
+def _check_split(policy: PolicySection, model_path: str, layout: Layout) -> None:
+    model_config = load_config(model_path, policy.hf_config_overrides)
+    if policy.megatron_cfg.enabled:
+        check_megatron(policy, model_config, layout.device)
+    else:
+        check_tensor_parallel(policy.dtensor_cfg.tensor_parallel_size, model_config)
+
+
+async def open_policy(
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    layout: Layout,
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> Policy:
+    """Start the policy's ranks alone; otherwise as `open_workers`."""
+    _check_split(config.policy, model_path, layout)
+    section = config.policy.model_copy(update={"logprob_batch_size": config.val_micro_batch_size})
+    arguments = {
+        "model_path": model_path,
+        "temperature": 1.0,
+        "needs_reference": False,
+        "num_samples_per_step": section.train_global_batch_size,
+        "seed": config.sft.seed,
+        "tokenizer": tokenizer,
+    }
+    if not layout.needs_cluster:
+        policy = FSDP2Policy(section, **arguments)
+        stack.push_async_callback(policy.close)
+        return policy
+    from nemo_rl.build.cluster import open_ranks, open_reservation  # loads Ray
+
+    reservation = await open_reservation(config, layout, stack)
+    of_ranks = config.model_copy(update={"policy": section})
+    policy, _ = await open_ranks(of_ranks, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    return policy
 
 
 async def open_workers(
@@ -59,11 +116,7 @@ async def open_workers(
     stack: AsyncExitStack,
 ) -> Workers:
     """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
-    model_config = load_config(model_path, config.policy.hf_config_overrides)
-    if config.policy.megatron_cfg.enabled:
-        check_megatron(config.policy, model_config, layout.device)
-    else:
-        check_tensor_parallel(config.policy.dtensor_cfg.tensor_parallel_size, model_config)
+    _check_split(config.policy, model_path, layout)
     arguments = {
         "model_path": model_path,
         "temperature": config.policy.generation.temperature,

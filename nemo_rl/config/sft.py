@@ -46,3 +46,7 @@ class SFTConfig(Section):
     def max_tokens(self) -> int:
         """Of one conversation."""
         return self.data.max_input_seq_length or self.policy.max_total_sequence_length
+
+    @property
+    def val_micro_batch_size(self) -> int:
+        return self.sft.val_micro_batch_size or self.policy.train_micro_batch_size

@@ -20,6 +20,7 @@ from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
 KEY = "policy.tokenizer.chat_template"
 STAND_IN = "nemoRlStandIn"  # letters only: no template escapes or strips them
 PROBE = "nemoRlProbe"
+QUESTION = Message("user", "question")
 UNNAMED_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits: Mistral's templates insist
 
 
@@ -33,8 +34,6 @@ class ChatEncoder:
 
     A segment that was not sampled has all its tokens on its last message; its earlier messages carry none.
     """
-
-    is_rendered_elsewhere = False  # True: messages have no tokens here, and requests carry the messages themselves
 
     def __init__(
         self,
@@ -106,6 +105,24 @@ class ChatEncoder:
             token_ids = token_ids[1:]
         return _segment(new_messages, token_ids)
 
+    def encode_answer(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """The tokens that the model is to write for an assistant's message in a turn that has been opened.
+
+        They are the template's text of the message, up to the token that ends its turn; where the template ends turns
+        by text alone, the end-of-sequence token stands for that.
+
+        Raises ConfigError when the template refuses the message, leaves its text out, or renders it otherwise than
+        behind the opening of a turn.
+        """
+        if not self._answers_are_rendered:
+            refusal = TemplateRefusal("the assistant's text is not rendered, so that nothing of it can be learnt")
+            raise self._refusal(["assistant"], refusal)
+        try:
+            text, is_ended = self._answer(message, tools if message.tool_calls else ())
+        except TemplateRefusal as error:
+            raise self._refusal(["assistant"], error) from error
+        return self._encode(text) if is_ended else (*self._encode(text), self.stop_token_ids[0])
+
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of sampled tokens, without the stop token at their end and, unless kept, other special tokens."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
@@ -128,6 +145,32 @@ class ChatEncoder:
             return self._template.render(messages, tools, add_generation_prompt=True)
         except TemplateRefusal as error:
             raise self._refusal((message.role for message in messages), error) from error
+
+    @cached_property
+    def _answers_are_rendered(self) -> bool:
+        try:
+            return STAND_IN in self._answer(Message("assistant", STAND_IN), ())[0]
+        except TemplateRefusal as error:
+            raise self._refusal(["assistant"], error) from error
+
+    @cached_property
+    def _opening(self) -> str:
+        return self._template.render((QUESTION,), (), add_generation_prompt=True)
+
+    def _answer(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+        """The text of a message behind the opening of its turn, and whether a special token ends it."""
+        text = self._template.render((QUESTION, message), tools, add_generation_prompt=False)
+        opening = self._template.render((QUESTION,), tools, add_generation_prompt=True) if tools else self._opening
+        if not text.startswith(opening):
+            raise TemplateRefusal(f"its turn does not begin as the generation prompt opens it: {opening[-40:]!r}")
+        text = text[len(opening) :]
+        end = text.rfind(self._terminator) if self._terminator else -1
+        if end >= 0:
+            return text[: end + len(self._terminator)], True
+        *_, last = (None, *self._special_run.finditer(text))
+        if last is not None and last.end() == len(text):
+            return text.rstrip(), True  # another token than that behind a plain text: the end of a call, say
+        return text.rstrip(), False
 
     @cached_property
     def _terminator(self) -> str:
@@ -162,7 +205,7 @@ class ChatEncoder:
         stand_in = STAND_IN
         while any(stand_in in message.content for message in new_messages):
             stand_in += "n"
-        conversation = (Message("user", "question"), _standing_in(sampled, stand_in), *new_messages)
+        conversation = (QUESTION, _standing_in(sampled, stand_in), *new_messages)
         text = self._template.render(conversation, tools, add_generation_prompt=True)
         _, found, tail = text.rpartition(stand_in)
         if not found:
@@ -179,7 +222,7 @@ class ChatEncoder:
 
     def _difference(self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The bridge as what a longer rendering adds to a shorter one, from the terminator at the seam on."""
-        past = (Message("user", "question"), Message("assistant", sampled.content or "answer", sampled.tool_calls))
+        past = (QUESTION, Message("assistant", sampled.content or "answer", sampled.tool_calls))
         shorter = self._template.render(past, tools, add_generation_prompt=False)
         longer = self._template.render((*past, *new_messages), tools, add_generation_prompt=True)
         if not longer.startswith(shorter):
@@ -198,7 +241,7 @@ class ChatEncoder:
 
     def _check_system_role(self) -> None:
         if "system" not in self._opened_by:
-            text = self._rendered_prompt((Message("system", STAND_IN), Message("user", "question")), ())
+            text = self._rendered_prompt((Message("system", STAND_IN), QUESTION), ())
             if STAND_IN not in text:
                 raise self._refusal(["system"], TemplateRefusal("its messages are not rendered"))
             self._opened_by.add("system")

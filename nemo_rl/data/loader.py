@@ -98,11 +98,16 @@ class PromptLoader:
         self._put_back = tuple(state["put_back"])
 
     def _order_of(self, epoch: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._prompts))
-        order = array("I", range(len(self._prompts)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+        return epoch_order(len(self._prompts), epoch, shuffle=self._shuffle, seed=self._seed)
+
+
+def epoch_order(count: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence[int]:
+    """Places 0 to count - 1 in the order of one epoch: a function of (seed, epoch) alone."""
+    if not shuffle:
+        return range(count)
+    order = array("I", range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
 
 
 def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> str:

@@ -46,20 +46,15 @@ def register_processor(name: str) -> Callable[[ProcessorT], ProcessorT]:
     return add
 
 
-def prompt_maker(section: Dataset, *, key: str) -> Callable[[Row], Prompt]:
-    """Makes the prompt of a row; raises DataError, KeyError, TypeError or ValueError for one that cannot be read."""
-    row_format = _row_format(section, key)
-    named = None if section.processor is None else find(section.processor, PROCESSORS, key=f"{key}.processor")
-    return lambda row: (named or _by_shape(row, section))(row, row_format)
-
-
 def make_prompts(rows: Sequence[Row], section: Dataset, *, key: str) -> list[Prompt]:
     """One prompt a row. Raises DataError naming the data set and the row for a row that cannot be read."""
-    make_prompt = prompt_maker(section, key=key)
+    row_format = row_format_of(section, key)
+    named = None if section.processor is None else find(section.processor, PROCESSORS, key=f"{key}.processor")
     prompts = []
     for index, row in enumerate(rows):
+        processor = named or _by_shape(row, section)
         try:
-            prompts.append(make_prompt(row))
+            prompts.append(processor(row, row_format))
         except (DataError, KeyError, TypeError, ValueError) as error:
             problem = f"has no field {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{key} ({section.dataset_name}): row {index}: {problem}") from error
@@ -86,7 +81,7 @@ def final_answer(row: Row, row_format: RowFormat) -> Prompt:
 @register_processor("messages")
 def conversation(row: Row, row_format: RowFormat) -> Prompt:
     """OpenAI messages. A last assistant message is the answer; the row's other fields go to the environment."""
-    messages = tuple(_message(item) for item in row["messages"])
+    messages = tuple(message_of(item) for item in row["messages"])
     state = {name: value for name, value in row.items() if name not in ("messages", "tools")}
     if messages and messages[-1].role == "assistant":
         state.setdefault("answer", messages[-1].content)
@@ -108,7 +103,7 @@ def generated(row: Row, row_format: RowFormat) -> Prompt:
     return Prompt("", row_format.task_name, row_format.messages(row["entry"]["question"]), dict(row))
 
 
-def _row_format(section: Dataset, key: str) -> RowFormat:
+def row_format_of(section: Dataset, key: str) -> RowFormat:
     prompt_text = _text(section.prompt_file, f"{key}.prompt_file") or PLACEHOLDER
     if PLACEHOLDER not in prompt_text:
         raise ConfigError(f"{key}.prompt_file", section.prompt_file, "has no {} where the question goes")
@@ -137,7 +132,7 @@ def _by_shape(row: Row, section: Dataset) -> Processor:
     return conversation if has_messages else question_answer
 
 
-def _message(item: Any) -> Message:
+def message_of(item: Any) -> Message:
     if not isinstance(item, Mapping) or item.get("role") not in get_args(Role):
         raise DataError(f"{item!r} is no message with a role of {', '.join(get_args(Role))}")
     content = item.get("content")

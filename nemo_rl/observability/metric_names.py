@@ -106,7 +106,13 @@ METRICS: dict[str, dict[str, str]] = {
         "train/reward_margin": "mean score of the chosen answer minus that of the rejected one",
         "validation/pair_accuracy": "the share of all validation pairs",
         "validation/reward_margin": "the margin over all validation pairs",
-        "validation/loss": "the mean loss of all validation pairs",
+        "validation/loss": "the mean loss of all validation pairs; of run_sft.py, of all learnt tokens",
+    },
+    "Supervised training (run_sft.py)": {
+        "data/train/num_conversations": "conversations to train on, logged once",
+        "data/train/num_overlong": "those with more tokens than data.max_input_seq_length",
+        "data/train/num_dropped": "those that were left out for it",
+        "data/validation/<set>/<count>": "the same counts of each validation set",
     },
     "Seconds": {
         "timing/train/total_step_time": "the whole step",

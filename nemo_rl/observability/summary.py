@@ -60,28 +60,42 @@ def summary(
     """The text at the end of a run. Rewards and accuracies by step; `continue_command` is shown as it is."""
     parts = [reward_curve(rewards, accuracies), _first_and_last("Training reward", rewards)]
     parts.append(_first_and_last("Validation accuracy", accuracies))
+    return "\n".join([*(part for part in parts if part), *_places(metrics_path, checkpoint, continue_command)])
+
+
+def loss_summary(metrics_path: Path, *, checkpoint: Path | None = None, continue_command: str | None = None) -> str:
+    """The same of a run that has losses and no rewards."""
+    losses, of_validation = (read_metric(metrics_path, name) for name in ("train/loss", "validation/loss"))
+    parts = [_first_and_last("Training loss", losses), _first_and_last("Validation loss", of_validation)]
+    return "\n".join([*(part for part in parts if part), *_places(metrics_path, checkpoint, continue_command)])
+
+
+def _places(metrics_path: Path, checkpoint: Path | None, continue_command: str | None) -> list[str]:
     places = [
         f"Metrics     {metrics_path}",
         f"Checkpoint  {checkpoint or 'none (checkpointing.enabled=true saves one)'}",
     ]
     if continue_command:
         places.append(f"Continue    {continue_command}")
-    return "\n".join([part for part in parts if part] + places)
+    return places
 
 
 def read_history(metrics_path: Path) -> tuple[dict[int, float], dict[int, float]]:
     """Rewards and validation accuracies by step from `metrics.jsonl`; what was logged last for a step counts."""
-    rewards: dict[int, float] = {}
-    accuracies: dict[int, float] = {}
-    for line in metrics_path.read_text(encoding="utf-8").splitlines():
+    return read_metric(metrics_path, "train/reward"), read_metric(metrics_path, "validation/accuracy")
+
+
+def read_metric(metrics_path: Path, name: str) -> dict[int, float]:
+    """One metric by step; nothing where there is no such file."""
+    values: dict[int, float] = {}
+    for line in metrics_path.read_text(encoding="utf-8").splitlines() if metrics_path.exists() else ():
         try:
             metrics = json.loads(line)
         except ValueError:  # the last line of a run that was killed
             continue
-        for name, values in (("train/reward", rewards), ("validation/accuracy", accuracies)):
-            if name in metrics:
-                values[metrics["step"]] = float(metrics[name])
-    return dict(sorted(rewards.items())), dict(sorted(accuracies.items()))
+        if name in metrics:
+            values[metrics["step"]] = float(metrics[name])
+    return dict(sorted(values.items()))
 
 
 def _ticks(steps: set[int]) -> list[int]:

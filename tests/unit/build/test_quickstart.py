@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.build import quickstart
+from nemo_rl.build.quickstart import prepare_model
 from nemo_rl.config.policy import Tokenizer
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.quickstart import warm_start
 from nemo_rl.quickstart.recipes import Recipe, noisy_spelling
-from nemo_rl.quickstart.warm_start import prepare_model
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +46,12 @@ def test_complete_folder_is_kept_and_an_unfinished_one_replaced(tmp_path):
     folder = prepare_model(tmp_path / "model", Recipe(num_steps=1))
     (folder / "note").touch()
     steps: list[int] = []
-    prepare_model(folder, Recipe(num_steps=1), progress=lambda step, *_: steps.append(step))
+    prepare_model(folder, Recipe(num_steps=1), on_step=lambda step, *_: steps.append(step))
     assert steps == []
     assert (folder / "note").exists()
 
     (folder / "complete").unlink()
-    prepare_model(folder, Recipe(num_steps=1), progress=lambda step, *_: steps.append(step))
+    prepare_model(folder, Recipe(num_steps=1), on_step=lambda step, *_: steps.append(step))
     assert steps == [1]
     assert not (folder / "note").exists()
 
@@ -60,7 +60,7 @@ def test_folder_of_another_recipe_is_made_anew(tmp_path):
     seen: list[tuple[int, int]] = []
     for num_steps in (1, 2):
         recipe = Recipe(num_steps=num_steps)
-        prepare_model(tmp_path / "m", recipe, progress=lambda step, total, _: seen.append((step, total)))
+        prepare_model(tmp_path / "m", recipe, on_step=lambda step, total, _: seen.append((step, total)))
     assert seen == [(1, 1), (1, 2), (2, 2)]
 
 
@@ -69,7 +69,7 @@ def test_interrupted_making_leaves_no_folder(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_model(tmp_path / "model", Recipe(num_steps=2), progress=stop)
+        prepare_model(tmp_path / "model", Recipe(num_steps=2), on_step=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,7 +77,7 @@ def test_faster_process_wins(tmp_path):
     folder = prepare_model(tmp_path / "model", Recipe(num_steps=1))
     recipe = (folder / "complete").read_text()
     (folder / "note").touch()
-    warm_start._put_in_place(tmp_path / "mine", folder, recipe)
+    quickstart._put_in_place(tmp_path / "mine", folder, recipe)
     assert (folder / "note").exists()
 
 

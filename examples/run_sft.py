@@ -1,0 +1,16 @@
+"""Train a language model on conversations.
+
+uv run examples/run_sft.py                                         the quickstart: two CPU cores, a minute
+uv run examples/run_sft.py --config examples/configs/sft.yaml data.train.data_path=chats.jsonl
+uv run examples/run_sft.py --dry-run                               resolve and validate the configuration only
+"""
+
+import sys
+from pathlib import Path
+
+from nemo_rl.build.command_line import SFT_JOB, run_command
+
+QUICKSTART = Path(__file__).parent / "configs" / "sft_quickstart.yaml"
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART, job=SFT_JOB))

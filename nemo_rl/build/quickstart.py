@@ -1,0 +1,154 @@
+"""The quickstart's models, made by supervised training (algorithms/sft.py) as quickstart/recipes.py says."""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.sft import SFTRun, train_sft
+from nemo_rl.config.data import Dataset
+from nemo_rl.config.policy import Optimizer, Policy, SchedulerStage
+from nemo_rl.config.sft import SFT, SFTConfig, SFTData
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.conversations import ConversationSet
+from nemo_rl.data.supervised import SampleLoader, encode_set
+from nemo_rl.observability.loggers import CompositeLogger
+from nemo_rl.observability.progress import Progress
+from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.thread import PolicyThread
+from nemo_rl.quickstart.model import make_model
+from nemo_rl.quickstart.recipes import Recipe, spellings
+from nemo_rl.quickstart.tokenizer import make_pair_tokenizer, make_tokenizer
+from nemo_rl.quickstart.words import quickstart_prompts
+
+logger = logging.getLogger(__name__)
+
+COMPLETE = "complete"  # a file in a folder that was written to its end: the recipe of its weights
+MAX_TOKENS = 64  # of a question with its spelling
+
+OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
+
+
+def prepare_model(folder: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
+    """Make `folder` a Hugging Face model with tokenizer and chat template; one that is complete is kept.
+
+    Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it. May be
+    called inside an event loop, which stands still meanwhile.
+    """
+    marker = folder / COMPLETE
+    if marker.is_file() and marker.read_text() == recipe.text:
+        return folder
+    logger.info("making the quickstart's model in %s: half a minute, once", folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    thread, progress = PolicyThread("quickstart"), _Steps(on_step)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                made = thread.run_blocking(asyncio.run, _trained(recipe, Path(scratch), progress))
+        finally:
+            progress.stop.set()  # where this was interrupted
+            thread.close()
+        (made / COMPLETE).write_text(recipe.text)
+        _put_in_place(made, folder, recipe.text)
+    return folder
+
+
+async def _trained(recipe: Recipe, scratch: Path, progress: Progress) -> Path:
+    """Train fresh weights; the folder with what became of them."""
+    tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
+    make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
+    train, _ = quickstart_prompts()
+    learnt = ConversationSet("spellings", spellings(train.prompts, recipe))
+    samples = encode_set(ChatEncoder(tokenizer), learnt, max_tokens=MAX_TOKENS, overlong="truncate").samples
+    config = _config(recipe, str(scratch / "fresh"))
+    policy = FSDP2Policy(
+        config.policy,
+        model_path=config.policy.model_name,
+        temperature=1.0,
+        needs_reference=False,
+        num_samples_per_step=recipe.batch_size,
+        seed=recipe.seed,
+        tokenizer=tokenizer,
+    )
+    try:
+        run = SFTRun(
+            config=config,
+            run_dir=scratch,
+            num_steps=recipe.num_steps,
+            source=SampleLoader(samples, shuffle=False, seed=recipe.seed, max_epochs=1),
+            validation=(),
+            policy=policy,
+            checkpoints=None,
+            logger=CompositeLogger({}),
+            progress=progress,
+            interrupt=Interrupt(),
+        )
+        await train_sft(run)
+        await policy.save(scratch, save_optimizer=False)
+        await policy.finish_save()
+    finally:
+        await policy.close()
+    return scratch / "weights"
+
+
+def _config(recipe: Recipe, model_path: str) -> SFTConfig:
+    """The learning rate rises over `warmup_steps`, then falls to a twentieth of its peak."""
+    warmup, rest = recipe.warmup_steps, max(recipe.num_steps - recipe.warmup_steps, 1)
+    return SFTConfig(
+        sft=SFT(max_num_steps=recipe.num_steps, seed=recipe.seed, val_period=0, val_at_end=False),
+        policy=Policy(
+            model_name=model_path,
+            precision="float32",
+            device="cpu",
+            train_global_batch_size=recipe.batch_size,
+            train_micro_batch_size=recipe.batch_size,
+            max_total_sequence_length=MAX_TOKENS,
+            optimizer=Optimizer(kwargs={"lr": recipe.peak_learning_rate, "weight_decay": 0.01}),
+            scheduler=[
+                _linear(start_factor=1 / warmup, end_factor=1.0, total_iters=warmup),
+                _linear(start_factor=1.0, end_factor=0.05, total_iters=rest),
+                SchedulerStage(milestones=[warmup]),
+            ],
+        ),
+        data=SFTData(train=Dataset(), shuffle=False),
+    )
+
+
+def _linear(**kwargs: float) -> SchedulerStage:
+    return SchedulerStage(name="torch.optim.lr_scheduler.LinearLR", kwargs=kwargs)
+
+
+class _Steps(Progress):
+    """Tells of the steps, without a line for each of them."""
+
+    def __init__(self, on_step: OnStep | None) -> None:
+        super().__init__()
+        self.stop = threading.Event()
+        self._on_step = on_step
+
+    def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        self._advance(step)
+        if self.stop.is_set():
+            raise KeyboardInterrupt
+        if self._on_step is not None:
+            self._on_step(step, self._total, metrics["loss"])
+
+
+def _put_in_place(made: Path, folder: Path, recipe: str) -> None:
+    """Rename, replacing a folder of another recipe; where another process was faster, its folder stays."""
+    if folder.exists() and (folder / COMPLETE).is_file() and (folder / COMPLETE).read_text() == recipe:
+        return
+    if folder.exists():
+        shutil.rmtree(folder)
+    try:
+        os.rename(made, folder)
+    except OSError:
+        if not (folder / COMPLETE).is_file():
+            raise

@@ -1,0 +1,144 @@
+"""A run of examples/run_sft.py from its configuration: everything opened in order, closed in reverse, a summary."""
+
+import logging
+import math
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
+from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.sft import SFTRun, train_sft
+from nemo_rl.build.inputs import check_context_length
+from nemo_rl.build.models import resolve_model
+from nemo_rl.build.workers import find_policy_layout, open_policy
+from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
+from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.config.sft import SFTConfig
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.conversations import ConversationSet, load_conversations
+from nemo_rl.data.supervised import SampleLoader, SupervisedSet, encode_set
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.interfaces import Logger
+from nemo_rl.observability.jsonl import METRICS_FILE
+from nemo_rl.observability.loggers import make_loggers
+from nemo_rl.observability.logging_setup import configure_logging
+from nemo_rl.observability.progress import make_progress
+from nemo_rl.observability.run_directory import make_run_directory
+from nemo_rl.observability.summary import loss_summary
+from nemo_rl.policy.hf_model import load_config
+from nemo_rl.policy.optim import check_optimizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SFTInputs:
+    """What a run reads before any weights are loaded."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: SupervisedSet
+    validation: tuple[SupervisedSet, ...]
+
+
+async def run_sft(config: SFTConfig, command: str) -> Training:
+    """Train, then write the summary to standard output; `command` is how the run was started."""
+    with cancelled_by_sigterm():
+        async with open_sft(config) as run:
+            with run.interrupt.listen():
+                training = await train_sft(run)
+    sys.stdout.write(_summary(run, command) + "\n")
+    return training
+
+
+@asynccontextmanager
+async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
+    """Everything that the loop uses; what can be refused is refused before weights are loaded."""
+    console = configure_logging()
+    disable_progress_bar()  # transformers' own, which would break the display
+    layout = find_policy_layout(config)
+    check_optimizer(config.policy)
+    conversations = load_conversations(config.data, config.sft.seed)
+    model_path = resolve_model(config.policy.model_name)
+    model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
+    check_context_length(config.policy, model)
+    inputs = load_sft_inputs(config, model_path, *conversations)
+    async with AsyncExitStack() as stack:
+        run_dir = make_run_directory(config.logger.log_dir)
+        (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
+        logger.info("run directory: %s", run_dir)
+        metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
+        stack.callback(metrics_logger.close)
+        policy = await open_policy(config, inputs.tokenizer, model_path, layout, log_dir=run_dir / "logs", stack=stack)
+        progress = make_progress(config.logger, console)
+        stack.callback(progress.close)
+        _log_counts(metrics_logger, inputs)
+        yield SFTRun(
+            config=config,
+            run_dir=run_dir,
+            num_steps=num_steps(config, len(inputs.train.samples)),
+            source=make_source(config, inputs.train),
+            validation=inputs.validation,
+            policy=policy,
+            checkpoints=_checkpoints(config, run_dir),
+            logger=metrics_logger,
+            progress=progress,
+            interrupt=Interrupt(),
+        )
+
+
+def load_sft_inputs(
+    config: SFTConfig, model_path: str, train: ConversationSet, validation: tuple[ConversationSet, ...]
+) -> SFTInputs:
+    """Tokens of all conversations. Raises ConfigError for a chat template that they cannot be learnt by."""
+    tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+    encoder.check()
+    encoded = [
+        encode_set(encoder, each, max_tokens=config.max_tokens, overlong=config.data.overlong)
+        for each in (train, *validation)
+    ]
+    return SFTInputs(tokenizer, encoded[0], tuple(encoded[1:]))
+
+
+def make_source(config: SFTConfig, train: SupervisedSet) -> SampleLoader:
+    section = config.sft
+    return SampleLoader(
+        train.samples, shuffle=config.data.shuffle, seed=section.seed, max_epochs=section.max_num_epochs
+    )
+
+
+def num_steps(config: SFTConfig, num_samples: int) -> int:
+    """How many steps a run makes; the last one of the data may have fewer conversations."""
+    of_the_data = math.ceil(config.sft.max_num_epochs * num_samples / config.policy.train_global_batch_size)
+    return min(config.sft.max_num_steps, of_the_data)
+
+
+def _log_counts(metrics_logger: Logger, inputs: SFTInputs) -> None:
+    for each, kind in ((inputs.train, "train"), *((one, f"validation/{one.name}") for one in inputs.validation)):
+        counts = {
+            "num_conversations": len(each.samples),
+            "num_overlong": each.num_overlong,
+            "num_dropped": each.num_dropped,
+        }
+        metrics_logger.log_metrics({f"data/{kind}/{name}": float(count) for name, count in counts.items()}, 0)
+
+
+def _checkpoints(config: SFTConfig, run_dir: Path) -> CheckpointStore | None:
+    if not config.checkpointing.enabled:
+        return None
+    directory = config.checkpointing.checkpoint_dir
+    return CheckpointStore(config.checkpointing, Path(directory) if directory else run_dir / "checkpoints")
+
+
+def _summary(run: SFTRun, command: str) -> str:
+    latest = run.checkpoints.latest() if run.checkpoints else None
+    go_on = None
+    if latest is not None and run.checkpoints is not None and latest.step < run.num_steps:
+        go_on = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}"
+    return loss_summary(run.run_dir / METRICS_FILE, checkpoint=latest.path if latest else None, continue_command=go_on)
