@@ -16,6 +16,7 @@ from nemo_rl.algorithms.cross_tokenizer_rows import Response
 from nemo_rl.data.token_bytes import SPECIAL, Vocabulary
 
 NONE = -1  # an id that is no token
+LEAST = 1e-30  # probability that something is divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,11 @@ def prefix_targets(response: Response, scores: TeacherScores, token_map: TokenMa
 
     Before a student's token at byte o, the last teacher token that begins at or before o has distribution q; r are the
     bytes from there to o. Each teacher token v that begins with r goes to the student's longest token that the rest of
-    v begins with, with q(v) / sum of q over tokens that begin with r. Where the student's token reaches beyond that
-    teacher token, it gets what the chain rule gives its text along the teacher's tokens, and the token that would have
-    had this share gives it up. W is K + 1.
+    v begins with, with weight q(v); so do likely tokens at earlier places that would have held the text up to o and
+    more, with their probability over that of the tokens read in their stead. All is divided by the sum of the weights,
+    of tokens that end at o too, whose continuation nobody knows. Where the student's token reaches beyond the
+    teacher's, it gets what the chain rule gives its text along the teacher's tokens, and the token that would have had
+    this share gives it up. W is K + 1.
     """
     return _PrefixTargets(response, scores, token_map).targets()
 
@@ -102,36 +105,69 @@ class _PrefixTargets:
         unmatched = _sorted(np.where(ids == NONE, probs, 0.0))
         merge_same(ids, probs)
         for row in np.flatnonzero(known):
-            changed = self._changed(int(row), int(places[row]), dict(_tokens(ids[row], probs[row])), bool(plain[row]))
+            plainly = dict(_tokens(ids[row], probs[row])) if plain[row] else None
+            changed = self._changed(int(row), int(places[row]), plainly)
             if changed is not None:
                 _write(changed, ids[row], probs[row])
         logprobs = np.where(ids == NONE, 0.0, np.log(np.maximum(probs, 1e-38)))
         return Targets(ids, logprobs.astype(np.float32), unmatched.astype(np.float32), np.zeros(size, dtype=np.int64))
 
-    def _changed(self, row: int, place: int, plain: dict[int, float], is_plain: bool) -> dict[int, float] | None:
-        """The row's distribution where it is not the plain one."""
-        piece = self.response.student_pieces[row]
-        reaches_beyond = row < self.response.num_aligned and self._end(row) > self._teacher_end(place)
-        if is_plain and not (piece and reaches_beyond):
+    def _changed(self, row: int, place: int, plain: dict[int, float] | None) -> dict[int, float] | None:
+        """The row's distribution where it is not the `plain` one, of the teacher's tokens at that place alone."""
+        piece, start = self.response.student_pieces[row], self.student_starts[row]
+        longer = self.longer.get(start, ())
+        reaches_beyond = bool(piece) and row < self.response.num_aligned and self._end(row) > self._teacher_end(place)
+        if plain is not None and not longer and not reaches_beyond:
             return None
-        seen = self.text[self.teacher_starts[place] : self.student_starts[row]]
-        share, found = (1.0, plain) if is_plain else self._behind(seen, place)
-        if piece and reaches_beyond and share > 0:
+        share, found = (1.0, plain) if plain is not None else self._behind(start, place)
+        for rest, weight in longer:
+            share += weight
+            if rest and (token_id := self._beginning(rest, is_first=False)) is not None:
+                found[token_id] = found.get(token_id, 0.0) + weight
+        if share <= 0:
+            return {}
+        found = {token_id: prob / share for token_id, prob in found.items()}
+        if reaches_beyond:
             self._move_chain(row, place, found, share)
         return found
 
-    def _behind(self, seen: bytes, place: int) -> tuple[float, dict[int, float]]:
-        """The share of the teacher's tokens that begin with what is `seen`, and what they go on with."""
+    def _behind(self, start: int, place: int) -> tuple[float, dict[int, float]]:
+        """The share of the teacher's tokens that begin with what was seen of theirs, and what they go on with."""
+        seen = self.text[self.teacher_starts[place] : start]
         share, found = 0.0, dict[int, float]()
         for piece, prob in self._pieces(place):
             if not piece.startswith(seen):
                 continue
             share += prob
             rest = piece[len(seen) :]
-            token_id = self._beginning(rest, is_first=place == 0 and not seen) if rest else None
+            token_id = self._beginning(rest, is_first=start == 0) if rest else None
             if token_id is not None:
                 found[token_id] = found.get(token_id, 0.0) + prob
-        return share, {token_id: prob / share for token_id, prob in found.items()} if share > 0 else {}
+        return share, found
+
+    @cached_property
+    def longer(self) -> dict[int, list[tuple[bytes, float]]]:
+        """At each byte, what likely tokens go on with that hold the text up to it and were not read; their weights.
+
+        A teacher that knows `th` reads `t` only where no `h` follows: without these its distribution behind `t` would
+        tell the student that `h` is wrong wherever it sampled something else.
+        """
+        starts, found = set(self.student_starts[:-1]), dict[int, list[tuple[bytes, float]]]()
+        for place in range(len(self.teacher_starts) - 1):
+            begin, read = int(self.teacher_starts[place]), self.response.teacher_pieces[place]
+            for piece, prob in self._pieces(place):
+                if not read or len(piece) <= len(read) or not piece.startswith(read):
+                    continue
+                weight, at = prob, place
+                for end in range(begin + len(read), begin + len(piece) + 1):
+                    while at + 1 < len(self.teacher_starts) and self.teacher_starts[at + 1] <= end:
+                        weight /= max(self._observed(at), LEAST)  # relative to the tokens that were read
+                        at += 1
+                    if end in starts:
+                        found.setdefault(end, []).append((piece[end - begin :], weight))
+                    if self.text[end : end + 1] != piece[end - begin : end - begin + 1]:
+                        break
+        return found
 
     def _beginning(self, text: bytes, *, is_first: bool) -> int | None:
         """The student's token that a text begins with; at the start of a response it may come with a space."""
@@ -160,7 +196,7 @@ class _PrefixTargets:
                 chain *= sum(prob for piece, prob in self._pieces(place) if piece.startswith(begun))
         rest = self.text[self.student_starts[row] : self._teacher_end(first)]
         giver = self._beginning(rest, is_first=self.student_starts[row] == 0)
-        if chain > 0 and giver in found:
+        if chain > 0 and giver is not None and giver in found:
             chain = min(chain, found[giver])
             found[giver] -= chain
             token_id = self.response.student_ids[row]
