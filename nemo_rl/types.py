@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 TrainingBatch: TypeAlias = "TensorDict"  # keys, shapes and dtypes: experience/assembly.py
 
+UNKNOWN_TOKEN = -1  # stands for a token that a server did not name; nothing is trained on it
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -101,6 +103,8 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     session_id: str  # requests of one session stay on one replica, whose cache holds their prefix
+    messages: tuple[Message, ...] = ()  # the conversation, for servers that render it; else empty
+    tools: tuple[Mapping[str, Any], ...] = ()  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest weights that it was sampled under
     weight_spans: tuple[WeightSpan, ...] = ()  # where these differ: adjacent, from 0 to the end, oldest first
+    text: str | None = None  # of a server that tells no tokens: then the ids are UNKNOWN_TOKEN, as many as it counts
 
 
 @dataclass(frozen=True, slots=True)

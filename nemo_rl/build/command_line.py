@@ -29,9 +29,11 @@ class Job:
     train: Callable[[Any, str], int]  # with the command that started it; the exit code
 
 
-def run_command(arguments: Sequence[str], *, description: str, default_config: Path, job: Job) -> int:
+def run_command(
+    arguments: Sequence[str], *, description: str, default_config: Path, job: Job, program: str | None = None
+) -> int:
     """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
-    parsed = _parser(description).parse_intermixed_args(arguments)
+    parsed = _parser(description, program).parse_intermixed_args(arguments)
     try:
         config = job.load(parsed.config or default_config, parsed.overrides)
         return job.show(config) if parsed.dry_run else job.train(config, _command(parsed))
@@ -43,8 +45,10 @@ def run_command(arguments: Sequence[str], *, description: str, default_config: P
         return EXIT_INTERRUPTED
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser(description: str, program: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, help="a recipe; without it the quickstart")
     parser.add_argument("--dry-run", action="store_true", help="print the configuration and the placement, then stop")
     parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")

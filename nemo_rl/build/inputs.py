@@ -1,5 +1,6 @@
 """What a run reads before any model is loaded: tokenizer, chat template and data sets, checked against each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -26,7 +27,7 @@ class Inputs:
 def load_prompts(config: TrainingConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """Training and validation prompts, each with an environment that is configured; needs no model."""
     train, validation = load_datasets(config.data, config.seed)
-    _check_tasks(config, (train, *validation))
+    check_tasks(config, (train, *validation))
     return train, validation
 
 
@@ -62,7 +63,8 @@ def check_context_length(policy: Model, model: PreTrainedConfig) -> None:
         raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
 
 
-def _check_tasks(config: RolloutConfig, prompt_sets: tuple[PromptSet, ...]) -> None:
+def check_tasks(config: RolloutConfig, prompt_sets: Sequence[PromptSet]) -> None:
+    """Raise ConfigError for a prompt without an environment."""
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):
             raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)

@@ -1,8 +1,11 @@
 """From `policy.model_name` to what transformers loads."""
 
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_rl.build.quickstart import prepare_model
+from nemo_rl.checkpoint import POLICY_DIRECTORY
 from nemo_rl.distributed.cache_directory import cache_directory
 from nemo_rl.errors import ConfigError
 from nemo_rl.quickstart.recipes import pairs_teacher, student, teacher
@@ -27,3 +30,20 @@ def resolve_model(model_name: str) -> str:
         raise ConfigError("policy.model_name", model_name, allowed)
     kind, seed = match[1], int(match[2] or 0)
     return str(prepare_model(cache_directory() / f"{kind}-{seed}", _MODELS[kind](seed)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model's weights and its tokenizer lie: folders or hub names, the same unless it is a checkpoint."""
+
+    weights: str
+    tokenizer: str
+
+
+def find_model(model_name: str) -> ModelFiles:
+    """As `resolve_model`; a checkpoint's folder, `step_N`, is the policy that was saved in it."""
+    policy = Path(model_name) / POLICY_DIRECTORY
+    if (policy / "weights").is_dir():
+        return ModelFiles(str(policy / "weights"), str(policy / "tokenizer"))
+    path = resolve_model(model_name)
+    return ModelFiles(path, path)

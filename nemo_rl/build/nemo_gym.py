@@ -1,13 +1,14 @@
 """NeMo Gym from the configuration: its stacks reached or started, and what the rollouts of each need."""
 
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from nemo_rl.build.agents import MODEL_NAME
-from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.master import RolloutConfig
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.data.blend import Blend
+from nemo_rl.data.datasets import PromptSet
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
@@ -19,9 +20,13 @@ def gym_sections(config: RolloutConfig) -> dict[str, NemoGymSection]:
 
 
 async def open_nemo_gym(
-    config: RolloutConfig, inputs: Inputs, manager: GatewayManager, run_dir: Path, stack: AsyncExitStack
+    config: RolloutConfig,
+    prompt_sets: Sequence[PromptSet],
+    manager: GatewayManager,
+    run_dir: Path,
+    stack: AsyncExitStack,
 ) -> dict[str, GymRuntime]:
-    """Each stack with all agents that its rows name, closed with `stack`.
+    """Each stack with all agents that rows of `prompt_sets` name, closed with `stack`.
 
     Raises ConfigError for an agent that a stack does not have, GymUnavailable for what does not answer in time.
     """
@@ -29,7 +34,7 @@ async def open_nemo_gym(
     runtimes = {}
     for name, section in sections.items():
         folder = run_dir if len(sections) == 1 else run_dir / name
-        client = await _open_client(name, section, agents_of(name, inputs), manager, folder, stack)
+        client = await _open_client(name, section, agents_of(name, prompt_sets), manager, folder, stack)
         runtimes[name] = GymRuntime(
             client,
             manager,
@@ -39,10 +44,10 @@ async def open_nemo_gym(
     return runtimes
 
 
-def agents_of(name: str, inputs: Inputs) -> frozenset[str]:
+def agents_of(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
     """The agents that rows of an entry of `env` name."""
     found: set[str] = set()
-    for prompts in (inputs.train.prompts, *(validation.prompts for validation in inputs.validation)):
+    for prompts in (prompt_set.prompts for prompt_set in prompt_sets):
         if isinstance(prompts, Blend):
             found.update(*(part.agent_names for part in prompts.parts if name in part.task_names))
         else:

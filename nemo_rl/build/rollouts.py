@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl.algorithms.filtering import is_informative
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
+from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
@@ -18,9 +19,16 @@ from nemo_rl.interfaces import Environment, Generation, GroupSource
 from nemo_rl.types import SamplingParams
 
 
+class HasEncoder(Protocol):
+    """`Inputs`, or those of a collection."""
+
+    @property
+    def encoder(self) -> ChatEncoder: ...
+
+
 def make_context(
     config: RolloutConfig,
-    inputs: Inputs,
+    inputs: HasEncoder,
     generation: Generation,
     environments: Mapping[str, Environment],
     on_rollout: Callable[[object], None],

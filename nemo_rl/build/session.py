@@ -17,6 +17,7 @@ from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
 from nemo_rl.build.algorithms import make_algorithm
 from nemo_rl.build.cross_tokenizer import make_translators
+from nemo_rl.build.environments import open_environments
 from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
@@ -26,15 +27,11 @@ from nemo_rl.build.teachers import check_teachers_fit, resolve_teachers
 from nemo_rl.build.workers import engine_dtype, find_layout, make_placement, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.algorithm import RolloutTraining
-from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.config.teacher_checks import crosses_tokenizers
-from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.interfaces import Environment
 from nemo_rl.observability.jsonl import METRICS_FILE
 from nemo_rl.observability.loggers import make_loggers
 from nemo_rl.observability.logging_setup import configure_logging
@@ -72,7 +69,7 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
     check_teachers_fit(config, inputs, teacher_paths)
     translators = make_translators(config, inputs, teacher_paths) if crosses_tokenizers(config) else None
     async with AsyncExitStack() as stack:
-        environments = _open_environments(config, stack)
+        environments = open_environments(config, stack)
         scoring = await open_scorers(config, layout, stack)
         agents = make_agents(config)
         codec = make_codec(config, inputs.encoder) if agents or gym_sections(config) else None
@@ -91,7 +88,7 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
         context = make_context(config, inputs, workers.generation, environments, progress.rollout, scoring)
         if codec is not None:
             manager = await open_gateway(config, codec, workers.generation, stack)
-            gyms = await open_nemo_gym(config, inputs, manager, run_dir, stack)
+            gyms = await open_nemo_gym(config, (inputs.train, *inputs.validation), manager, run_dir, stack)
             context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
@@ -115,15 +112,6 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
             interrupt=Interrupt(),
         )
-
-
-def _open_environments(config: TrainingConfig, stack: AsyncExitStack) -> dict[str, Environment]:
-    environments: dict[str, Environment] = {}
-    for name, section in config.env.items():
-        if not isinstance(section, AgentSection | NemoGymSection):
-            environments[name] = make_environment(name, section)
-            stack.push_async_callback(environments[name].close)
-    return environments
 
 
 def _begin_run_directory(config: TrainingConfig) -> Path:

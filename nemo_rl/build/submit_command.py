@@ -22,6 +22,8 @@ from nemo_rl.collect.slurm.submit import (
 )
 from nemo_rl.config.submit_loading import SubmitConfig, collect_yaml, load_submit_config
 
+LOGPROBS_MODE = "processed_logprobs"  # log_softmax(logits / temperature)
+
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +71,15 @@ def make_submission(config: SubmitConfig) -> Submission:
         working_directory=Path.cwd(),
         python=sys.executable,
         missing=missing,
+        engine_args=engine_arguments(config),
     )
+
+
+def engine_arguments(config: SubmitConfig) -> tuple[str, ...]:
+    """With these a server samples as the collection's own engine does, whatever the model says of itself."""
+    policy = config.policy
+    length = ("--max-model-len", str(policy.max_total_sequence_length))
+    return (*length, "--dtype", policy.precision, "--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE)
 
 
 def _is_that_of(directory: Path | None, config: SubmitConfig) -> bool:

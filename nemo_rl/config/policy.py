@@ -45,7 +45,6 @@ class Model(Section):
 
     model_name: str  # a Hugging Face name or a folder
     tokenizer: Tokenizer = Tokenizer()
-    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_total_sequence_length: int = Field(default=512, gt=0)
@@ -65,6 +64,7 @@ class SampledModel(Model):
 class Policy(Model):
     """A model that is trained."""
 
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size

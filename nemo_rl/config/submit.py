@@ -67,6 +67,7 @@ class Slurm(Section):
     num_chunks: int = Field(default=1, gt=0)  # the array has a task for each of them and each seed
     max_running: int | None = Field(default=None, gt=0)  # array tasks at once
     requeue: bool = True  # after a node's failure or a preemption; the task then runs what is missing
+    requeue_s_before_end: int | None = Field(default=None, gt=0)  # before the time limit a task requeues itself
     directory: str | None = None  # of scripts and logs; None: slurm/ in the output directory
     setup: str = ""  # shell lines at the start of the job, on its first node: "module load cuda"
     program: list[str] | None = Field(default=None, min_length=1)  # None: this Python's, in a container `nemo-rl`

@@ -7,7 +7,7 @@ from nemo_rl.config.server_layout import server_layout
 from nemo_rl.config.submit import Component, Server, Slurm
 from nemo_rl.errors import ConfigError
 
-OF_THE_JOB = ("array", "dependency", "job-name", "output", "error", "nodes", "open-mode", "parsable", "wrap")
+OF_THE_JOB = ("array", "dependency", "job-name", "output", "error", "nodes", "open-mode", "signal", "parsable", "wrap")
 OF_A_STEP = ("nodes", "ntasks", "ntasks-per-node", "output", "error", "container-image", "container-mounts")
 SHORT_FORMS = {
     "-a": "array",
@@ -27,6 +27,8 @@ def check_slurm(slurm: Slurm) -> None:
     for key, value in _directive_values(slurm):
         if not value.isprintable() or not value:
             raise ConfigError(key, value, "must be one line of text")
+    if slurm.requeue_s_before_end and not slurm.requeue:
+        raise ConfigError("slurm.requeue_s_before_end", slurm.requeue_s_before_end, "needs slurm.requeue: true")
     for key, arguments in _sbatch_arguments(slurm):
         _check_arguments(key, arguments, OF_THE_JOB)
     components = {"collection": slurm.collection, "aggregation": slurm.aggregation, "server": slurm.server}

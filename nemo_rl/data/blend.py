@@ -9,13 +9,26 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 
-from nemo_rl.data.row_file import RowFile
 from nemo_rl.errors import DataError
 from nemo_rl.types import Prompt
+
+
+class Rows(Protocol):
+    """Rows that are read as they are asked for: `RowFile`, or `HeldRows`."""
+
+    digests: "array[int]"
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]: ...
+
+    def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]: ...
+
+    def place(self, index: int) -> str: ...
 
 
 class FilePrompts:
@@ -24,8 +37,15 @@ class FilePrompts:
     Every row is read once, so that one that cannot be used is found at the start: DataError names file:line.
     """
 
-    def __init__(self, file: RowFile, make_prompt: Callable[[dict[str, Any]], Prompt]) -> None:
-        self.digests = file.digests
+    def __init__(
+        self,
+        file: Rows,
+        make_prompt: Callable[[dict[str, Any]], Prompt],
+        *,
+        digest: Callable[[Prompt], int] | None = None,
+    ) -> None:
+        """`digest` is what a prompt's id is made of; None: the text of its row."""
+        self.digests = file.digests if digest is None else array("Q")
         self._file = file
         self._make_prompt = make_prompt
         tasks, agents = set(), set()
@@ -33,6 +53,8 @@ class FilePrompts:
             prompt = self._made(index, row)
             tasks.add(prompt.task_name)
             agents.add(prompt.agent_name)
+            if digest is not None:
+                self.digests.append(digest(prompt))
         self.task_names = frozenset(tasks)
         self.agent_names = frozenset(agents - {""})
 
@@ -44,8 +66,12 @@ class FilePrompts:
 
     def read(self, indices: Sequence[int]) -> Iterator[Prompt]:
         """Those prompts, with the file opened once."""
+        return (prompt for prompt, _ in self.read_rows(indices))
+
+    def read_rows(self, indices: Sequence[int]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+        """Those prompts, each with its row."""
         for index, row in zip(indices, self._file.rows(indices), strict=True):
-            yield self._made(index, row)
+            yield self._made(index, row), row
 
     def _made(self, index: int, row: dict[str, Any]) -> Prompt:
         try:

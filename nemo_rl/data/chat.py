@@ -35,6 +35,8 @@ class ChatEncoder:
     A segment that was not sampled has all its tokens on its last message; its earlier messages carry none.
     """
 
+    is_rendered_elsewhere = False  # True: messages have no tokens here, and requests carry the messages themselves
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

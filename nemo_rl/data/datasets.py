@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from nemo_rl.config.data import Data, Dataset
 from nemo_rl.data.blend import Blend, FilePrompts, HeldPrompts
@@ -16,6 +17,8 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+PartT = TypeVar("PartT", bound=FilePrompts | HeldPrompts, covariant=True)
 
 SEED_STRIDE = 1_000_003  # between data sets that name no seed: none is a shifted copy of another
 
@@ -49,10 +52,10 @@ def load_datasets(config: Data, run_seed: int) -> tuple[PromptSet, tuple[PromptS
     With `config.disjoint`, training prompts whose messages occur in a validation set are left out; of NeMo Gym's rows,
     those that are rows of a validation set.
     """
-    train_sections, validation_sections = _sections(config.train), _sections(config.validation)
+    train_sections, validation_sections = listed(config.train), listed(config.validation)
     seeds = (run_seed + SEED_STRIDE * place for place in range(len(train_sections) + len(validation_sections)))
-    train = _load(train_sections, config.default, seeds, "data.train")
-    held_out = _load(validation_sections, config.default, seeds, "data.validation")
+    train = load_sets(train_sections, config.default, seeds, "data.train", _part)
+    held_out = load_sets(validation_sections, config.default, seeds, "data.validation", _part)
     held_parts = [part for loaded in held_out for part in loaded.parts]
     train_parts = [part for loaded in train for part in loaded.parts]
     repeated = _held_out_places(train_parts, held_parts) if config.disjoint else frozenset()
@@ -74,21 +77,29 @@ def check_prompt_lengths(prompt_sets: Iterable[PromptSet], encoder: ChatEncoder,
                 )
 
 
-def _sections(sections: Dataset | list[Dataset] | None) -> list[Dataset]:
+def listed(sections: Dataset | list[Dataset] | None) -> list[Dataset]:
     if sections is None:
         return []
     return sections if isinstance(sections, list) else [sections]
 
 
+class LoadPart(Protocol[PartT]):
+    """Loads one set; `key` is its place in the configuration."""
+
+    def __call__(self, section: Dataset, name: str, *, seed: int, key: str) -> PartT: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class LoadedSet(Generic[PartT]):
     """One set of the configuration; a set that is repeated has its part several times."""
 
     name: str
-    parts: list[FilePrompts | HeldPrompts]
+    parts: list[PartT]
 
 
-def _load(sections: Sequence[Dataset], default: Dataset, seeds: Iterator[int], key: str) -> list[_Loaded]:
+def load_sets(
+    sections: Sequence[Dataset], default: Dataset, seeds: Iterator[int], key: str, load_part: LoadPart[PartT]
+) -> list[LoadedSet[PartT]]:
     names: set[str] = set()
     loaded = []
     for place, own in enumerate(sections):
@@ -97,9 +108,9 @@ def _load(sections: Sequence[Dataset], default: Dataset, seeds: Iterator[int], k
         seed = next(seeds)
         name = unique_name(section.name or str(section.dataset_name), names)
         names.add(name)
-        part = _part(section, name, seed=seed if section.seed is None else section.seed, key=where)
+        part = load_part(section, name, seed=seed if section.seed is None else section.seed, key=where)
         logger.info("%s: %d prompts of %s", where, len(part), name)
-        loaded.append(_Loaded(name, [part] * (section.repeat or 1)))
+        loaded.append(LoadedSet(name, [part] * (section.repeat or 1)))
     return loaded
 
 
@@ -109,7 +120,7 @@ def _part(section: Dataset, name: str, *, seed: int, key: str) -> FilePrompts | 
         return open_gym_rows(section, name, key=key)
     rows = load_rows(section, seed=seed, key=key)
     prompts = [replace(prompt, dataset=name) for prompt in make_prompts(rows, section, key=key)]
-    return HeldPrompts(prompts, [_digest(prompt) for prompt in prompts])
+    return HeldPrompts(prompts, [prompt_digest(prompt) for prompt in prompts])
 
 
 def unique_name(name: str, taken: set[str]) -> str:
@@ -141,7 +152,7 @@ def _held_out_places(
     return frozenset(repeated)
 
 
-def _digest(prompt: Prompt) -> int:
+def prompt_digest(prompt: Prompt) -> int:
     """Of what a prompt asks and carries."""
     messages = [(m.role, m.content, [(c.id, c.name, c.arguments) for c in m.tool_calls]) for m in prompt.messages]
     content = [prompt.task_name, messages, json_able(dict(prompt.env_state)), json_able(list(prompt.tools))]

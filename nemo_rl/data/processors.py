@@ -46,15 +46,20 @@ def register_processor(name: str) -> Callable[[ProcessorT], ProcessorT]:
     return add
 
 
-def make_prompts(rows: Sequence[Row], section: Dataset, *, key: str) -> list[Prompt]:
-    """One prompt a row. Raises DataError naming the data set and the row for a row that cannot be read."""
+def prompt_maker(section: Dataset, *, key: str) -> Callable[[Row], Prompt]:
+    """Makes the prompt of a row; raises DataError, KeyError, TypeError or ValueError for one that cannot be read."""
     row_format = row_format_of(section, key)
     named = None if section.processor is None else find(section.processor, PROCESSORS, key=f"{key}.processor")
+    return lambda row: (named or _by_shape(row, section))(row, row_format)
+
+
+def make_prompts(rows: Sequence[Row], section: Dataset, *, key: str) -> list[Prompt]:
+    """One prompt a row. Raises DataError naming the data set and the row for a row that cannot be read."""
+    make_prompt = prompt_maker(section, key=key)
     prompts = []
     for index, row in enumerate(rows):
-        processor = named or _by_shape(row, section)
         try:
-            prompts.append(processor(row, row_format))
+            prompts.append(make_prompt(row))
         except (DataError, KeyError, TypeError, ValueError) as error:
             problem = f"has no field {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{key} ({section.dataset_name}): row {index}: {problem}") from error

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -119,3 +119,25 @@ class RowFile:
 def _digest(line: bytes) -> int:
     """Of the row's text, whatever ends its line."""
     return int.from_bytes(hashlib.blake2b(line.strip(), digest_size=DIGEST_BYTES).digest())
+
+
+class HeldRows:
+    """Rows in memory, asked for as those of a file."""
+
+    def __init__(self, source: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`source` names them in errors."""
+        self.digests = array("Q")  # of none: prompts of these rows have ids of their own
+        self._source = source
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return dict(self._rows[index])
+
+    def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+        return (self.row(index) for index in (range(len(self)) if indices is None else indices))
+
+    def place(self, index: int) -> str:
+        return f"{self._source}: row {index}"

@@ -8,26 +8,30 @@ from nemo_rl.config.policy import Tokenizer
 from nemo_rl.errors import ConfigError
 
 
-def load_tokenizer(config: Tokenizer, model_name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: Tokenizer, model_name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of `config.name`, or of the model, with the configured chat template if there is one.
 
     Raises ConfigError naming the key when it cannot be found, or has no chat template.
     """
     key, name = ("policy.model_name", model_name) if config.name is None else ("policy.tokenizer.name", config.name)
     return tokenizer_with_template(
-        name, config.chat_template, name_key=key, template_key="policy.tokenizer.chat_template"
+        name,
+        config.chat_template,
+        name_key=key,
+        template_key="policy.tokenizer.chat_template",
+        trust_remote_code=trust_remote_code,
     )
 
 
 def tokenizer_with_template(
-    name: str, chat_template: str | None, *, name_key: str, template_key: str
+    name: str, chat_template: str | None, *, name_key: str, template_key: str, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face name or folder, with `chat_template` (a Jinja text or a file) or its own.
 
     Raises ConfigError under `name_key` when it cannot be found, under `template_key` when there is no such template.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:  # missing, not reachable, or of no known kind
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(name_key, name, f"no tokenizer can be loaded from it: {reason}") from error

@@ -53,6 +53,13 @@ class Endpoint:
         replica where there is one, after a backoff that doubles (or what Retry-After says); any other status is not.
         Raises EndpointError.
         """
+        return await self._tried(path, body, num_tokens)
+
+    async def get(self, path: str) -> Any:
+        """The same for what is only read."""
+        return await self._tried(path, None, 0)
+
+    async def _tried(self, path: str, body: Mapping[str, Any] | None, num_tokens: int) -> Any:
         limits, failed_at = self._section.limits, []
         async with self._room:
             for attempt in range(limits.max_retries + 1):
@@ -80,10 +87,11 @@ class Endpoint:
             await self._http.close()
             self._http = None
 
-    async def _once(self, url: str, body: Mapping[str, Any]) -> Any:
+    async def _once(self, url: str, body: Mapping[str, Any] | None) -> Any:
         timeout_s = self._section.limits.request_timeout_s
+        method, given = ("GET", None) if body is None else ("POST", dict(body))
         try:
-            async with asyncio.timeout(timeout_s), self._session().post(url, json=dict(body)) as response:
+            async with asyncio.timeout(timeout_s), self._session().request(method, url, json=given) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise _MayPass(f"{url}: no answer in {timeout_s:g} s") from error

@@ -133,7 +133,8 @@ class Episode:
         if problem := _problem_of_response(result, request):
             self.fail(FailureClass.INFRA, problem)
             return
-        message = Message("assistant", self._encoder.decode(result.token_ids))
+        text = self._encoder.decode(result.token_ids) if result.text is None else result.text
+        message = Message("assistant", text)
         self._message_log.append(TokenizedMessage(message, result.token_ids, result.logprobs, result.weight_spans))
         self._conversation.append(message)
         self._response = result.token_ids
@@ -213,6 +214,8 @@ class Episode:
             ),
             seed=request_seed(self._rules.seed, job.epoch, job.prompt.prompt_id, job.generation_index, self._num_turns),
             session_id=session_id,
+            messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_elsewhere else (),
+            tools=job.prompt.tools if self._encoder.is_rendered_elsewhere else (),
         )
 
     def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:

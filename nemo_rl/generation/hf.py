@@ -76,8 +76,11 @@ class HFGeneration:
         device: str = "cpu",
         max_batch_size: int = 64,
         max_model_len: int | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+        )
         self._model = model.to(device).eval()
         self._model_path = model_path
         self._device = device

@@ -17,9 +17,11 @@ async def make_generation(
     max_model_len: int,
     device: str,
     seats: Sequence[Any] = (),
+    trust_remote_code: bool = False,
 ) -> Generation:
     """Start the engine; takes seconds. `dtype` and `max_model_len` hold where the section says nothing else.
 
+    `trust_remote_code` is the hf engine's; vLLM has it among its `vllm_kwargs`.
     `seats` are the places of the replicas in a cluster (distributed/placement.py), one a replica; without them
     `section.num_replicas` engines stand on this machine. Several are in actors, behind a router.
     Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
@@ -34,7 +36,9 @@ async def make_generation(
     if section.backend == "hf":
         from nemo_rl.generation.hf import HFGeneration
 
-        return HFGeneration(model_path, dtype=dtype, device=device, max_model_len=max_model_len)
+        return HFGeneration(
+            model_path, dtype=dtype, device=device, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+        )
     places = list(seats) or [None] * (section.num_replicas or 1)
     if len(places) == 1 and places[0] is None and not section.in_actor:
         from nemo_rl.generation.vllm import VllmGeneration

@@ -16,7 +16,9 @@ from transformers.utils import logging as transformers_logging
 from nemo_rl.errors import ConfigError
 
 
-def load_config(model_path: str, overrides: Mapping[str, Any], *, section: str = "policy") -> PreTrainedConfig:
+def load_config(
+    model_path: str, overrides: Mapping[str, Any], *, section: str = "policy", trust_remote_code: bool = False
+) -> PreTrainedConfig:
     """The model's configuration with `hf_config_overrides`; a nested mapping changes single keys of a part.
 
     `section` is the one that names the model, for errors.
@@ -25,7 +27,7 @@ def load_config(model_path: str, overrides: Mapping[str, Any], *, section: str =
         ConfigError: no such model, or a key that its configuration does not have.
     """
     try:
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         problem = f"no Hugging Face model can be read there ({str(error).splitlines()[0]})"
         raise ConfigError(f"{section}.model_name", model_path, problem) from error

@@ -6,9 +6,9 @@ N positions that someone needs, V vocabulary, K candidates or most likely tokens
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.policy.vocabulary_scores import logprobs_and_entropy
 
 LOGPROBS_ALONE = ScoresNeeded()
 
@@ -30,20 +30,22 @@ class Questions:
 
 
 def answered(logits: torch.Tensor, questions: Questions) -> TokenScores:
-    """From [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K]."""
-    if questions.candidate_ids is None and not questions.entropy and not questions.topk:
-        return TokenScores(-F.cross_entropy(logits, questions.targets, reduction="none"))
-    everything = logits.log_softmax(-1)
-    values, candidates = TokenScores(everything.gather(1, questions.targets[:, None]).squeeze(1)), None
-    if questions.candidate_ids is not None:
-        is_one = questions.candidate_ids >= 0
-        candidates = everything.gather(1, questions.candidate_ids.clamp(min=0)).masked_fill(~is_one, 0.0)
-    entropy = -(everything.exp() * everything).sum(-1) if questions.entropy else None
-    topk = None
+    """From [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
+
+    The logits are spent: their gradient is written over them.
+    """
+    given, topk = questions.candidate_ids, None
+    ids = [questions.targets.unsqueeze(1)]
+    if given is not None:
+        ids.append(given.clamp(min=0))
     if questions.topk:
-        logprobs, ids = everything.topk(questions.topk, dim=-1)
-        topk = TopK(ids, logprobs)
-    return values._replace(candidates=candidates, entropy=entropy, topk=topk)
+        ids.append(logits.detach().topk(questions.topk, dim=-1).indices)
+    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=questions.entropy)
+    parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
+    if questions.topk:
+        topk = TopK(ids[-1], parts[-1])
+    candidates = None if given is None else parts[1].masked_fill(given < 0, 0.0)
+    return TokenScores(parts[0].squeeze(1), candidates, entropy if questions.entropy else None, topk)
 
 
 def concatenated(parts: list[TokenScores]) -> TokenScores:

@@ -136,15 +136,16 @@ def test_a_killed_task_is_submitted_again_alone_and_runs_what_is_missing(case: C
     assert (case.output / "profile.json").exists()
 
 
-def test_a_requeued_task_goes_on_and_the_aggregation_still_waits(case: Case) -> None:
+def test_a_task_at_its_time_limit_is_requeued_and_goes_on_while_the_aggregation_waits(case: Case) -> None:
     case.hold(0, 0, after=5)
-    jobs = case.submit(*case.server)
+    jobs = case.submit("slurm.requeue_s_before_end=60", *case.server)
     case.wait_for_rows(jobs, 5, 0, None)
-    case.cluster.run("scontrol", "requeue", f"{jobs.collection}_0")
-    wait_until(lambda: case.cluster.fields(f"{jobs.collection}_0")["Restarts"] == "1", case.cluster.queue)
+    case.cluster.run("scancel", "--signal=USR1", "--batch", f"{jobs.collection}_0")  # as Slurm does at that time
+    wait_until(lambda: case.cluster.fields(f"{jobs.collection}_0")["Restarts"] == "1", case.logs)
     assert case.cluster.state(jobs.aggregation) == "PENDING"
     case.cluster.wait_until_ended(jobs.collection, jobs.aggregation)
     assert case.cluster.state(jobs.aggregation) == "COMPLETED", case.logs()
+    assert "the time limit is near" in (case.output / "slurm/0001/logs/collect-0.log").read_text()
     of_jobs = Counter(job_of(row) for row in case.rows(0, None))
     assert of_jobs == {f"{jobs.collection}.0": 5, f"{jobs.collection}.1": NUM_TASKS * NUM_REPEATS - 5}
 

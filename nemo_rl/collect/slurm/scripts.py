@@ -51,6 +51,7 @@ def _collection_directives(submission: Submission) -> list[str]:
     words = [f"--job-name={slurm.job_name}", f"--array={_ranges(submission.missing)}{at_once}"]
     words += [f"--nodes={slurm.nodes}", f"--output={submission.directory}/logs/collect-%a.log", "--open-mode=append"]
     words += ["--requeue" if slurm.requeue else "--no-requeue"]
+    words += _options({"signal": f"B:USR1@{slurm.requeue_s_before_end}" if slurm.requeue_s_before_end else None})
     words += _options({"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time})
     words += _options({"gpus-per-node": slurm.gpus, "dependency": slurm.dependency})
     return [*words, *slurm.sbatch_args]
@@ -119,7 +120,7 @@ def vllm_command(submission: Submission, server: Server, layout: ServerLayout) -
     """What all processes of the servers have in common; addresses and ranks are added on the node."""
     assert server.model is not None
     vllm = "vllm" if server.container else str(Path(submission.python).with_name("vllm"))
-    words = [*(server.program or (vllm, "serve")), server.model]
+    words = [*(server.program or (vllm, "serve")), server.model, *submission.engine_args]
     words += ["--tensor-parallel-size", str(server.tensor_parallel_size)] if server.tensor_parallel_size > 1 else []
     if layout.parallelism == "pipeline":
         words += ["--pipeline-parallel-size", str(layout.tasks_per_group), "--nnodes", str(layout.tasks_per_group)]

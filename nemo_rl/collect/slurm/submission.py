@@ -21,6 +21,7 @@ class Submission:
     working_directory: Path  # of components that name none and run in no container
     python: str  # the interpreter that has nemo_rl outside of containers
     missing: tuple[int, ...]  # array tasks that are not done
+    engine_args: tuple[str, ...] = ()  # of `vllm serve`, so that it samples as the collection's own engine would
 
     @property
     def num_tasks(self) -> int:

@@ -72,6 +72,13 @@ def test_the_jobs_configuration_is_that_of_a_collection(folder: Path) -> None:
     assert config.server.model == "m"
 
 
+def test_vllm_is_told_to_sample_as_the_collections_own_engine(folder: Path) -> None:
+    assert submit(SERVER, "slurm.server.args=[--seed,'3']") == 0
+    script = (folder / "out/slurm/0001/collect.sbatch").read_text()
+    arguments = "--max-model-len 64 --dtype float32 --generation-config vllm --logprobs-mode processed_logprobs"
+    assert f"serve org/model {arguments} --seed 3)" in script
+
+
 def test_what_may_hold_secrets_is_its_owners_alone(folder: Path) -> None:
     assert submit(SERVER, "++slurm.server.environment.HF_TOKEN='it is abcdef'") == 0
     files = {path.name: path for path in (folder / "out/slurm/0001").iterdir() if path.is_file()}

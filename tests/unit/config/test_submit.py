@@ -27,6 +27,7 @@ COMMAND = {"command": ["serve", "{port}"]}
         ({"collection": {"mounts": ["/a:/b"]}}, "slurm.collection.mounts = ['/a:/b']: only a container has mounts"),
         ({"collection": {"container": "i", "mounts": ["/a"]}}, "must be /on/the/node:/in/the/container"),
         ({"collection": {"environment": {"A-B": "x"}}}, "slurm.collection.environment.A-B"),
+        ({"requeue": False, "requeue_s_before_end": 60}, "slurm.requeue_s_before_end = 60: needs slurm.requeue: true"),
         ({"nodes": 2}, "slurm.nodes = 2: slurm.collection.num_tasks = 1 does not fill them evenly"),
         ({"server": {}}, "exactly one of slurm.server.model and slurm.server.command"),
         ({"server": {**MODEL, **COMMAND}}, "exactly one of"),

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoresNeeded
 from nemo_rl.policy.attention import Pack
-from nemo_rl.policy.hf_model import recompute_activations
+from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.test_logprobs import LargestTensor
 from tests.unit.policy.tiny import MODELS, SIZES, make_batch
@@ -30,7 +30,7 @@ def scores_and_gradients(model: PreTrainedModel, *, is_packed: bool, **options: 
     batch = make_batch(LENGTHS)
     module = CausalLogprobs(model, temperature=0.7, chunk_size=options.pop("chunk_size", 4), is_packed=is_packed)
     if options.pop("recomputed", False):
-        recompute_activations(model)
+        recompute_activations(decoder_layers(model))
     wanted = ScoresNeeded(candidates="c", entropy=True, topk=3)
     candidates = torch.tensor([3, -1, 7]).expand(len(LENGTHS), max(LENGTHS), 3)
     lengths = batch["lengths"].tolist()

@@ -12,6 +12,12 @@ collect() {
     exec "${collect_command[@]}"
 }
 
+# requeue: of a task that comes to its time limit (--signal); Slurm ends it then, and starts it again.
+requeue() {
+    say "the time limit is near: this task is queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+}
+
 run_task() {
     local watched=()
     seed=${seeds[SLURM_ARRAY_TASK_ID / num_chunks]}
@@ -19,6 +25,7 @@ run_task() {
     run_dir="$job_dir/runs/${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.${SLURM_RESTART_COUNT:-0}"
     mkdir -p "$run_dir"
     trap end_processes EXIT
+    trap requeue USR1
     say "seed $seed, chunk $chunk of $num_chunks, on ${SLURM_JOB_NODELIST:-$(hostname)}"
     if ((has_servers)); then
         start_servers

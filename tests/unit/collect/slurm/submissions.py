@@ -34,6 +34,7 @@ EVERYTHING: dict[str, Any] = {
     "dependency": "afterok:12",
     "num_chunks": 4,
     "max_running": 3,
+    "requeue_s_before_end": 90,
     "setup": "module load cuda\nulimit -n 65536",
     "server": {
         **SERVER,

@@ -67,6 +67,7 @@ def test_the_array_is_of_seeds_times_chunks_and_slurm_is_told_what_was_asked() -
         "--output=/o ut/slurm/0001/logs/collect-%a.log",
         "--open-mode=append",
         "--requeue",
+        "--signal=B:USR1@90",
         "--partition=gpu",
         "--account=me",
         "--qos=high",

@@ -1,0 +1,17 @@
+"""Distil a teacher into a language model, on the model's own samples.
+
+uv run examples/run_distillation.py                                the quickstart: two CPU cores, five minutes
+uv run examples/run_distillation.py --config examples/configs/distillation_math.yaml
+uv run examples/run_distillation.py loss_fn.kl_type=reverse distillation.topk_logits_k=16
+uv run examples/run_distillation.py --dry-run                      resolve and validate the configuration only
+"""
+
+import sys
+from pathlib import Path
+
+from nemo_rl.build.command_line import DISTILLATION_JOB, run_command
+
+QUICKSTART = Path(__file__).parent / "configs" / "distillation.yaml"
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART, job=DISTILLATION_JOB))

@@ -1,0 +1,158 @@
+"""A collection of rollouts from its configuration: everything opened in order, run, and closed in reverse.
+
+What can be refused is refused before a model is loaded; a collection that lacks nothing loads none.
+"""
+
+import gc
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancelled_by_sigterm
+from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
+from nemo_rl.build.environments import open_environments
+from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
+from nemo_rl.build.rollouts import make_context
+from nemo_rl.build.run_identity import run_identity
+from nemo_rl.build.sampled import SampledInputs, engine_name, load_sampled_inputs, open_engine
+from nemo_rl.build.scorers import open_scorers
+from nemo_rl.collect.keys import Chunk, KeySpace
+from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
+from nemo_rl.collect.store import RolloutStore
+from nemo_rl.collect.tasks import Task, Tasks, write_tasks
+from nemo_rl.config.collect import SampledConfig
+from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.interfaces import Generation
+from nemo_rl.observability.collection_progress import CollectionProgress, make_collection_progress
+from nemo_rl.observability.logging_setup import configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """How a start of a collection ended."""
+
+    directory: Path
+    num_rollouts: int  # of this start's seeds and chunk
+    num_finished: int  # of them, those of earlier starts included
+    num_given_up: int  # those that failed each time
+    num_new: int  # finished in this start
+    seconds: float  # that its rollouts took
+    mean_reward: float | None  # of the new ones
+    interrupted: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_finished == self.num_rollouts
+
+
+async def run_collection(config: SampledConfig, console: Console | None = None) -> Collected:
+    """Run what is missing of the configuration's seeds and chunk. Ctrl-C and SIGTERM end it with what is stored.
+
+    Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
+    configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
+    """
+    console = console or configure_logging()
+    disable_progress_bar()  # transformers' own, which would break the display
+    interrupt, interrupted = Interrupt(), False
+    async with AsyncExitStack() as stack:
+        with cancelled_by_sigterm():
+            inputs = await load_sampled_inputs(config, stack)
+            stores = open_stores(config, inputs, stack)
+        progress = make_collection_progress(
+            console,
+            wanted=config.logger.progress,
+            total=sum(len(store.keys) for store in stores),
+            num_finished=sum(store.num_finished for store in stores),
+        )
+        with interrupt.listen():
+            try:
+                await interrupt.guard(_run(config, inputs, stores, progress))
+            except Interrupted:
+                interrupted = True
+        return Collected(
+            Path(config.collection.output_dir),
+            num_rollouts=progress.total,
+            num_finished=progress.num_finished,
+            num_given_up=sum(store.num_given_up for store in stores),
+            num_new=progress.num_new,
+            seconds=progress.seconds,
+            mean_reward=progress.mean_reward,
+            interrupted=interrupted,
+        )
+
+
+def open_stores(config: SampledConfig, inputs: SampledInputs, stack: AsyncExitStack) -> list[RolloutStore]:
+    """One a seed, each with the whole input beside it; raises ConfigError for rollouts of another run."""
+    collection = config.collection
+    tasks = _write_tasks(collection.output_dir, inputs)
+    chunk = None
+    if collection.chunk_index_and_count is not None:
+        chunk = Chunk(*collection.chunk_index_and_count)
+    keys = KeySpace(tasks.num_tasks, collection.num_repeats, chunk)
+    identity = run_identity(config, tasks, inputs.files, engine=engine_name(config, inputs))
+    return [
+        stack.enter_context(
+            RolloutStore.open(
+                collection.output_dir,
+                seed=seed,
+                keys=keys,
+                identity=identity,
+                max_attempts=collection.max_attempts,
+            )
+        )
+        for seed in collection.all_seeds
+    ]
+
+
+def _write_tasks(directory: str, inputs: SampledInputs) -> Tasks:
+    rows = inputs.input_set.rows()
+    return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row) for p, row in rows))
+
+
+async def _run(
+    config: SampledConfig, inputs: SampledInputs, stores: list[RolloutStore], progress: CollectionProgress
+) -> None:
+    limits = CollectionLimits(
+        concurrency=config.collection.concurrency,
+        max_failures_in_a_row=config.collection.max_failures_in_a_row,
+        write_token_ids=config.collection.write_token_ids,
+    )
+    for store in stores:
+        logger.info("%s: %d of %d rollouts are missing", store.files.rollouts, store.num_missing, len(store.keys))
+    async with AsyncExitStack() as stack:
+        if not any(store.num_missing for store in stores):
+            for store in stores:
+                if not store.is_done:
+                    store.finish()
+            return
+        generation = await open_engine(config, inputs, stack)
+        context = await _open_context(config, inputs, generation, stack)
+        gc.collect()
+        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
+        progress.start()
+        stack.callback(progress.close)
+        prompts = inputs.input_set.prompts
+        await collect_rollouts(stores, prompts, context, limits=limits, on_rollout=progress.rollout)
+
+
+async def _open_context(
+    config: SampledConfig, inputs: SampledInputs, generation: Generation, stack: AsyncExitStack
+) -> RolloutContext:
+    environments = open_environments(config, stack)
+    scoring = await open_scorers(config, None, stack)
+    context = make_context(config, inputs, generation, environments, lambda rollout: None, scoring)
+    if config.server.address is not None:  # its client retries by itself
+        context = replace(context, limits=replace(context.limits, max_retries=0))
+    agents = make_agents(config)
+    if not agents and not gym_sections(config):
+        return context
+    manager = await open_gateway(config, make_codec(config, inputs.encoder), generation, stack)
+    run_dir = Path(config.collection.output_dir) / "nemo_gym"
+    gyms = await open_nemo_gym(config, (inputs.prompt_set,), manager, run_dir, stack)
+    return replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)

@@ -1,0 +1,66 @@
+"""`nemo-rl collect`: rollouts of a model over data sets, kept on the disk as they end. Exact resume; chunks; seeds.
+
+nemo-rl collect                                     the quickstart: 1,000 words, four rollouts each
+nemo-rl collect collect.seeds=0,2,5..7 collect.chunk=0/4
+nemo-rl collect --config RECIPE server.address=http://127.0.0.1:8000
+nemo-rl collect --config RECIPE --dry-run           resolve and validate the configuration only
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nemo_rl.quickstart
+from nemo_rl.build.command_line import EXIT_FAILED, EXIT_INTERRUPTED, Job, run_command
+from nemo_rl.config.collect import CollectConfig
+from nemo_rl.config.loading import load_collect_config, resolved_yaml
+
+if TYPE_CHECKING:
+    from nemo_rl.build.collect import Collected
+
+QUICKSTART = Path(nemo_rl.quickstart.__path__[0]) / "collect.yaml"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 1 where rollouts failed each time or something broke, 2 for a bad configuration, 130 after
+    Ctrl-C."""
+    return run_command(
+        arguments, description=__doc__ or "", default_config=QUICKSTART, job=COLLECT_JOB, program="nemo-rl collect"
+    )
+
+
+def _show(config: CollectConfig) -> int:
+    sys.stdout.write(resolved_yaml(config))
+    return 0
+
+
+def _collect(config: CollectConfig, command: str) -> int:
+    from nemo_rl.build.collect import run_collection  # torch and the engine load only for a valid configuration
+
+    collected = asyncio.run(run_collection(config))
+    sys.stdout.write(report(collected) + "\n")
+    if collected.interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if collected.is_whole else EXIT_FAILED
+
+
+def report(collected: "Collected") -> str:
+    """What there is now, and what to do next."""
+    directory = collected.directory
+    reward = "" if collected.mean_reward is None else f", mean reward {collected.mean_reward:.4f}"
+    lines = [
+        f"Rollouts    {collected.num_finished:,} of {collected.num_rollouts:,} in {directory}",
+        f"This start  {collected.num_new:,} in {collected.seconds:.1f} s{reward}",
+    ]
+    if collected.num_given_up:
+        lines.append(f"Failed      {collected.num_given_up:,} each time: {directory}/*_failures.jsonl")
+    if collected.is_whole:
+        lines.append(f"Next        nemo-rl merge {directory}; nemo-rl profile {directory}")
+    elif collected.interrupted:
+        lines.append("Continue    with the same command")
+    return "\n".join(lines)
+
+
+COLLECT_JOB = Job(load_collect_config, _show, _collect)

@@ -1,0 +1,96 @@
+"""What a collection is of, kept beside its rollouts: what decides its samples and rewards, and no more."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.build.models import ModelFiles
+from nemo_rl.collect.tasks import Tasks
+from nemo_rl.config.collect import SampledConfig
+from nemo_rl.config.section import Section
+
+# How fast, where and how patiently: these may differ from one start to the next.
+OF_ONE_START = frozenset(
+    {
+        "api_key_env",
+        "base_urls",
+        "batching",
+        "device",
+        "head_url",
+        "in_actor",
+        "in_tasks",
+        "limits",
+        "max_concurrency",
+        "max_retries",
+        "micro_batch_size",
+        "num_replicas",
+        "num_workers",
+        "packing",
+        "port_range_high",
+        "port_range_low",
+        "python",
+        "remote",
+        "retry_backoff_s",
+        "start_timeout_s",
+        "timeout_s",
+        "verify_timeout_s",
+    }
+)
+NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # of a weight file that are read for its digest
+
+
+def run_identity(config: SampledConfig, tasks: Tasks, files: ModelFiles, *, engine: str) -> dict[str, Any]:
+    """For `RolloutStore.open`: the same for all seeds and chunks. `engine`: vllm, hf, completions or chat."""
+    policy, collection = config.policy, config.collection
+    return {
+        "data": {"digest": tasks.digest},
+        "config": {
+            "env": {name: _deciding(section) for name, section in config.env.items()},
+            "scorers": {name: _deciding(section) for name, section in config.scorers.items()},
+            "gateway": {name: getattr(config.gateway, name) for name in ("tool_parser", "reasoning_parser")},
+            "generation": _deciding(policy.generation),
+            "tokenizer": policy.tokenizer.model_dump(mode="json"),
+            "max_total_sequence_length": policy.max_total_sequence_length,
+            "max_rollout_turns": collection.max_rollout_turns,
+            "trajectory_selection": config.rollout.trajectory_selection,
+            "write_token_ids": collection.write_token_ids,
+        },
+        "model": {
+            "name": policy.model_name,
+            "digest": model_digest(Path(files.weights)),
+            "engine": engine,
+            **_of_engine(config),
+        },
+    }
+
+
+def _of_engine(config: SampledConfig) -> dict[str, Any]:
+    if config.server.address is not None:
+        return {"served_model": config.server.model}
+    return {"precision": config.policy.precision, "vllm_kwargs": config.server.vllm_kwargs}
+
+
+def _deciding(section: Section) -> dict[str, Any]:
+    values: Mapping[str, Any] = section.model_dump(mode="json")
+    return {name: value for name, value in values.items() if name not in OF_ONE_START}
+
+
+def model_digest(folder: Path) -> str | None:
+    """Of a model's files, from their names, sizes and blocks spread over each; None for a name on a hub.
+
+    Two checkpoints of one run differ in every block; whole files would take minutes to read.
+    """
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".safetensors", ".bin", ".json", ".gguf") or not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\n{size}\n".encode())
+        with path.open("rb") as file:
+            for start in sorted({size * block // NUM_BLOCKS for block in range(NUM_BLOCKS)}):
+                digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""The model of a collection: its tokenizer and prompts, then an engine of its own or a server that runs already."""
+
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from nemo_rl.build.agents import agent_sections
+from nemo_rl.build.inputs import check_context_length, check_tasks
+from nemo_rl.build.models import ModelFiles, find_model
+from nemo_rl.build.nemo_gym import gym_sections
+from nemo_rl.build.served import ServedEngine, connect
+from nemo_rl.config.collect import SampledConfig
+from nemo_rl.config.generation import GenerationSection
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.datasets import PromptSet, check_prompt_lengths
+from nemo_rl.data.input import InputSet, load_input
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.unrendered import UnrenderedMessages
+from nemo_rl.distributed.device import resolve_device
+from nemo_rl.errors import ConfigError
+from nemo_rl.generation.make import make_generation
+from nemo_rl.interfaces import Generation
+from nemo_rl.policy.hf_model import load_config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledInputs:
+    input_set: InputSet
+    encoder: ChatEncoder
+    files: ModelFiles
+    served: ServedEngine | None  # None: an engine is to be started
+
+    @property
+    def prompt_set(self) -> PromptSet:
+        return PromptSet("input", self.input_set.prompts)
+
+
+def engine_name(config: SampledConfig, inputs: SampledInputs) -> str:
+    """Which kind of engine samples: vllm, hf, completions or chat."""
+    return config.server.backend if inputs.served is None else inputs.served.api
+
+
+async def load_sampled_inputs(config: SampledConfig, stack: AsyncExitStack) -> SampledInputs:
+    """Prompts and tokenizer; a server at `server.address` is asked what it takes, its client closed with `stack`.
+
+    Raises ConfigError naming the key, EndpointError for a server that does not answer.
+    """
+    input_set = load_input(config.data, config.collection.limit)
+    prompt_set = PromptSet("input", input_set.prompts)
+    check_tasks(config, (prompt_set,))
+    files = find_model(config.policy.model_name) if config.server.address is None else _served_files(config)
+    encoder = _encoder(config, files)
+    served = None
+    if config.server.address is not None:
+        served = await connect(config, encoder)
+        stack.push_async_callback(served.generation.close)
+        if served.api == "chat":
+            _check_chat(config)
+            encoder = UnrenderedMessages()
+    else:
+        trusted = config.server.trust_remote_code
+        model = load_config(files.weights, {}, trust_remote_code=trusted).get_text_config()
+        check_context_length(config.policy, model)
+    assert encoder is not None  # a server that takes tokens was asked with them
+    if config.data.max_input_seq_length is not None:
+        check_prompt_lengths((prompt_set,), encoder, config.data.max_input_seq_length)
+    return SampledInputs(input_set, encoder, files, served)
+
+
+async def open_engine(config: SampledConfig, inputs: SampledInputs, stack: AsyncExitStack) -> Generation:
+    """The server's client, or an engine started now and closed with `stack`."""
+    if inputs.served is not None:
+        return inputs.served.generation
+    section = _engine_section(config, inputs.files)
+    generation = await make_generation(
+        section,
+        model_path=inputs.files.weights,
+        dtype=config.policy.precision,
+        max_model_len=config.policy.max_total_sequence_length,
+        device=resolve_device(config.policy.device).type,
+        trust_remote_code=config.server.trust_remote_code,
+    )
+    stack.push_async_callback(generation.close)
+    return generation
+
+
+def _engine_section(config: SampledConfig, files: ModelFiles) -> GenerationSection:
+    """A checkpoint's tokenizer lies beside its weights; vLLM needs it for stop strings."""
+    section = config.server.engine(config.policy.generation)
+    if section.backend == "hf" or files.tokenizer == files.weights:
+        return section
+    beside = {"tokenizer": files.tokenizer, "skip_tokenizer_init": False}
+    return section.model_copy(update={"vllm_kwargs": {**beside, **section.vllm_kwargs}})
+
+
+def _served_files(config: SampledConfig) -> ModelFiles:
+    """A server that takes messages needs no files here, so that the model's name may be one of the server's alone."""
+    name = config.policy.model_name
+    return ModelFiles(name, name) if config.server.api == "chat" else find_model(name)
+
+
+def _encoder(config: SampledConfig, files: ModelFiles) -> ChatEncoder | None:
+    """None where messages are all that a server can be sent."""
+    if config.server.api == "chat":
+        return None
+    try:
+        tokenizer = load_tokenizer(
+            config.policy.tokenizer, files.tokenizer, trust_remote_code=config.server.trust_remote_code
+        )
+        encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+        encoder.check()
+    except ConfigError as error:
+        if config.server.address is None or config.server.api == "completions":
+            raise
+        logger.info("the server is sent messages, not tokens: %s", error)
+        return None
+    return encoder
+
+
+def _check_chat(config: SampledConfig) -> None:
+    """What needs tokens cannot be had of a server that takes messages."""
+    if config.collection.write_token_ids:
+        raise ConfigError("collect.write_token_ids", True, "the server takes and gives text alone (server.api: chat)")
+    if config.policy.generation.ignore_eos:
+        raise ConfigError("policy.generation.ignore_eos", True, "a server that takes messages ends its own turns")
+    if names := [*agent_sections(config), *gym_sections(config)]:
+        problem = f"env.{names[0]} talks to the gateway, which needs a server that takes token ids (vLLM)"
+        raise ConfigError("server.api", "chat", problem)

@@ -1,0 +1,160 @@
+"""Runs the rollouts that stores lack: prompts are read as their turn comes, results stored as they end.
+
+Consumes: missing keys of `stores`, prompts. Produces: rows and failures in the stores. Waits for rollouts; unblocked by
+each that ends. Memory: `concurrency` rollouts, and the stores' tables.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from nemo_rl.collect.keys import RolloutKey
+from nemo_rl.collect.store import RolloutStore
+from nemo_rl.errors import RolloutError
+from nemo_rl.experience.collection import run_training_rollouts
+from nemo_rl.experience.rollout_row import rollout_row
+from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+from nemo_rl.experience.supervision import Supervision
+from nemo_rl.types import Prompt, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionLimits:
+    """How much runs at once, and when to give up."""
+
+    concurrency: int = 64  # rollouts
+    max_failures_in_a_row: int = 100
+    write_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rollouts that are asked for in one call: repeats of one task, or of several where the engine wants batches."""
+
+    store: RolloutStore
+    keys: tuple[RolloutKey, ...]
+
+
+async def collect_rollouts(
+    stores: Sequence[RolloutStore],
+    prompts: Sequence[Prompt],
+    context: RolloutContext,
+    *,
+    limits: CollectionLimits,
+    on_rollout: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> None:
+    """Run until no store has a missing rollout; each store is marked as done when its last one has ended.
+
+    `prompts` is the whole input: task i is prompt i. A store's seed takes the place of the context's. A rollout that
+    fails is tried again behind all others, up to the store's `max_attempts`. When cancelled, what has ended is stored.
+    Raises RolloutError on a stall and after `max_failures_in_a_row`.
+    """
+    runner = _Runner(prompts, context, limits, on_rollout)
+    for store in stores:
+        _finish_if_whole(store)
+    while any(store.num_missing for store in stores):
+        await runner.run(_batches(stores, limits.concurrency, whole=not context.generation.is_async))
+
+
+class _Runner:
+    """One pass after the other over what is missing."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        context: RolloutContext,
+        limits: CollectionLimits,
+        on_rollout: Callable[[Trajectory], None],
+    ) -> None:
+        self._prompts = prompts
+        self._limits = limits
+        self._on_rollout = on_rollout
+        self._context = replace(context, supervision=Supervision(context.limits.stall_timeout_s))
+        self._room = asyncio.Semaphore(limits.concurrency)
+        self._failures_in_a_row = 0
+        self._is_stopping = False  # an error ends the pass: rollouts that still end are stored, failures are not
+
+    async def run(self, batches: Iterator[Batch]) -> None:
+        """One pass. The first error ends all rollouts and is raised."""
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                for batch in batches:
+                    for _ in batch.keys:
+                        await self._room.acquire()
+                    rollouts.create_task(self._run(batch))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _run(self, batch: Batch) -> None:
+        seed = batch.store.seed
+        waiting: dict[tuple[str, int], RolloutKey] = {}
+        jobs = []
+        for task_index, of_task in groupby(batch.keys, key=lambda key: key.task_index):
+            prompt = self._prompts[task_index]
+            group_id = f"rs{seed}:{task_index}"  # requests of several seeds run at once
+            for key in of_task:
+                waiting[group_id, key.rollout_index] = key
+                jobs.append(RolloutJob(prompt, group_id, key.rollout_index))
+
+        def ended(trajectory: Trajectory) -> None:
+            key = waiting.pop((trajectory.group_id, trajectory.generation_index))
+            self._room.release()
+            if self._is_stopping and trajectory.failure is not None:
+                return
+            try:
+                self._store(batch.store, key, trajectory)
+            except BaseException:
+                self._is_stopping = True
+                raise
+
+        await run_training_rollouts(jobs, replace(self._context, seed=seed, progress=ended))
+
+    def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:
+        if trajectory.failure is None:
+            store.append(key, collected_row(trajectory, write_token_ids=self._limits.write_token_ids))
+            self._failures_in_a_row = 0
+        else:
+            attempt = store.append_failure(key, trajectory.failure)
+            self._failures_in_a_row += 1
+            logger.debug("%s: attempt %d: %s", key, attempt, trajectory.failure.cause)
+        self._on_rollout(trajectory)
+        _finish_if_whole(store)
+        if trajectory.failure is not None and self._failures_in_a_row >= self._limits.max_failures_in_a_row:
+            raise RolloutError(
+                f"{self._failures_in_a_row} rollouts in a row failed (collect.max_failures_in_a_row); the last one: "
+                f"{trajectory.failure.failure_class}: {trajectory.failure.cause}"
+            )
+
+
+def collected_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> Mapping[str, Any]:
+    """`rollout_row` without what says nothing of a rollout that went well and belongs to no group."""
+    row = rollout_row(trajectory, write_token_ids=write_token_ids)
+    for name in ("group_id", "generation_index", "failure", "weight_versions"):
+        del row[name]
+    return row
+
+
+def _batches(stores: Sequence[RolloutStore], concurrency: int, *, whole: bool) -> Iterator[Batch]:
+    """The missing keys of one pass: those of a task together, at most `concurrency` in a batch.
+
+    `whole`: batches of `concurrency` over several tasks, for engines that serve one batch at a time.
+    """
+    for store in stores:
+        batch: list[RolloutKey] = []
+        for key in store.missing():
+            if batch and (len(batch) == concurrency or (not whole and key.task_index != batch[0].task_index)):
+                yield Batch(store, tuple(batch))
+                batch = []
+            batch.append(key)
+        if batch:
+            yield Batch(store, tuple(batch))
+
+
+def _finish_if_whole(store: RolloutStore) -> None:
+    if not store.num_missing and not store.is_done:
+        store.finish()

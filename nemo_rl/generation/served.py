@@ -1,0 +1,207 @@
+"""A model behind OpenAI-compatible servers as an engine: `/v1/completions` with token ids, or `/v1/chat/completions`.
+
+Completions take and give token ids where the server can (vLLM): then a turn's tokens are exactly those that were
+sampled. Chat completions take messages; the server renders them, and only the text of an answer is known.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from nemo_rl.distributed.endpoint import Endpoint, EndpointError
+from nemo_rl.errors import GenerationError
+from nemo_rl.interfaces import Weights
+from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest, Message
+
+Api: TypeAlias = Literal["completions", "chat"]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_SEED = 2**63 - 1  # servers keep seeds in an int64
+CHARACTERS_A_TOKEN = 4  # for `tokens_per_minute`, where only the text of a prompt is known
+FINISH_REASONS = ("stop", "length")
+
+# What a server is asked, and what is read of its answer.
+Ask: TypeAlias = Callable[[GenerationRequest], dict[str, Any]]
+Read: TypeAlias = Callable[[GenerationRequest, Mapping[str, Any]], Completion]
+
+
+class MalformedAnswer(GenerationError):
+    """A server answered, but not with what it was asked for."""
+
+
+class ServedGeneration:
+    """Satisfies interfaces.Generation, but for weights, which are the server's own.
+
+    A request that the server refuses, or does not answer after all retries of the endpoint, is a FailedRequest.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, model: str, api: Api, limit_key: str = "max_tokens") -> None:
+        """`limit_key` is what the server calls the limit of a chat answer's tokens. Closes the endpoint at the end."""
+        self._endpoint = endpoint
+        self._path = COMPLETIONS if api == "completions" else CHAT
+        self._read: Read = token_completion if api == "completions" else chat_completion
+        self._ask: Ask = (
+            (lambda request: completion_body(request, model))
+            if api == "completions"
+            else (lambda request: chat_body(request, model, limit_key))
+        )
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        if len(requests) == 1:
+            yield await self._answer(requests[0])
+            return
+        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
+        body = self._ask(request)
+        estimated = len(request.token_ids) + sum(len(m.content) for m in request.messages) // CHARACTERS_A_TOKEN
+        try:
+            answer = await self._endpoint.post(self._path, body, num_tokens=estimated)
+            completion = self._read(request, answer)
+        except (EndpointError, MalformedAnswer) as error:
+            return FailedRequest(request.request_id, str(error))
+        self._endpoint.used(_total_tokens(answer, estimated), estimated=estimated)
+        return completion
+
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        """Weights never change, so that nothing is held."""
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
+        raise GenerationError("the weights of a server at an address are its own")
+
+    async def sleep(self) -> None:
+        """The server's memory is its own."""
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+
+def completion_body(request: GenerationRequest, model: str) -> dict[str, Any]:
+    """`/v1/completions` as vLLM extends it: the prompt as ids, ids in the answer, and only our own stop tokens."""
+    sampling = request.sampling
+    return {
+        **_sampling_body(request, model),
+        "prompt": list(request.token_ids),
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "add_special_tokens": False,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def chat_body(request: GenerationRequest, model: str, limit_key: str) -> dict[str, Any]:
+    """`/v1/chat/completions`, with nothing beyond OpenAI's own parameters unless it is asked for."""
+    sampling = request.sampling
+    return {
+        **_sampling_body(request, model),
+        "messages": [_openai_message(message) for message in request.messages],
+        limit_key: sampling.max_new_tokens,
+        **({"tools": list(request.tools)} if request.tools else {}),
+        **({"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}),
+    }
+
+
+def _sampling_body(request: GenerationRequest, model: str) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "model": model,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": request.seed & MAX_SEED,
+        **({"top_k": sampling.top_k} if sampling.top_k > 0 else {}),
+        **({"stop": list(sampling.stop_strings)} if sampling.stop_strings else {}),
+    }
+
+
+def token_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> Completion:
+    """The sampled ids with their log-probs, as the server computes them: vLLM's are of the unscaled logits."""
+    choice = _choice(answer)
+    token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if not isinstance(token_ids, list):
+        raise MalformedAnswer("the server gave no token_ids: server.api=chat is for servers without return_token_ids")
+    if not isinstance(logprobs, list) or len(logprobs) != len(token_ids):
+        raise MalformedAnswer(f"the server gave {len(token_ids)} tokens without a log-prob each")
+    return Completion(
+        request.request_id,
+        tuple(token_ids),
+        tuple(math.nan if logprob is None else float(logprob) for logprob in logprobs),
+        choice["finish_reason"],
+    )
+
+
+def chat_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> Completion:
+    """The text of an answer, with as many unknown tokens as the server counted."""
+    choice = _choice(answer)
+    message = choice.get("message") or {}
+    text = message.get("content") or ""
+    for call in message.get("tool_calls") or ():
+        text += _call_text(call)
+    count = (answer.get("usage") or {}).get("completion_tokens")
+    count = min(count, request.sampling.max_new_tokens) if isinstance(count, int) and count >= 0 else 0
+    return Completion(
+        request.request_id,
+        (UNKNOWN_TOKEN,) * count,
+        (math.nan,) * count,
+        choice["finish_reason"],
+        text=text,
+    )
+
+
+def _choice(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The first choice, whose finish reason is one that we know."""
+    try:
+        choice = dict(answer["choices"][0])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise MalformedAnswer(f"the server gave no choice: {str(answer)[:200]}") from error
+    if choice.get("finish_reason") == "tool_calls":
+        choice["finish_reason"] = "stop"
+    if choice.get("finish_reason") not in FINISH_REASONS:
+        raise MalformedAnswer(f"the server ended it with {choice.get('finish_reason')!r}")
+    return choice
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    """A call that the server took out of the text, as models write it and environments read it (hermes)."""
+    function = call.get("function") or {}
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except ValueError:
+        arguments = function.get("arguments")
+    return f"<tool_call>\n{json.dumps({'name': function.get('name'), 'arguments': arguments})}\n</tool_call>"
+
+
+def _openai_message(message: Message) -> dict[str, Any]:
+    given: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        given["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        given["tool_call_id"] = message.tool_call_id
+    return given
+
+
+def _total_tokens(answer: Mapping[str, Any], estimated: int) -> int:
+    total = (answer.get("usage") or {}).get("total_tokens")
+    return total if isinstance(total, int) else estimated

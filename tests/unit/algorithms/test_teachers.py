@@ -1,0 +1,162 @@
+"""Rows are asked of the teacher of their task, each teacher on the device only in its turn."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nemo_rl import batch as keys
+from nemo_rl.algorithms.opd import TeacherAdvantages
+from nemo_rl.algorithms.teachers import LogprobsStage, Row, SeatedTeacher, Teachers, TopKStage, rows_of
+from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.interfaces import TopK
+from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
+from tests.unit.algorithms.batches import make_batch
+
+
+@dataclass
+class Recording:
+    """A teacher that answers with its own number, and writes down what it is asked."""
+
+    name: str
+    number: float
+    calls: list[str] = field(default_factory=list)
+    batches: list[TensorDict] = field(default_factory=list)
+
+    async def logprobs(self, batch: TensorDict) -> torch.Tensor:
+        self.calls.append(f"{self.name} logprobs")
+        self.batches.append(batch)
+        return torch.full(batch[keys.TOKEN_IDS].shape, self.number)
+
+    async def topk_logprobs(self, batch: TensorDict, k: int) -> TopK:
+        self.calls.append(f"{self.name} topk")
+        self.batches.append(batch)
+        shape = (*batch[keys.TOKEN_IDS].shape, k)
+        return TopK(torch.arange(k).expand(shape), torch.full(shape, self.number))
+
+    async def offload(self) -> None:
+        self.calls.append(f"{self.name} offload")
+
+    async def onload(self) -> None:
+        self.calls.append(f"{self.name} onload")
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def row(task_name: str) -> Row:
+    return Row(Prompt("p", task_name, ()), ())
+
+
+ROWS = [row("math"), row("code"), row("math")]
+
+
+def batch_of_three() -> TensorDict:
+    """The rows of math are shorter."""
+    batch = make_batch([[0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 0, 0]])
+    batch[keys.LENGTHS] = torch.tensor([2, 4, 2])
+    return batch
+
+
+def teachers(calls: list[str], *, takes_turns: bool) -> tuple[Teachers, dict[str, Recording]]:
+    each = {"teacher": Recording("default", -1.0, calls), "teachers.math": Recording("math", -2.0, calls)}
+    seated = {key: SeatedTeacher(teacher, takes_turns) for key, teacher in each.items()}
+    return Teachers(seated, {"math": "teachers.math", "code": "teacher"}), each
+
+
+def test_each_row_has_the_scores_of_its_tasks_teacher() -> None:
+    asked, each = teachers([], takes_turns=False)
+    batch = batch_of_three()
+    asyncio.run(LogprobsStage(asked)(batch, ROWS))
+    assert batch[keys.TEACHER_LOGPROBS].tolist() == [[-2.0, -2.0, 0, 0], [-1.0] * 4, [-2.0, -2.0, 0, 0]]
+    assert [len(b) for b in each["teachers.math"].batches] == [2]
+    assert each["teachers.math"].batches[0][keys.TOKEN_IDS].shape == (2, 2)  # without the padding of longer rows
+
+
+def test_topk_is_widened_to_the_batch_and_padding_tokens_of_the_teachers_embedding_are_none() -> None:
+    asked, _ = teachers([], takes_turns=False)
+    batch = batch_of_three()
+    asyncio.run(TopKStage(asked, k=3, vocab_size=2)(batch, ROWS))
+    assert batch[keys.TEACHER_TOPK_IDS].shape == batch[keys.TEACHER_TOPK_LOGPROBS].shape == (3, 4, 3)
+    assert batch[keys.TEACHER_TOPK_IDS][1, 3].tolist() == [0, 1, -1]
+    assert batch[keys.TEACHER_TOPK_LOGPROBS][:, 1, 0].tolist() == [-2.0, -1.0, -2.0]
+
+
+def test_one_model_is_on_the_device_at_a_time_where_they_take_turns() -> None:
+    calls: list[str] = []
+    asked, _ = teachers(calls, takes_turns=True)
+    asyncio.run(LogprobsStage(asked)(batch_of_three(), ROWS))
+    assert calls == [
+        "math onload",
+        "math logprobs",
+        "math offload",
+        "default onload",
+        "default logprobs",
+        "default offload",
+    ]
+
+
+def test_teachers_with_devices_of_their_own_are_asked_at_once_and_stay_there() -> None:
+    """Each waits until the other has been asked; in turns this would never end."""
+    met: list[asyncio.Event] = []
+
+    async def main() -> None:
+        asked, each = teachers([], takes_turns=False)
+        both = [asyncio.Event(), asyncio.Event()]
+        met.extend(both)
+
+        async def ask(key: str, teacher: object, own: torch.Tensor) -> str:
+            mine, other = both if key == "teacher" else reversed(both)
+            mine.set()
+            await asyncio.wait_for(other.wait(), 60)
+            return key
+
+        answers = await asked.ask_each(ROWS, ask)
+        assert {key: own.tolist() for own, key in answers} == {"teachers.math": [0, 2], "teacher": [1]}
+        assert all(not teacher.calls for teacher in each.values())
+
+    asyncio.run(main())
+    assert all(event.is_set() for event in met)
+
+
+def test_a_teacher_that_fails_ends_the_step_with_its_own_error() -> None:
+    async def main() -> None:
+        asked, _ = teachers([], takes_turns=False)
+
+        async def ask(key: str, teacher: object, own: torch.Tensor) -> None:
+            raise ValueError(key) if key == "teacher" else asyncio.CancelledError
+
+        await asked.ask_each([row("code")], ask)
+
+    with pytest.raises(ValueError, match="teacher"):
+        asyncio.run(main())
+
+
+def trajectory(group: str, index: int, *, num_chains: int = 1) -> Trajectory:
+    log = (TokenizedMessage(Message("user", group), (1, 2)), TokenizedMessage(Message("assistant", "a"), (3,), (-1.0,)))
+    return Trajectory(
+        Prompt(group, "math", (Message("user", group),)),
+        group,
+        index,
+        log,
+        StopReason.DONE,
+        other_chains=(log,) * (num_chains - 1),
+    )
+
+
+def test_rows_are_those_of_the_assembled_batch_also_where_a_trajectory_has_several() -> None:
+    several = (trajectory("a", 1), trajectory("a", 0, num_chains=2))
+    groups = [TrajectoryGroup("a", several[0].prompt, several), TrajectoryGroup("b", trajectory("b", 0).prompt, ())]
+    rows = rows_of(groups, min_group_size=1)
+    batch = assemble_batch(groups, min_group_size=1)
+    assert len(rows) == len(batch) == 3
+    assert [r.prompt.prompt_id for r in rows] == ["a"] * 3
+
+
+def test_advantages_of_opd_are_the_teachers_log_probs_over_the_policys() -> None:
+    batch = make_batch([[0, 1, 1]], prev_logprobs=[[0.0, -1.0, -4.0]], teacher_logprobs=[[0.0, -0.5, -5.0]])
+    assert TeacherAdvantages()(batch).tolist() == [[0.0, 0.5, -1.0]]
+    assert TeacherAdvantages(clip_low=-0.75, clip_high=0.25)(batch).tolist() == [[0.0, 0.25, -0.75]]
+    assert TeacherAdvantages().required_keys == {keys.PREV_LOGPROBS, keys.TEACHER_LOGPROBS}
