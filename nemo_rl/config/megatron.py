@@ -11,7 +11,7 @@ class MegatronOptimizer(Section):
     """What NeMo-RL writes in the place of `policy.optimizer`. Biases and norms are not decayed, as Megatron-LM does."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    lr: float = Field(default=5e-6, ge=0)
+    lr: float = Field(default=5e-6, gt=0)
     min_lr: float = Field(default=0.0, ge=0)  # where a schedule ends
     weight_decay: float = Field(default=0.01, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -35,6 +35,9 @@ def check_megatron(policy: Policy, model: PreTrainedConfig, device: str) -> None
             "on Megatron an optimizer sees parts of weights, so it must treat each entry by itself; allowed: "
             + ", ".join(SUPPORTED_OPTIMIZERS),
         )
+    if section.scheduler is not None and section.optimizer is None and not policy.optimizer.kwargs.get("lr"):
+        problem = f"{KEY}.scheduler starts from it; allowed: above 0"
+        raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section)
     _check_model(model)
     _check_tensor_parallel(section.tensor_model_parallel_size, model)

@@ -1,4 +1,4 @@
-"""The float32 weights that an optimizer steps, their gradients' norm, and what `policy.megatron_cfg` says of both."""
+"""The float32 weights that an optimizer steps, and their gradients' norm over all ranks of a copy of the model."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nemo_rl.config.megatron import MegatronCfg, MegatronOptimizer
-from nemo_rl.config.policy import Optimizer, Policy, SchedulerStage
 from nemo_rl.policy.megatron import parallel
 
 
@@ -70,53 +68,8 @@ class MainWeights:
                     main.grad.mul_(scale)
         return norm
 
-
-def in_torchs_names(config: Policy) -> Policy:
-    """`policy.optimizer` and `policy.scheduler` that do what `policy.megatron_cfg` asks for, where it does."""
-    section = config.megatron_cfg
-    if section.optimizer is None and section.scheduler is None:
-        return config
-    changes: dict[str, Any] = {}
-    if section.optimizer is not None:
-        changes["optimizer"] = _torch_optimizer(section.optimizer)
-        changes["scheduler"] = None
-    if section.scheduler is not None:
-        factor = learning_rate_factor(section, float(changes.get("optimizer", config.optimizer).kwargs["lr"]))
-        changes["scheduler"] = SchedulerStage(name="torch.optim.lr_scheduler.LambdaLR", kwargs={"lr_lambda": factor})
-    return config.model_copy(update=changes)
-
-
-def learning_rate_factor(section: MegatronCfg, lr: float) -> Callable[[int], float]:
-    """What the learning rate is multiplied by in each training step, from 0.
-
-    Warm-up: from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps. Then, up to `lr_decay_iters`, from `lr` to
-    `min_lr` in a line or half a cosine, or constant.
-    """
-    schedule = section.scheduler
-    assert schedule is not None
-    lowest = section.optimizer.min_lr if section.optimizer is not None else 0.0
-    warmup, end = schedule.lr_warmup_iters, schedule.lr_decay_iters
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (schedule.lr_warmup_init + (lr - schedule.lr_warmup_init) * step / warmup) / lr
-        if schedule.lr_decay_style == "constant" or end is None:
-            return 1.0
-        done = min(1.0, (step - warmup) / max(end - warmup, 1))
-        left = 1 - done if schedule.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return (lowest + (lr - lowest) * left) / lr
-
-    return factor
-
-
-def _torch_optimizer(section: MegatronOptimizer) -> Optimizer:
-    if section.optimizer == "sgd":
-        kwargs = {"lr": section.lr, "momentum": section.sgd_momentum, "weight_decay": section.weight_decay}
-        return Optimizer(name="torch.optim.SGD", kwargs=kwargs)
-    kwargs = {
-        "lr": section.lr,
-        "betas": [section.adam_beta1, section.adam_beta2],
-        "eps": section.adam_eps,
-        "weight_decay": section.weight_decay,
-    }
-    return Optimizer(name="torch.optim.AdamW", kwargs=kwargs)
+    def move(self, device: torch.device) -> None:
+        """Those that are not computed with: the others move with their module."""
+        for parameter, main in zip(self._computed, self._main, strict=True):
+            if main is not parameter:
+                main.data = main.data.to(device)

@@ -20,7 +20,8 @@ from nemo_rl.policy.hf_model import load_config, load_model, recompute_activatio
 from nemo_rl.policy.megatron.checks import check_megatron
 from nemo_rl.policy.megatron.cpu import answer_for_cuda
 from nemo_rl.policy.megatron.model import Stage
-from nemo_rl.policy.megatron.optimizer import MainWeights, in_torchs_names
+from nemo_rl.policy.megatron.optimizer import MainWeights
+from nemo_rl.policy.megatron.optimizer_keys import in_torchs_names
 from nemo_rl.policy.megatron.parallel import make_groups
 from nemo_rl.policy.megatron.pipeline import Part, score
 from nemo_rl.policy.megatron.saving import OptimizerState
@@ -134,7 +135,21 @@ class MegatronRank(BaseRank):
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu":
             return
-        raise NotImplementedError
+        is_leaving = device.type == "cpu"
+        if is_leaving:
+            self._distributed.offload_grad_buffers(empty_cache=False)  # between steps they hold nothing
+        for stage in (self.module, self._reference):
+            if stage is not None:
+                stage.to(device)
+        self._main.move(device)
+        for kept in self._optimizer.state.values():
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    kept[name] = value.to(device)
+        if is_leaving:
+            torch.cuda.empty_cache()
+        else:
+            self._distributed.restore_grad_buffers()
 
     def _stage(self, model: PreTrainedModel, temperature: float) -> Stage:
         base: Any = model.base_model

@@ -44,6 +44,10 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
             ],
         ),
         (
+            ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 3}",),
+            ["#   policy: m, Megatron, 6 ranks (1 data x 3 pipeline x 2 tensor parallel) on cpu: node 0, float32"],
+        ),
+        (
             ("policy.device=cuda", "cluster={gpus_per_node: 2, address: auto}"),
             [
                 "#   cluster: Ray at auto, 1 node with 2 GPUs each",
@@ -63,7 +67,7 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
             ],
         ),
     ],
-    ids=["two CPU nodes", "colocated", "split"],
+    ids=["two CPU nodes", "megatron", "colocated", "split"],
 )
 def test_the_plan_of_a_cluster_names_nodes_and_gpus(
     recipe: Recipe, overrides: tuple[str, ...], lines: list[str]

@@ -9,6 +9,7 @@ from nemo_rl.config.master import GRPOConfig
 from nemo_rl.errors import ConfigError
 
 POLICY = "policy.dtensor_cfg"
+MEGATRON = "policy.megatron_cfg"
 ENGINES = "policy.generation"
 
 
@@ -93,6 +94,24 @@ def test_split_on_the_gpus_of_one_node_needs_a_cluster_for_two_processes() -> No
     assert split.needs_cluster
 
 
+def test_ranks_of_megatron_are_tensor_x_pipeline_x_data_parallel() -> None:
+    sizes = {f"{MEGATRON}.enabled": True, f"{MEGATRON}.tensor_model_parallel_size": 2,
+             f"{MEGATRON}.pipeline_model_parallel_size": 2}  # fmt: skip
+    assert len(layout("cpu", sizes).ranks) == 4
+    assert len(layout("cpu", {**sizes, f"{MEGATRON}.data_parallel_size": 2}).ranks) == 8
+    gpus = {**sizes, "cluster.gpus_per_node": 2, "cluster.num_nodes": 4}
+    assert len(layout("cuda", gpus).ranks) == 8  # two copies of the model
+    assert layout("cuda", {**gpus, f"{MEGATRON}.data_parallel_size": 1}).ranks == places(
+        (0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))
+    )
+    ignored = {f"{MEGATRON}.enabled": False, f"{MEGATRON}.tensor_model_parallel_size": 2}
+    assert len(layout("cpu", ignored).ranks) == 1
+
+
+def test_megatron_has_a_process_of_its_own() -> None:
+    assert layout("cpu", {f"{MEGATRON}.enabled": True}).needs_cluster
+
+
 def test_an_address_asks_for_a_cluster() -> None:
     assert layout("cpu", {"cluster.address": "auto"}).needs_cluster
 
@@ -106,6 +125,14 @@ def test_an_address_asks_for_a_cluster() -> None:
          f"{POLICY}.data_parallel_size", "8 ranks.* at most 2"),
         ("cuda", {"cluster.gpus_per_node": 4, f"{POLICY}.tensor_parallel_size": 3},
          f"{POLICY}.tensor_parallel_size", "divide the 4 GPUs"),
+        ("cuda", {f"{MEGATRON}.enabled": True, f"{MEGATRON}.tensor_model_parallel_size": 2},
+         f"{MEGATRON}.tensor_model_parallel_size", "divide the 1 GPUs"),
+        ("cuda", {f"{MEGATRON}.enabled": True, f"{MEGATRON}.pipeline_model_parallel_size": 4,
+                  f"{MEGATRON}.tensor_model_parallel_size": 2, "cluster.gpus_per_node": 4},
+         f"{MEGATRON}.pipeline_model_parallel_size", "8 ranks.* at most 2"),
+        ("cuda", {f"{MEGATRON}.enabled": True, f"{MEGATRON}.pipeline_model_parallel_size": 2,
+                  f"{MEGATRON}.data_parallel_size": 4, "cluster.gpus_per_node": 4},
+         f"{MEGATRON}.data_parallel_size", "8 ranks.* at most 2"),
         ("cuda", {f"{ENGINES}.vllm_cfg.tensor_parallel_size": 2}, f"{ENGINES}.vllm_cfg.tensor_parallel_size", "1 GPUs"),
         ("cuda", {f"{ENGINES}.num_replicas": 2}, f"{ENGINES}.num_replicas", "at most 1"),
         ("cuda", {f"{ENGINES}.colocated.enabled": False}, f"{ENGINES}.colocated.resources.gpus_per_node", "at least 2"),

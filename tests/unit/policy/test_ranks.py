@@ -14,6 +14,13 @@ def test_ranks_of_a_row_follow_each_other() -> None:
     assert {layout.world_size for layout in layouts} == {6}
 
 
+def test_stages_follow_each_other_and_the_last_one_speaks() -> None:
+    layouts = [RankLayout(rank, 2, 2, 2, init_method="file:///nowhere") for rank in range(8)]
+    assert [layout.data_parallel_rank for layout in layouts] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [layout.rank for layout in layouts if layout.speaks_for_its_row] == [4, 6]
+    assert {layout.world_size for layout in layouts} == {8}
+
+
 def test_rank_outside_its_layout_or_without_a_way_to_the_others_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="rank 2 of 2"):
         RankLayout(2, 2, init_method="file:///nowhere")

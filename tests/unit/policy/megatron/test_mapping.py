@@ -1,0 +1,63 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nemo_rl.policy.megatron.mapping import GatedRows, QueryKeyValue, Vocabulary, Weight, weights_of
+from tests.unit.policy.tiny import llama, qwen2, qwen3
+
+MODELS = {"qwen2": qwen2, "llama": llama, "qwen3": qwen3}
+
+
+def rows(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers).unsqueeze(1).expand(-1, 2)
+
+
+def test_queries_keys_and_values_lie_group_by_group() -> None:
+    """Two groups of two queries each; heads of one row."""
+    weight = QueryKeyValue("qkv", ("q", "k", "v"), num_groups=2, head_dim=1)
+    tensors = [rows(10, 11, 12, 13), rows(20, 21), rows(30, 31)]
+    assert weight.shard(tensors, 0, 1)[:, 0].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+    assert weight.shard(tensors, 1, 2)[:, 0].tolist() == [12, 13, 21, 31]
+
+
+def test_gate_and_up_lie_on_each_rank() -> None:
+    weight = GatedRows("fc1", ("gate", "up"))
+    tensors = [rows(10, 11, 12, 13), rows(20, 21, 22, 23)]
+    assert weight.shard(tensors, 0, 2)[:, 0].tolist() == [10, 11, 20, 21]
+    assert weight.shard(tensors, 1, 2)[:, 0].tolist() == [12, 13, 22, 23]
+
+
+def test_vocabulary_is_filled_with_zeros() -> None:
+    weight = Vocabulary("embedding", ("embed",), num_tokens=5)
+    assert weight.shard([rows(1, 2, 3, 4, 5)], 1, 2)[:, 0].tolist() == [4, 5, 0]
+
+
+def mapped(config: PreTrainedConfig, tensors: dict[str, torch.Tensor], size: int) -> Iterator[tuple[Weight, list]]:
+    for weight in weights_of(config):
+        whole = [tensors[name] for name in weight.sources]
+        yield weight, [weight.shard(whole, rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_weight_comes_back_exactly(name: str, size: int) -> None:
+    model: PreTrainedModel = MODELS[name]()
+    tensors = {n: p.detach() for n, p in model.named_parameters()}  # tied ones once
+    found: dict[str, torch.Tensor] = {}
+    for weight, shards in mapped(model.config, tensors, size):
+        assert len({shard.shape for shard in shards}) == 1  # as ranks need that gather
+        found |= zip(weight.sources, weight.whole(shards if weight.is_split else shards[:1]), strict=True)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[n], tensors[n]) for n in tensors)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_hold_each_entry_once_unless_they_are_whole(name: str) -> None:
+    model: PreTrainedModel = MODELS[name]()
+    tensors = dict(model.named_parameters())
+    for weight, shards in mapped(model.config, tensors, 2):
+        entries = sum(tensors[n].numel() for n in weight.sources)
+        filling = (-model.config.vocab_size % 2) * model.config.hidden_size if isinstance(weight, Vocabulary) else 0
+        assert shards[0].numel() == ((entries + filling) // 2 if weight.is_split else entries)
