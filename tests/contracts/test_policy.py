@@ -22,7 +22,17 @@ from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from tests.contracts.policies import SETTINGS, SGD, Call, clones, first_name, make_policy, play, raising
 from tests.contracts.rank_pool import Mesh, RankPool
-from tests.unit.policy.tiny import MODELS, SIZES, Exploding, WeightedNLL, make_batch, plain_logprobs, saved_model
+from tests.unit.policy.tiny import (
+    MODELS,
+    SIZES,
+    VOCABULARY,
+    Exploding,
+    OfAllScores,
+    WeightedNLL,
+    make_batch,
+    plain_logprobs,
+    saved_model,
+)
 
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
 UNEVEN = [9, 5, 12, 3, 7, 12, 2]
@@ -108,6 +118,8 @@ def run(pool: RankPool, models: dict[str, Path]) -> Layouts:
 def same(value: Any, expected: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return torch.equal(value, expected)
+    if isinstance(value, tuple):
+        return all(same(a, b) for a, b in zip(value, expected, strict=True))
     return repr(value) == repr(expected)  # also of metrics that are not a number
 
 
@@ -219,6 +231,22 @@ def test_ranks_without_a_sample_keep_up(num_samples: int, batching: str, layout:
     expected_logprobs, expected_metrics, expected = run("plain", "qwen2", *calls, **config)
     logprobs, metrics, weights = run(layout, "qwen2", *calls, **{**BATCHING[batching], **config})
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
+    assert_same_metrics(metrics, expected_metrics)
+    assert_near(weights, expected)
+
+
+@pytest.mark.parametrize("layout", ["2 x tp 2", "megatron tp 2", "megatron tp 2 pp 2"])
+def test_all_scores_are_those_of_one_rank(layout: str, run: Layouts) -> None:
+    """Also where the vocabulary of 37 is split over ranks."""
+    batch = make_batch(LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    candidates = torch.randint(-3, VOCABULARY, (*batch["token_ids"].shape, 4), generator=generator)  # below 0: none
+    batch["candidate_ids"] = candidates
+    calls = [("topk_logprobs", batch, 20), ("train_step", batch, OfAllScores()), ("with_weights", clones)]
+    expected_topk, expected_metrics, expected = run("plain", "qwen2", *calls, optimizer=SGD, temperature=0.7)
+    topk, metrics, weights = run(layout, "qwen2", *calls, optimizer=SGD, temperature=0.7)
+    torch.testing.assert_close(topk.logprobs, expected_topk.logprobs, rtol=1e-5, atol=1e-5)
+    assert (topk.ids == expected_topk.ids).float().mean() > 0.99  # two may be equally likely
     assert_same_metrics(metrics, expected_metrics)
     assert_near(weights, expected)
 

@@ -1,5 +1,6 @@
 """What Megatron-core cannot train, said at the start: needs neither weights nor Megatron."""
 
+import importlib.util
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -22,6 +23,8 @@ def check_megatron(policy: Policy, model: PreTrainedConfig, device: str) -> None
     section = policy.megatron_cfg
     if not section.enabled:
         return
+    if importlib.util.find_spec("megatron") is None:
+        raise ConfigError(f"{KEY}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
     if section.sequence_parallel and device == "cpu":
         raise ConfigError(
             f"{KEY}.sequence_parallel", True, "Megatron does not split sequences on a CPU; allowed: false"

@@ -132,6 +132,28 @@ class WeightedNLL:
         }
 
 
+class OfAllScores:
+    """Log-probs of some candidates, the entropy and the most likely tokens, each with a gradient of its own."""
+
+    required_keys = frozenset({"candidate_ids"})
+    scores_needed = ScoresNeeded(candidates="candidate_ids", entropy=True, topk=3)
+
+    def __call__(
+        self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        assert scores.candidates is not None
+        assert scores.entropy is not None
+        assert scores.topk is not None
+        weight = (batch["token_mask"] * batch["sample_mask"].unsqueeze(-1) / normalizer.num_valid_tokens).unsqueeze(-1)
+        parts = {
+            "candidates": (scores.candidates * weight).sum(),
+            "entropy": (scores.entropy.unsqueeze(-1) * weight).sum(),
+            "most_likely": (scores.topk.logprobs * weight * torch.tensor([0.3, 0.2, 0.1])).sum(),
+        }
+        loss = 0.1 * parts["candidates"] - 0.5 * parts["entropy"] + parts["most_likely"]
+        return loss, {name: Metric(value) for name, value in parts.items()}
+
+
 class Exploding(WeightedNLL):
     """A loss whose gradient is not finite."""
 
