@@ -1,4 +1,5 @@
-"""The configurations of `nemo-rl collect` and examples/run_eval.py: rollouts of one model, which nobody trains."""
+"""The configuration of `nemo-rl collect`, and what it shares with that of examples/run_eval.py: a model that is only
+sampled."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal

@@ -19,6 +19,7 @@ from nemo_rl.config.collect import CollectConfig, quoted_seeds
 from nemo_rl.config.collect_checks import check_sampled
 from nemo_rl.config.compatibility import SFT_RULES, move_keys, name_datasets, name_metric, take_out
 from nemo_rl.config.entries import KINDS, Kinds
+from nemo_rl.config.evaluation import EvalConfig, check_evaluation, move_old_keys
 from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig
 from nemo_rl.config.merging import merged
 from nemo_rl.config.nemo_gym import gather_overrides
@@ -68,6 +69,18 @@ def load_collect_config(path: Path, overrides: Sequence[str] = ()) -> CollectCon
     """The same for `nemo-rl collect`."""
     config = read_config(CollectConfig, path, quoted_seeds(overrides), prepare=translate)
     check_sampled(config)
+    return config
+
+
+def load_eval_config(path: Path, overrides: Sequence[str] = ()) -> EvalConfig:
+    """The same for `examples/run_eval.py`."""
+
+    def prepare(resolved: dict[str, Any]) -> None:
+        translate(resolved)
+        move_old_keys(resolved)
+
+    config = read_config(EvalConfig, path, overrides, prepare=prepare)
+    check_evaluation(config)
     return config
 
 

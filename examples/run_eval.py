@@ -1,0 +1,18 @@
+"""Evaluate a model or a checkpoint: pass@k over data sets, and a comparison with another.
+
+uv run examples/run_eval.py                                        the quickstart's model before training
+uv run examples/run_eval.py policy.model_name=runs/exp_001/checkpoints/step_150 eval.baseline=nemo_rl/quickstart
+uv run examples/run_eval.py policy.generation.temperature=0 eval.num_tests_per_prompt=1      greedy
+uv run examples/run_eval.py --dry-run                              resolve and validate the configuration only
+"""
+
+import sys
+from pathlib import Path
+
+from nemo_rl.build.command_line import run_command
+from nemo_rl.build.evaluate import EVAL_JOB
+
+RECIPE = Path(__file__).parent / "configs" / "eval.yaml"
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=RECIPE, job=EVAL_JOB))
