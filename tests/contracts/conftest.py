@@ -6,10 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.quickstart.model import make_model
+from nemo_rl.quickstart.recipes import student
+from nemo_rl.quickstart.tokenizer import make_tokenizer
 from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
+from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME, openai_server
+from tests.contracts.openai_server import MAX_MODEL_LEN as SERVED_MODEL_LEN
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +55,31 @@ def start(runner: asyncio.Runner, kind: str, model_path: str) -> Any:
             section(), model_path=model_path, dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
         )
     )
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+    """What the server of `served_url` has, and its folder."""
+    folder = tmp_path_factory.mktemp("served")
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, student(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)  # log-probs far from those of a uniform distribution
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.eval(), folder
+
+
+@pytest.fixture(scope="session")
+def served_url(served_model: tuple[LlamaForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real vLLM server of OpenAI's API, started when first asked for."""
+    options = {
+        "--served-model-name": SERVED_NAME,
+        "--dtype": "float32",
+        "--max-logprobs": MAX_LOGPROBS,
+        "--max-model-len": SERVED_MODEL_LEN,
+        "--max-num-seqs": 8,
+    }
+    with openai_server(served_model[1], tmp_path_factory.mktemp("server") / "log", options) as url:
+        yield url

@@ -9,6 +9,11 @@ def length(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -
     return float(len(messages[-1]["content"]))
 
 
+def raising(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -> float:
+    """Scores nothing."""
+    raise ValueError("made to fail")
+
+
 class Closing:
     """Says in `closed` that it was closed."""
 
