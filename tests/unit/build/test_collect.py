@@ -167,6 +167,21 @@ def test_what_was_opened_is_closed(path: Path) -> None:
     assert Closing.closed == ["closed"]
 
 
+def test_agents_are_collected_through_the_gateway(path: Path) -> None:
+    agent = "{type: agent, function: 'tests.unit.build.test_agents:ask', scored_by: letters}"
+    collected = run(
+        path,
+        f"++env.asker={agent}",
+        "data.input.env_name=asker",
+        "gateway.tool_parser=null",
+        "collect.write_token_ids=true",
+    )
+    assert (collected.num_finished, collected.num_given_up) == (12, 0)
+    for row in rows(path):
+        assert row["task_name"] == "asker"
+        assert row["num_generated_tokens"] == len(row["messages"][-1]["token_ids"]) > 0
+
+
 def test_an_evaluation_measures_two_models_and_compares_them(
     path: Path, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
