@@ -116,9 +116,6 @@ class ChatEncoder:
         Raises ConfigError when the template refuses the message, leaves its text out, or renders it otherwise than
         behind the opening of a turn.
         """
-        if not self._answers_are_rendered:
-            refusal = TemplateRefusal("the assistant's text is not rendered, so that nothing of it can be learnt")
-            raise self._refusal(["assistant"], refusal)
         try:
             text, is_ended = self._answer(message, tools if message.tool_calls else ())
         except TemplateRefusal as error:
@@ -149,15 +146,17 @@ class ChatEncoder:
             raise self._refusal((message.role for message in messages), error) from error
 
     @cached_property
-    def _answers_are_rendered(self) -> bool:
-        try:
-            return STAND_IN in self._answer(Message("assistant", STAND_IN), ())[0]
-        except TemplateRefusal as error:
-            raise self._refusal(["assistant"], error) from error
-
-    @cached_property
     def _opening(self) -> str:
         return self._template.render((QUESTION,), (), add_generation_prompt=True)
+
+    @cached_property
+    def _behind_answer(self) -> str:
+        """What the template puts behind an assistant's text at the end of a conversation."""
+        past = (QUESTION, Message("assistant", STAND_IN))
+        _, found, tail = self._template.render(past, (), add_generation_prompt=False).rpartition(STAND_IN)
+        if not found:
+            raise TemplateRefusal("the assistant's text is not rendered, so that nothing of it can be learnt")
+        return tail
 
     def _answer(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         """The text of a message behind the opening of its turn, and whether a special token ends it."""
@@ -165,14 +164,14 @@ class ChatEncoder:
         opening = self._template.render((QUESTION,), tools, add_generation_prompt=True) if tools else self._opening
         if not text.startswith(opening):
             raise TemplateRefusal(f"its turn does not begin as the generation prompt opens it: {opening[-40:]!r}")
-        text = text[len(opening) :]
+        text, behind = text[len(opening) :], self._behind_answer
         end = text.rfind(self._terminator) if self._terminator else -1
         if end >= 0:
             return text[: end + len(self._terminator)], True
         *_, last = (None, *self._special_run.finditer(text))
         if last is not None and last.end() == len(text):
             return text.rstrip(), True  # another token than that behind a plain text: the end of a call, say
-        return text.rstrip(), False
+        return text.removesuffix(behind), False
 
     @cached_property
     def _terminator(self) -> str:

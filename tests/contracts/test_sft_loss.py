@@ -1,0 +1,84 @@
+"""Loss and gradient of supervised training, against Hugging Face's own cross-entropy in float32, on any layout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood
+from nemo_rl.data.supervised import SupervisedSample, supervised_batch
+from nemo_rl.policy.ranks import ALONE
+from nemo_rl.types import TrainingBatch
+from tests.contracts.policies import SGD, clones, play
+from tests.contracts.rank_pool import Mesh, RankPool
+from tests.unit.policy.tiny import VOCABULARY, saved_model
+
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}}
+VARIANTS: dict[str, tuple[Mesh | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "packed": (None, PACKED),
+    "2 ranks": (Mesh(2), {}),
+    "2 ranks, packed": (Mesh(2), PACKED),
+    "tp 2": (Mesh(1, 2), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    running = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def conversations() -> TrainingBatch:
+    """Seven of them, of two turns: the answers' tokens lie in two runs."""
+    draws = np.random.default_rng(0)
+    samples = []
+    for length in (9, 5, 12, 7, 12, 6, 10):
+        places = np.arange(length)
+        mask = ((places >= 2) & (places < 4)) | (places >= length - 2)
+        samples.append(SupervisedSample(draws.integers(3, VOCABULARY, length).astype(np.int32), mask))
+    return supervised_batch(samples)
+
+
+def huggingface(path: Path, batch: TrainingBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss that the library computes from labels, -100 where nothing is learnt, and its gradients."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    labels = batch["token_ids"].masked_fill(batch["token_mask"] == 0, -100)
+    attention_mask = (torch.arange(labels.shape[1]) < batch["lengths"][:, None]).long()
+    loss = model(input_ids=batch["token_ids"], attention_mask=attention_mask, labels=labels).loss
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradient_are_those_of_huggingface(variant: str, model: Path, pool: RankPool) -> None:
+    mesh, settings = VARIANTS[variant]
+    batch = conversations()
+    calls = [("with_weights", clones), ("train_step", batch, NegativeLogLikelihood()), ("with_weights", clones)]
+    arguments: dict[str, Any] = {
+        "path": model, "calls": calls, "config": {"num_samples": 7 if mesh is None else 8, "optimizer": SGD, **settings}
+    }  # fmt: skip
+    before, metrics, after = play(ALONE, **arguments) if mesh is None else pool.run(mesh, play, **arguments)[0]
+    loss, gradients = huggingface(model, batch)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics["global_valid_toks"] == float(batch["token_mask"].sum())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-4, atol=1e-5)

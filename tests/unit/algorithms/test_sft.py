@@ -1,0 +1,164 @@
+"""Supervised training: its loss by hand, its steps and validations, and a resumed run against an uninterrupted one."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.sft import SFTRun, train_sft, validate
+from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood
+from nemo_rl.checkpoint import CheckpointStore
+from nemo_rl.config.run import Checkpointing
+from nemo_rl.config.sft import SFTConfig
+from nemo_rl.data.supervised import SampleLoader, SupervisedSample, SupervisedSet, supervised_batch
+from nemo_rl.interfaces import Normalizer, TokenScores
+from nemo_rl.observability.jsonl import JsonlLogger
+from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.progress import Progress
+from nemo_rl.policy.fsdp2 import FSDP2Policy
+from tests.contracts.policies import SETTINGS
+from tests.unit.policy.tiny import VOCABULARY, saved_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model("qwen2", tmp_path_factory.mktemp("models"))
+
+
+def samples(count: int, *, seed: int = 0) -> list[SupervisedSample]:
+    draws = np.random.default_rng(seed)
+    lengths = draws.integers(4, 12, count)
+    return [
+        SupervisedSample(draws.integers(3, VOCABULARY, length).astype(np.int32), np.arange(length) >= 2)
+        for length in lengths
+    ]
+
+
+def test_loss_is_the_mean_over_all_learnt_tokens() -> None:
+    batch = supervised_batch([SupervisedSample(np.zeros(4, dtype=np.int32), np.array([False, True, True, False]))])
+    scores = TokenScores(torch.tensor([[0.0, -1.0, -2.0, -4.0]]))
+    loss, _ = NegativeLogLikelihood()(scores, batch, Normalizer(num_valid_tokens=2, num_valid_trajectories=1))
+    assert loss.item() == 1.5
+
+
+class Runs:
+    """Trains a tiny model on ten samples, four a step, in a folder of its own."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder = model, folder
+
+    def config(self, **sft: Any) -> SFTConfig:
+        return SFTConfig.model_validate(
+            {
+                "sft": {"max_num_epochs": 2, "val_period": 2, "val_global_batch_size": 3, **sft},
+                "policy": {"model_name": str(self.model), **SETTINGS, "train_global_batch_size": 4,
+                           "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}},
+                "data": {"train": {}},
+            }
+        )  # fmt: skip
+
+    def train(self, *, stop_after: int | None = None, store: str = "checkpoints", **sft: Any) -> tuple[Training, Any]:
+        return asyncio.run(self._train(self.config(**sft), stop_after, store))
+
+    async def _train(self, config: SFTConfig, stop_after: int | None, store: str) -> tuple[Training, Any]:
+        policy = self.policy(config)
+        interrupt = Interrupt()
+        run = SFTRun(
+            config=config,
+            run_dir=self.folder,
+            num_steps=5,
+            source=SampleLoader(samples(10), shuffle=True, seed=config.sft.seed, max_epochs=2),
+            validation=(SupervisedSet("held", samples(10)), SupervisedSet("other", samples(2, seed=2))),
+            policy=policy,
+            checkpoints=CheckpointStore(Checkpointing(enabled=True, save_period=100), self.folder / store),
+            logger=JsonlLogger(self.folder),
+            progress=StopsAfter(interrupt, stop_after),
+            interrupt=interrupt,
+        )
+        try:
+            training = await train_sft(run)
+            weights = await policy.with_weights(lambda weights: {name: each.clone() for name, each in weights})
+        finally:
+            await policy.close()
+            run.logger.close()
+        return training, weights
+
+    def policy(self, config: SFTConfig) -> FSDP2Policy:
+        return FSDP2Policy(
+            config.policy, model_path=str(self.model), temperature=1.0, needs_reference=False,
+            num_samples_per_step=4, seed=0, tokenizer=None,
+        )  # fmt: skip
+
+
+class StopsAfter(Progress):
+    """Asks for a stop once so many steps are done, as Ctrl-C does."""
+
+    def __init__(self, interrupt: Interrupt, stop_after: int | None) -> None:
+        super().__init__()
+        self._interrupt, self._stop_after = interrupt, stop_after
+
+    def step(self, step: int, **shown: Any) -> None:
+        super().step(step, **shown)
+        if step == self._stop_after:
+            self._interrupt.request()
+
+
+@pytest.fixture
+def runs(model: Path, tmp_path: Path) -> Runs:
+    return Runs(model, tmp_path)
+
+
+def test_an_interrupted_run_saves_and_goes_on_as_if_it_had_not_been(runs: Runs) -> None:
+    whole, weights = runs.train(store="whole")
+    stopped, _ = runs.train(stop_after=2)
+    assert (stopped.position.step, stopped.interrupted) == (2, True)
+    resumed, weights_after = runs.train()
+    assert (resumed.position.step, resumed.interrupted) == (5, False)
+    assert resumed.position.source_state == whole.position.source_state
+    assert resumed.position.source_state["consumed_prompts"] == 20
+    assert resumed.validations[5] == whole.validations[5]
+    assert all(torch.equal(weights[name], weights_after[name]) for name in weights)
+    saved = [path.name for path in sorted((runs.folder / "checkpoints").iterdir())]
+    assert saved == ["step_2", "step_5"]
+    assert {path.name for path in (runs.folder / "checkpoints/step_5/policy").iterdir()} == {"weights", "optimizer"}
+
+
+def test_loss_falls_and_every_metric_has_a_meaning(runs: Runs) -> None:
+    training, _ = runs.train(val_at_start=True)
+    assert sorted(training.validations) == [0, 2, 4, 5]
+    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row} - {"step", "time"}
+    assert undocumented(names) == []
+    assert {"train/loss", "train/lr", "validation/loss", "validation/held/loss", "performance/tokens_per_sec"} <= names
+    assert training.validations[5]["held/loss"] < training.validations[0]["held/loss"]  # of what is trained on
+    assert training.validations[5]["loss"] == pytest.approx(
+        (training.validations[5]["held/loss"] + training.validations[5]["other/loss"]) / 2
+    )
+
+
+@pytest.mark.parametrize(("val_batches", "num_samples"), [(None, 7), (2, 6)])
+def test_validation_loss_is_over_all_tokens_of_the_first_batches(
+    val_batches: int | None, num_samples: int, runs: Runs
+) -> None:
+    held = samples(7, seed=1)
+
+    async def measured() -> tuple[float, float]:
+        config = runs.config(val_batches=val_batches)
+        policy = runs.policy(config)
+        run: Any = type("Run", (), {"config": config, "policy": policy, "interrupt": Interrupt(),
+                                    "validation": (SupervisedSet("held", held),)})  # fmt: skip
+        batch = supervised_batch(held[:num_samples])
+        try:
+            logprobs = await policy.logprobs(batch)
+            return (await validate(run))["loss"], float(-logprobs.sum() / batch["token_mask"].sum())
+        finally:
+            await policy.close()
+
+    loss, expected = asyncio.run(measured())
+    assert loss == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,179 @@
+"""What supervised training learns: the tokens of the assistant, each turn's end included, and no others."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.conversations import Conversation, ConversationSet
+from nemo_rl.data.supervised import (
+    SampleLoader,
+    SupervisedSample,
+    encode_conversation,
+    encode_set,
+    supervised_batch,
+)
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.types import Message, TokenizedMessage, ToolCall
+from tests.templates import SPECIAL_TOKENS, byte_tokenizer
+
+REFUSED = ("deepseek_r1", "hides_assistant")
+TERMINATORS = {
+    "chatml": "<|im_end|>", "smollm2": "<|im_end|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "llama2": "</s>",
+    "llama3": "<|eot_id|>", "llama3_1": "<|eot_id|>", "mistral_v1": "</s>", "mistral_v3": "</s>",
+    "gemma": "<end_of_turn>", "zephyr": "</s>", "phi3": "<|end|>", "plain_text": "</s>",
+}  # fmt: skip
+REWRITING = ("qwen3", "plain_text")  # of earlier turns thinking is dropped; no token ends a turn
+TALK = Conversation(
+    (Message("user", "hi"), Message("assistant", "yes"), Message("user", "and?"), Message("assistant", "4 <b>\n5"))
+)
+
+
+def learnt(tokenizer, sample: SupervisedSample) -> list[str]:
+    """The runs of tokens with a mask, as texts."""
+    pairs = zip(sample.token_ids.tolist(), sample.token_mask.tolist(), strict=True)
+    runs = [(mask, [token for token, _ in run]) for mask, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
+    return [tokenizer.decode(tokens) for mask, tokens in runs if mask]
+
+
+def rendered(tokenizer, conversation: Conversation) -> str:
+    messages = [{"role": each.role, "content": each.content} for each in conversation.messages]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+@pytest.mark.parametrize("name", TERMINATORS)
+def test_the_assistants_turns_with_their_ends_are_learnt_and_nothing_else(name: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    first, second = learnt(tokenizer, encode_conversation(ChatEncoder(tokenizer), TALK))
+    thinking = "<think>\n\n</think>\n\n" if name == "qwen3" else ""  # what that template lets a last turn begin with
+    for run, answer in ((first, "yes"), (second, "4 <b>\n5")):
+        assert run.endswith(TERMINATORS[name])
+        assert run.removesuffix(TERMINATORS[name]).strip() == thinking + answer
+
+
+@pytest.mark.parametrize("name", [name for name in TERMINATORS if name not in REWRITING])
+def test_the_whole_text_is_the_templates_own(name: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    sample = encode_conversation(ChatEncoder(tokenizer), TALK)
+    text = tokenizer.decode(sample.token_ids.tolist())
+    rest = rendered(tokenizer, TALK).removeprefix(text)
+    assert rest in ("", " ", "\n", "\n<|endoftext|>")  # what stands behind the last turn's end
+    assert sample.token_mask[-1]
+
+
+@pytest.mark.parametrize("name", TERMINATORS)
+def test_context_is_what_a_rollout_would_hold(name: str) -> None:
+    """Tokens before each answer: those of the prompt, then of the bridge behind a sampled message."""
+    encoder = ChatEncoder(byte_tokenizer(name))
+    sample = encode_conversation(encoder, TALK)
+    log = encoder.encode_prompt(TALK.messages[:1])
+    for message, following in ((TALK.messages[1], TALK.messages[2:3]), (TALK.messages[3], ())):
+        ids = flat_token_ids(log)
+        assert tuple(sample.token_ids[: len(ids)]) == ids
+        answer = encoder.encode_answer(message)
+        log = (*log, TokenizedMessage(message, answer, (0.0,) * len(answer)))
+        log = (*log, *encoder.encode_turn(log, following))
+    assert tuple(sample.token_ids) == flat_token_ids(log)
+    generated = np.concatenate([[each.is_generated] * len(each.token_ids) for each in log if each.token_ids])
+    assert (sample.token_mask == generated).all()
+
+
+def test_thinking_of_earlier_turns_is_learnt_though_the_template_drops_it() -> None:
+    tokenizer = byte_tokenizer("qwen3")
+    talk = Conversation((Message("user", "2+2"), Message("assistant", "<think>so</think>\n4"), *TALK.messages[2:]))
+    runs = learnt(tokenizer, encode_conversation(ChatEncoder(tokenizer), talk))
+    assert runs[0] == "<think>\nso\n</think>\n\n4<|im_end|>"
+    assert "so" not in rendered(tokenizer, talk)
+
+
+def test_white_space_of_an_answer_stays_where_no_token_ends_the_turn() -> None:
+    tokenizer = byte_tokenizer("plain_text")
+    talk = Conversation((Message("user", "hi"), Message("assistant", "a list:\n")))
+    assert learnt(tokenizer, encode_conversation(ChatEncoder(tokenizer), talk)) == ["a list:\n</s>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen2_5", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
+        ("mistral_v3", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "call00001"}]</s>'),
+    ],
+)
+def test_tool_calls_are_learnt_and_their_answers_are_not(name: str, text: str) -> None:
+    tokenizer = byte_tokenizer(name)
+    call = ToolCall("call00001", "add", '{"a": 1}')
+    messages = (
+        Message("user", "1?"),
+        Message("assistant", "", (call,)),
+        Message("tool", "7", tool_call_id="call00001"),
+        Message("assistant", "It is 7"),
+    )
+    first, second = learnt(tokenizer, encode_conversation(ChatEncoder(tokenizer), Conversation(messages)))
+    assert first.replace("\n<tool_call>", "<tool_call>").replace("[TOOL_CALLS] [", "[TOOL_CALLS][") == text
+    assert second.strip() == f"It is 7{TERMINATORS[name]}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_hides_what_is_to_be_learnt_is_refused(name: str) -> None:
+    assert SPECIAL_TOKENS.keys() == {*TERMINATORS, *REFUSED}
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template.*role assistant"):
+        encode_conversation(ChatEncoder(byte_tokenizer(name)), TALK)
+
+
+def talks(*answers: str) -> ConversationSet:
+    return ConversationSet("talks", [Conversation((Message("user", "q"), Message("assistant", a))) for a in answers])
+
+
+def test_overlong_conversations_are_left_out_or_cut_and_counted() -> None:
+    encoder = ChatEncoder(byte_tokenizer("zephyr"))
+    length = len(encode_conversation(encoder, talks("abc").conversations[0]).token_ids)
+    dropped = encode_set(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="drop")
+    assert [len(sample.token_ids) for sample in dropped.samples] == [length, length - 1]
+    assert (dropped.num_overlong, dropped.num_dropped) == (1, 1)
+    cut = encode_set(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="truncate")
+    assert [len(sample.token_ids) for sample in cut.samples] == [length, length, length - 1]
+    assert (cut.num_overlong, cut.num_dropped) == (1, 0)
+    with pytest.raises(DataError, match="no conversation has at most 5 tokens"):
+        encode_set(encoder, talks("abc"), max_tokens=5, overlong="truncate")  # cut before its answer: nothing to learn
+
+
+def sample_of(*token_ids: int) -> SupervisedSample:
+    return SupervisedSample(np.array(token_ids, dtype=np.int32), np.array([i > 1 for i in range(len(token_ids))]))
+
+
+def test_batch_is_padded_and_every_sample_counts_alone() -> None:
+    batch = supervised_batch([sample_of(5, 6, 7), sample_of(8, 9, 10, 11)])
+    assert batch["token_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 11]]
+    assert batch["token_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1]]
+    assert batch["lengths"].tolist() == [3, 4]
+    assert batch["group_id"].tolist() == batch["trajectory_id"].tolist() == [0, 1]
+    assert torch.equal(batch["sample_mask"], torch.ones(2))
+
+
+def firsts(samples) -> list[int]:
+    return [int(sample.token_ids[0]) for sample in samples]
+
+
+def loader(seed: int = 1, *, num_samples: int = 5) -> SampleLoader:
+    return SampleLoader([sample_of(i, 0, 0) for i in range(num_samples)], shuffle=True, seed=seed, max_epochs=3)
+
+
+def test_each_sample_comes_once_an_epoch_and_a_resumed_loader_goes_on_with_the_next() -> None:
+    whole, stopped = loader(), loader()
+    order = firsts(whole.take(100))
+    assert [sorted(order[start : start + 5]) for start in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+    assert whole.is_spent
+    assert whole.take(1) == []
+    assert firsts(stopped.take(4)) == order[:4]
+    resumed = loader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert firsts(resumed.take(4)) + firsts(resumed.take(100)) == order[4:]
+    assert resumed.state_dict() == {"consumed_prompts": 15, "epoch": 3, "data": stopped.state_dict()["data"]}
+
+
+@pytest.mark.parametrize("other", [loader(2), loader(num_samples=6)], ids=["seed", "samples"])
+def test_a_checkpoint_of_other_data_is_refused(other: SampleLoader) -> None:
+    with pytest.raises(DataError, match="other training conversations"):
+        other.load_state_dict(loader().state_dict())
