@@ -33,4 +33,7 @@ class Distillation:
         with timer("teacher_logprobs"):
             async with self.placement.teaching():
                 metrics = await self.teacher_stage(batch, rows)
-        return batch, {**batch_metrics(batch), **metrics, **collected.metrics}
+        of_batch = batch_metrics(batch)
+        if self.config.distillation.off_policy:  # nobody scores what was recorded
+            of_batch = {name: value for name, value in of_batch.items() if "reward" not in name}
+        return batch, {**of_batch, **metrics, **collected.metrics}

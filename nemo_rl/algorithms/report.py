@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")
 WAITING_PHASES = {
     "generation": ("generation", "exposed_generation"),
+    "teachers": ("teacher_logprobs",),
     "weight_sync": ("weight_sync",),
     "checkpointing": ("checkpointing",),
 }

@@ -39,7 +39,7 @@ def make_algorithm(
             loss_fn = make_cross_tokenizer_loss(config, inputs, translators)
             stage = make_cross_tokenizer_stage(config, teachers, translators)
         else:
-            loss_fn = DistillationLoss(config.loss_fn)
+            loss_fn = DistillationLoss(config.loss_fn, is_on_policy=not config.distillation.off_policy)
             stage = TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size)
         return Distillation(config=config, loss_fn=loss_fn, teacher_stage=stage, placement=placement)
     raise ConfigError(config.algorithm_key, None, "not an algorithm that is trained here")

@@ -19,6 +19,7 @@ def placement_plan(config: TrainingConfig) -> str:
     lines = [
         *_policy_lines(config, layout),
         f"#   reference policy: {'a frozen copy beside the policy' if reference else 'none (no KL penalty)'}",
+        *(f"#   {key}: {_teacher(key, config, layout)}" for key in config.teacher_sections),
         f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
         f"#   environments: {', '.join(sorted(config.env.keys() - set(agents))) or 'none'}",
         *([f"#   agents: {', '.join(agents)}; gateway on {config.gateway.host}"] if agents else []),
@@ -58,6 +59,18 @@ def _ranks(config: TrainingConfig | SFTConfig, layout: Layout) -> str:
         else:
             text += f"{policy.dtensor_cfg.tensor_parallel_size} tensor parallel)"
     return f"{text} on {_where(layout, layout.ranks)}"
+
+
+def _teacher(key: str, config: TrainingConfig, layout: Layout) -> str:
+    section = config.teacher_sections[key]
+    if section.server is not None:
+        return f"{section.server.model} behind {', '.join(section.server.base_urls)}"
+    ranks, size = layout.teachers[key], section.dtensor_cfg.tensor_parallel_size
+    text = f"{section.model_name}, {_count(len(ranks), 'rank')}"
+    if size > 1:
+        text += f" ({len(ranks) // size} data x {size} tensor parallel)"
+    shared = ", in turns with the policy" if layout.device == "cuda" and section.colocated.enabled else ""
+    return f"{text} on {_where(layout, ranks)}{shared}, {section.precision}"
 
 
 def _engines(config: TrainingConfig, layout: Layout) -> str:

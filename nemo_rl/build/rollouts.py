@@ -7,10 +7,11 @@ from typing import Any, Protocol
 from nemo_rl.algorithms.filtering import is_informative
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.build.inputs import Inputs
-from nemo_rl.config.master import GRPOConfig, RolloutConfig, TrainingConfig
+from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig, TrainingConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.recorded_responses import RecordedResponses
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.scoring import Scoring
 from nemo_rl.experience.sources import FilteredSource, SyncSource, prompts_per_batch
@@ -75,8 +76,16 @@ def make_sampling(config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> Sam
 def make_source(
     config: TrainingConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
 ) -> GroupSource:
-    """Collection before each step or in the background, filtered where dynamic sampling is on."""
+    """Collection before each step or in the background, filtered where dynamic sampling is on; or what was recorded."""
     algorithm = config.algorithm
+    if isinstance(config, DistillationConfig) and config.distillation.off_policy:
+        return RecordedResponses(
+            _make_loader(config, inputs),
+            inputs.encoder,
+            lambda text: (*inputs.tokenizer.encode(text, add_special_tokens=False), inputs.encoder.stop_token_ids[-1]),
+            num_prompts_per_step=algorithm.num_prompts_per_step,
+            max_total_length=config.policy.max_total_sequence_length,
+        )
     grpo = config.grpo if isinstance(config, GRPOConfig) and config.grpo.use_dynamic_sampling else None
     num_prompts = algorithm.num_prompts_per_step
     if grpo is not None:
@@ -98,9 +107,7 @@ def _make_collecting_source(
     config: TrainingConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None, *, num_prompts: int
 ) -> SyncSource | AsyncSource:
     algorithm, background = config.algorithm, config.algorithm.background
-    loader = PromptLoader(
-        inputs.train.prompts, shuffle=config.data.shuffle, seed=config.seed, max_epochs=algorithm.max_num_epochs
-    )
+    loader = _make_loader(config, inputs)
     shared: dict[str, Any] = {
         "num_prompts_per_step": num_prompts,
         "num_generations_per_prompt": algorithm.num_generations_per_prompt,
@@ -118,6 +125,11 @@ def _make_collecting_source(
         max_generation_failures=background.max_generation_failures,
         **shared,
     )
+
+
+def _make_loader(config: TrainingConfig, inputs: Inputs) -> PromptLoader:
+    epochs = config.algorithm.max_num_epochs
+    return PromptLoader(inputs.train.prompts, shuffle=config.data.shuffle, seed=config.seed, max_epochs=epochs)
 
 
 def make_validator(config: TrainingConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:

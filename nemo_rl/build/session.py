@@ -23,13 +23,14 @@ from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.build.scorers import open_scorers
+from nemo_rl.build.teacher_validation import validate_teachers
 from nemo_rl.build.teachers import check_teachers_fit, resolve_teachers
 from nemo_rl.build.workers import engine_dtype, find_layout, make_placement, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.algorithm import RolloutTraining
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
-from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.master import DistillationConfig, TrainingConfig
 from nemo_rl.config.teacher_checks import crosses_tokenizers
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.observability.jsonl import METRICS_FILE
@@ -90,6 +91,8 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
             manager = await open_gateway(config, codec, workers.generation, stack)
             gyms = await open_nemo_gym(config, (inputs.train, *inputs.validation), manager, run_dir, stack)
             context = replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
+        if isinstance(config, DistillationConfig) and config.distillation.val_teacher:
+            metrics_logger.log_metrics(await validate_teachers(config, inputs, context, teacher_paths), 0)
         source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
         stack.push_async_callback(source.close)
         algorithm = make_algorithm(config, inputs, workers.policy, placement, workers.teachers, translators)

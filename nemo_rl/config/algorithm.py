@@ -119,6 +119,8 @@ class Distillation(RolloutTraining):
 
     num_generations_per_prompt: int = Field(default=1, gt=0)
     topk_logits_k: int = Field(default=64, gt=0)  # of the teacher's most likely tokens, those that the loss compares
+    off_policy: bool = False  # learn from the responses in the training data, in place of the student's samples
+    val_teacher: bool = False  # measure the teachers too, once at the start, by the hf engine: for small models
     async_rollouts: AsyncRollouts = AsyncRollouts()  # the keys of grpo.async_grpo
 
     @property

@@ -6,9 +6,18 @@ from nemo_rl.errors import ConfigError
 
 def check_distillation(config: DistillationConfig) -> None:
     """Raise ConfigError for the first combination that cannot run."""
-    if config.loss_fn.cross_tokenizer.enabled and config.loss_fn.zero_outside_topk:
+    own = config.distillation
+    if not own.off_policy:
+        return
+    if own.num_generations_per_prompt != 1:
         raise ConfigError(
-            "loss_fn.zero_outside_topk",
+            "distillation.num_generations_per_prompt",
+            own.num_generations_per_prompt,
+            "the data set has one response a prompt (distillation.off_policy); allowed: 1",
+        )
+    if own.async_rollouts.enabled:
+        raise ConfigError(
+            "distillation.async_rollouts.enabled",
             True,
-            "with loss_fn.cross_tokenizer probabilities are what they are; allowed: false",
+            "nothing is sampled for training with distillation.off_policy; allowed: false",
         )

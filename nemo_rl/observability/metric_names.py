@@ -67,6 +67,15 @@ METRICS: dict[str, dict[str, str]] = {
         "train/num_masked_seqs_by_logprob_error": "sequences above the threshold, which carry no gradient",
         "train/masked_correct_pct": "share of those that had a positive reward",
     },
+    "Distillation": {
+        "train/forward_kl": f"{TOKENS} of sum p (log p - log q) over the teacher's likely tokens; q: the student",
+        "train/reverse_kl": f"{TOKENS} of sum q (log q - log p), whichever of the two is trained on",
+        "train/teacher_topk_mass": f"{TOKENS} of the probability that the teacher gives to those tokens together",
+        "train/student_topk_mass": f"{TOKENS} of the student's",
+        "validation/teacher_accuracy": "mean reward of the teachers, at the start (distillation.val_teacher)",
+        "validation/teacher_greedy_accuracy": "the same at temperature 0",
+        "timing/train/teacher_logprobs": "what the teachers say of the batch, moving them to the device included",
+    },
     "Teachers with another tokenizer": {
         "train/divergence": f"{TOKENS} of the divergence from the teacher's likely tokens",
         "train/unmatched": f"{TOKENS} of the distance between tokens without a counterpart (matching: identical)",
@@ -129,8 +138,9 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "Efficiency": {
         "efficiency/training_busy_pct": "share of the step in which the policy computed log-probs or trained",
-        "efficiency/exposed_wait_s/<cause>": "seconds that the trainer waited for generation, weight_sync, validation, "
-        "checkpointing; of generation, for too_few_groups that are complete, or for a late_group at the age bound",
+        "efficiency/exposed_wait_s/<cause>": "seconds that the trainer waited for generation, teachers, weight_sync, "
+        "validation, checkpointing; of generation, for too_few_groups that are complete, or for a late_group at the "
+        "age bound",
         "efficiency/generation_busy_pct": "share of the time since the last step's groups in which rollouts ran",
     },
     "Throughput": {

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_rl.types import EnvStep, Message
+
 
 def length(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -> float:
     """The number of characters of the answer."""
@@ -12,6 +14,19 @@ def length(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -
 def raising(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -> float:
     """Scores nothing."""
     raise ValueError("made to fail")
+
+
+class Counting:
+    """Rewards the number of characters; `calls` has how many conversations each call brought."""
+
+    calls: list[int] = []  # noqa: RUF012
+
+    async def step(self, conversations: Sequence[Sequence[Message]], states: Sequence[Any]) -> list[EnvStep]:
+        self.calls.append(len(conversations))
+        return [EnvStep(rewards={"length": float(len(c[-1].content))}) for c in conversations]
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class Closing:

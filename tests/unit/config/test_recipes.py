@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl.config.data import Dataset
 from nemo_rl.config.env import ReasoningGymSection
-from nemo_rl.config.loading import load_config, load_reward_model_config, resolved_yaml
+from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
 from nemo_rl.config.master import GRPOConfig
 from nemo_rl.config.scorers import RewardModelSection
 
@@ -31,6 +31,23 @@ def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(name: str, 
     path = tmp_path / "config.yaml"
     path.write_text(resolved_yaml(config))
     assert load_config(path) == config
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("distillation*.yaml")))
+def test_every_recipe_of_distillation_loads_and_its_resolved_form_is_the_same_config(name: str, tmp_path: Path) -> None:
+    config = load_distillation_config(RECIPES / name)
+    path = tmp_path / "config.yaml"
+    path.write_text(resolved_yaml(config))
+    assert load_distillation_config(path) == config
+
+
+def test_distillation_math_has_nemo_rls_sizes() -> None:
+    config = load_distillation_config(RECIPES / "distillation_math.yaml")
+    distillation, teacher = config.distillation, config.teacher
+    assert (distillation.num_prompts_per_step, distillation.num_generations_per_prompt) == (128, 1)
+    assert (distillation.topk_logits_k, config.loss_fn.kl_type) == (64, "mixed")
+    assert teacher is not None
+    assert (config.policy.model_name, teacher.model_name) == ("Qwen/Qwen3-1.7B-Base", "Qwen/Qwen3-4B")
 
 
 def test_grpo_math_1b_has_nemo_rls_sizes() -> None:
