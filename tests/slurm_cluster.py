@@ -39,6 +39,10 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
+MessageTimeout=100
+TCPTimeout=30
+BatchStartTimeout=100
+UnkillableStepTimeout=600
 CompleteWait=0
 InactiveLimit=0
 StateSaveLocation={folder}/state
@@ -85,9 +89,9 @@ class SlurmCluster:
         words = self.run("scontrol", "show", "job", job, "--oneliner").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_until_ended(self, *jobs: str) -> None:
+    def wait_until_ended(self, *jobs: str, deadline_s: float = DEADLINE_S) -> None:
         """Returns when none of them is queued; fails at the deadline with what there is."""
-        wait_until(lambda: not self.is_queued(*jobs), self.queue)
+        wait_until(lambda: not self.is_queued(*jobs), self.queue, deadline_s=deadline_s)
 
     def is_queued(self, *jobs: str) -> bool:
         """Whether one of them waits or runs."""
@@ -101,11 +105,12 @@ def wait_until(
     is_so: Callable[[], bool],
     explanation: Callable[[], str] = lambda: "",
     hopeless: Callable[[], bool] = lambda: False,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Returns when it is so; fails at the deadline, or once it is hopeless, with an explanation."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not is_so():
-        assert time.monotonic() < deadline, f"not so within {DEADLINE_S:g} s: {explanation()}"
+        assert time.monotonic() < deadline, f"not so within {deadline_s:g} s: {explanation()}"
         assert not hopeless() or is_so(), f"it will not be so: {explanation()}"
         time.sleep(0.1)
 

@@ -96,7 +96,7 @@ def shown(submission: Submission) -> str:
     if submission.missing:
         parts += [f"# sbatch {submission.collection_script}", collection_script(submission)]
     if submission.slurm.aggregation.enabled:
-        words = ["sbatch", *aggregation_arguments("ARRAY" if submission.missing else None)]
+        words = ["sbatch", *aggregation_arguments(submission, "ARRAY" if submission.missing else None)]
         parts += [f"# {' '.join([*words, str(submission.aggregation_script)])}", aggregation_script(submission)]
     for name, component in submission.components.items():
         variables = shown_environment(component.environment) or "# that of the shell that calls nemo-rl submit, alone\n"

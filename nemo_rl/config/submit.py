@@ -44,7 +44,7 @@ class Aggregation(Component):
 
     enabled: bool = True
     num_tasks: Literal[1] = 1  # one writer
-    allow_partial: bool = False  # merge and profile also where rollouts failed whenever they were tried
+    allow_partial: bool = False  # merge and profile what there is once all tasks have ended, in whatever way
     profile_args: list[str] = Field(default_factory=list)  # further arguments of `nemo-rl profile`
     partition: str | None = None  # None: that of the collection, as for qos and time
     qos: str | None = None

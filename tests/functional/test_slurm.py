@@ -13,13 +13,15 @@ import pytest
 
 from nemo_rl.collect.shards import ShardFiles
 from tests.fakes.collect_program import NUM_TASKS
-from tests.slurm_cluster import DEADLINE_S, SlurmCluster, slurm_cluster, wait_until, why_not
+from tests.slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "fakes"
 RECIPE = ROOT / "nemo_rl" / "quickstart" / "collect.yaml"
 PROGRAM = "tests.fakes.collect_program"
 NUM_REPEATS = 2
+REAL_TASKS = 60
+REAL_DEADLINE_S = 560.0  # of one collection with a model
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -48,19 +50,14 @@ class Case:
         return self.folder / "out"
 
     def submit(self, *overrides: str) -> Jobs:
+        """A collection with the stand-in."""
+        return self.submit_real(f"slurm.program=[{sys.executable},-m,{PROGRAM}]", *overrides)
+
+    def submit_real(self, *overrides: str) -> Jobs:
         """By the command line, as a user does."""
-        name, program = f"slurm.job_name={self.folder.name}", f"slurm.program=[{sys.executable},-m,{PROGRAM}]"
-        own = [name, program, f"collect.output_dir={self.output}", f"collect.num_repeats={NUM_REPEATS}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "nemo_rl", "submit", "--config", str(RECIPE), *own, *overrides],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        found = dict(line.split(": job ") for line in done.stdout.splitlines() if ": job " in line)
+        own = (f"collect.output_dir={self.output}", f"collect.num_repeats={NUM_REPEATS}")
+        text = nemo_rl("submit", *own, f"slurm.job_name={self.folder.name}", *overrides)
+        found = dict(line.split(": job ") for line in text.splitlines() if ": job " in line)
         return Jobs(found["collection"], found["aggregation"])
 
     @property
@@ -81,12 +78,13 @@ class Case:
         path = ShardFiles.of(self.output, seed, chunk).rollouts
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for_rows(self, jobs: Jobs, count: int, seed: int, chunk: int | None) -> None:
-        """Returns when that shard has `count` rows; fails when the collection has ended without."""
+    def wait_for_rows(self, jobs: Jobs, count: int, seed: int, chunk: int | None, deadline_s: float = 120.0) -> None:
+        """Returns when that shard has that many rows; fails when the collection has ended without."""
         wait_until(
-            lambda: len(self.rows(seed, chunk)) == count,
+            lambda: len(self.rows(seed, chunk)) >= count,
             self.logs,
             hopeless=lambda: not self.cluster.is_queued(jobs.collection),
+            deadline_s=deadline_s,
         )
 
     def logs(self) -> str:
@@ -103,6 +101,20 @@ def case(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = tmp_path / "case"
     folder.mkdir()
     return Case(cluster, folder)
+
+
+def nemo_rl(command: str, *overrides: str) -> str:
+    """What it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl", command, "--config", str(RECIPE), *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=REAL_DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def job_of(row: dict[str, Any]) -> str:
@@ -164,3 +176,38 @@ def test_servers_of_two_nodes_stand_behind_one_address_and_the_death_of_one_ends
     assert "no memory left on n2" in log
     assert {row["server"] for row in case.rows(0, 0)} <= {"n1", "n2"}
     assert case.rows(0, 1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_real_collection_in_chunks_of_which_one_was_killed_equals_the_unchunked_one(case: Case) -> None:
+    small = ("collect.seeds=0,1", f"data.input.size={REAL_TASKS}", "server.backend=hf", "collect.concurrency=2")
+    arguments = (*small, "slurm.num_chunks=2", "slurm.sbatch_args=[--exclusive]")
+    nemo_rl("collect", *small, f"collect.output_dir={case.folder / 'whole'}", f"collect.num_repeats={NUM_REPEATS}")
+    first = case.submit_real(*arguments)
+    case.wait_for_rows(first, 1, 1, 0, REAL_DEADLINE_S)
+    case.cluster.run("scancel", "--signal=KILL", "--full", f"{first.collection}_2")
+    case.cluster.wait_until_ended(first.collection, first.aggregation, deadline_s=REAL_DEADLINE_S)
+    kept = case.rows(1, 0)
+    second = case.submit_real(*arguments)
+    assert "--array=2\n" in (case.output / "slurm/0002/collect.sbatch").read_text()
+    case.cluster.wait_until_ended(second.collection, second.aggregation, deadline_s=REAL_DEADLINE_S)
+    assert case.cluster.state(second.aggregation) == "COMPLETED", case.logs()
+    assert case.rows(1, 0)[: len(kept)] == kept
+    merged = [json.loads(line) for line in (case.output / "rollouts.jsonl").read_text().splitlines()]
+    assert len(merged) == 2 * REAL_TASKS * NUM_REPEATS
+    assert sampled(merged) == sampled(
+        [
+            json.loads(line)
+            for seed in (0, 1)
+            for line in ShardFiles.of(case.folder / "whole", seed).rollouts.read_text().splitlines()
+        ]
+    )
+
+
+def sampled(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], tuple[float, str]]:
+    """Reward and response of each rollout."""
+    return {
+        (row["seed"], row["task_index"], row["rollout_index"]): (row["reward"], row["messages"][-1]["content"])
+        for row in rows
+    }

@@ -94,15 +94,22 @@ def submit_jobs(submission: Submission) -> Jobs:
     if not submission.slurm.aggregation.enabled:
         return Jobs(collection, None)
     try:
-        return Jobs(collection, sbatch(submission.aggregation_script, *aggregation_arguments(collection)))
+        return Jobs(collection, sbatch(submission.aggregation_script, *aggregation_arguments(submission, collection)))
     except JobError as error:
         queued = f"; the collection is queued as {collection} (scancel {collection})" if collection else ""
         raise JobError(f"the aggregation was not submitted: {error}{queued}") from error
 
 
-def aggregation_arguments(collection: str | None) -> tuple[str, ...]:
-    """What ties the aggregation to the array; it is cancelled once that cannot go well any more."""
-    return () if collection is None else (f"--dependency=afterok:{collection}", "--kill-on-invalid-dep=yes")
+def aggregation_arguments(submission: Submission, collection: str | None) -> tuple[str, ...]:
+    """What ties the aggregation to the array: it is cancelled once that cannot go well any more.
+
+    Where it may be partial it only waits for the array's end.
+    """
+    if collection is None:
+        return ()
+    if submission.slurm.aggregation.allow_partial:
+        return (f"--dependency=afterany:{collection}",)
+    return (f"--dependency=afterok:{collection}", "--kill-on-invalid-dep=yes")
 
 
 def sbatch(script: Path, *arguments: str) -> str:

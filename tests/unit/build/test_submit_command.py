@@ -122,6 +122,12 @@ def test_where_nothing_is_missing_the_aggregation_runs_alone(folder: Path) -> No
     assert calls(folder)[2:] == [f"--parsable {folder}/out/slurm/0002/aggregate.sbatch"]
 
 
+def test_a_partial_aggregation_waits_for_the_end_alone(folder: Path) -> None:
+    assert submit(SERVER, "slurm.aggregation.allow_partial=true") == 0
+    assert calls(folder)[1] == f"--parsable --dependency=afterany:100 {folder}/out/slurm/0001/aggregate.sbatch"
+    assert " --allow-partial)" in (folder / "out/slurm/0001/aggregate.sbatch").read_text()
+
+
 def test_an_array_task_of_several_processes_is_done_when_all_its_chunks_are(folder: Path) -> None:
     arguments = ("slurm.num_chunks=2", "slurm.collection.num_tasks=2", SERVER)
     assert submit(*arguments) == 0

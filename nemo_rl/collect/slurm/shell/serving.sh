@@ -1,11 +1,12 @@
 # What a server process does on its node before it is the server: it finds a port, and those that it belongs to.
 
 # free_port FIRST: a port of the 5,600 from FIRST on that nobody listens on. They lie below those that the kernel gives
-# to outgoing connections, and tasks of one node never try the same one.
+# to outgoing connections, and tasks of one step on one node never try the same one.
 free_port() {
-    local attempt port
+    local attempt port random tasks=${tasks_per_node:-1}
     for ((attempt = 0; attempt < 100; attempt++)); do
-        port=$(($1 + RANDOM % 350 * 16 + ${SLURM_LOCALID:-0} % 16))
+        random=$(od -An -N4 -tu4 /dev/urandom)
+        port=$(($1 + random % (5600 / tasks) * tasks + ${SLURM_LOCALID:-0} % tasks))
         if ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
             echo "$port"
             return 0

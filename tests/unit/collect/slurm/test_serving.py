@@ -4,6 +4,9 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +162,39 @@ def test_another_servers_command_is_told_host_and_port(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_not_found() -> None:
-    find = "RANDOM=1; free_port 20000"
-    port = int(run_bash(find, "serving").stdout)
-    with socket.create_server(("127.0.0.1", port)):
-        other = int(run_bash(find, "serving").stdout)
-    assert other != port
-    assert int(run_bash("RANDOM=1; SLURM_LOCALID=3; free_port 20000", "serving").stdout) == port + 3
+    # `od` says how the dice fell: the third time otherwise.
+    dice = "od() { echo x >>$DICE; echo $(($(wc -l <$DICE) > 2 ? 8 : 7)); }; "
+    with tempfile.TemporaryDirectory() as folder, listening() as taken:
+        find = f"{dice} tasks_per_node=1; free_port {taken - 7}"
+        assert int(run_bash(find, "serving", DICE=f"{folder}/dice").stdout) == taken + 1
+
+
+def test_tasks_of_a_node_never_try_the_same_port() -> None:
+    ports = [
+        {
+            int(port) % 3
+            for port in run_bash(f"SLURM_LOCALID={task} tasks_per_node=3; {FIND_MANY}", "serving").stdout.split()
+        }
+        for task in range(3)
+    ]
+    assert ports == [{2}, {0}, {1}]  # 20000 is 2 more than a multiple of 3
+
+
+FIND_MANY = "for _ in 1 2 3 4 5; do free_port 20000; done"
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    """A port that is taken, and the next one is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+            yield port
+            return
 
 
 @pytest.mark.parametrize(
