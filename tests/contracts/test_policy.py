@@ -45,14 +45,23 @@ MEGATRON = {
     "megatron pp 2": Mesh(1, 1, 2, backend="megatron"),
     "megatron tp 2 pp 2": Mesh(1, 2, 2, backend="megatron"),
 }
+MEGATRON_TOGETHER = (
+    "megatron dp 2",
+    "megatron tp 2 pp 2",
+)  # every way at least once, where one model or call is enough
 MULTIPLE = FSDP2 | MEGATRON
 LAYOUTS = ("plain", "fsdp2 alone", *MULTIPLE)
+FEWER = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON_TOGETHER)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads
 BATCHING: dict[str, dict[str, Any]] = {
     "samples": {"train_micro_batch_size": 2},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 16}},
 }
-EACH = [(layout, model) for layout in LAYOUTS for model in (MODELS if layout == "plain" else SPLIT_MODELS)]
+EACH = [
+    *(("plain", model) for model in MODELS),
+    *((layout, model) for layout in LAYOUTS[1:] for model in SPLIT_MODELS if layout not in MEGATRON_TOGETHER),
+    *((layout, "qwen3") for layout in MEGATRON_TOGETHER),
+]
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +219,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("layout", "variant"),
-    [(layout, v) for layout in LAYOUTS for v in VARIANTS if layout not in MEGATRON or v != "offloaded"],
+    [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v != "offloaded"],
 )
 def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
     calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("with_weights", clones)]
@@ -222,7 +231,7 @@ def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str,
     assert_near(weights, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEWER)
 @pytest.mark.parametrize(("num_samples", "batching"), [(1, "packed"), (1, "samples"), (3, "samples")])
 def test_ranks_without_a_sample_keep_up(num_samples: int, batching: str, layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS[:num_samples])
@@ -270,7 +279,7 @@ def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layout
     assert_near(weights, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEWER)
 def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layouts, models: dict[str, Path]) -> None:
     calls = [("train_step", make_batch(LENGTHS), WeightedNLL()), ("with_weights", clones)]
     metrics, after = run(layout, "qwen3", *calls, optimizer=SGD, max_grad_norm=0.01)
@@ -316,7 +325,8 @@ def test_reference_that_was_not_asked_for_is_refused(run: Layouts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("plain", "qwen2"), ("plain", "gemma2"), *[(layout, "qwen3") for layout in MULTIPLE]]
+    ("layout", "name"),
+    [("plain", "qwen2"), ("plain", "gemma2"), *[(layout, "qwen3") for layout in (*FSDP2, *MEGATRON_TOGETHER)]],
 )
 def test_bfloat16_is_near_float32_and_keeps_float32_weights(layout: str, name: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS)
@@ -375,7 +385,7 @@ def test_reader_of_weights_may_stop_early_or_raise(layout: str, run: Layouts) ->
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [*[(layout, "float32") for layout in LAYOUTS], ("plain", "bfloat16"), ("megatron tp 2 pp 2", "bfloat16")],
+    [*[(layout, "float32") for layout in FEWER], ("plain", "bfloat16"), ("megatron tp 2 pp 2", "bfloat16")],
 )
 def test_training_goes_on_exactly_after_loading(layout: str, precision: str, run: Layouts, tmp_path: Path) -> None:
     """And the save holds what the policy was when it began, whatever was trained while it was written."""
@@ -418,8 +428,8 @@ def test_optimizer_that_only_one_rank_sees_is_an_error_on_both(
 
 
 MOVES = [
-    *[("plain", layout) for layout in LAYOUTS[1:]],
-    *[(layout, "plain") for layout in LAYOUTS[1:]],
+    *[("plain", layout) for layout in FEWER[1:]],
+    *[(layout, "plain") for layout in FEWER[1:]],
     ("2 ranks", "4 ranks"),
     ("4 ranks", "tp 2"),
     ("tp 2", "2 x tp 2"),

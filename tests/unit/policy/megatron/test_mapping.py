@@ -56,7 +56,7 @@ def test_every_weight_comes_back_exactly(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_hold_each_entry_once_unless_they_are_whole(name: str) -> None:
     model: PreTrainedModel = MODELS[name]()
-    tensors = dict(model.named_parameters())
+    tensors = {n: p.detach() for n, p in model.named_parameters()}
     for weight, shards in mapped(model.config, tensors, 2):
         entries = sum(tensors[n].numel() for n in weight.sources)
         filling = (-model.config.vocab_size % 2) * model.config.hidden_size if isinstance(weight, Vocabulary) else 0
