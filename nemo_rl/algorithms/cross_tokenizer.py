@@ -4,6 +4,7 @@ A teacher reads the conversation under its own chat template (cross_tokenizer_ro
 tokens; they become distributions over the student's (cross_tokenizer_targets.py).
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +26,7 @@ from nemo_rl.algorithms.cross_tokenizer_targets import (
 )
 from nemo_rl.algorithms.teachers import Row, Teachers
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.interfaces import Teacher
+from nemo_rl.interfaces import Teacher, TopK
 from nemo_rl.types import TrainingBatch
 
 Matching = Literal["prefix", "identical"]
@@ -59,9 +60,16 @@ class Translator:
 
     async def targets(self, teacher: Teacher, rows: Sequence[Row], k: int) -> list[list[ResponseTargets]]:
         """Of each row its responses, in their order; a response that the teacher has no room for is left out."""
-        teacher_rows = [self._rows.row(row.message_log, row.prompt.tools) for row in rows]
-        ids, logprobs = await teacher.topk_logprobs(teacher_batch(teacher_rows), k)
-        return [self._of_row(row, ids[i].numpy(), logprobs[i].numpy()) for i, row in enumerate(teacher_rows)]
+        teacher_rows = await asyncio.to_thread(self._render, rows)
+        topk = await teacher.topk_logprobs(teacher_batch(teacher_rows), k)
+        return await asyncio.to_thread(self._of_rows, teacher_rows, topk)
+
+    def _render(self, rows: Sequence[Row]) -> list[TeacherRow]:
+        return [self._rows.row(row.message_log, row.prompt.tools) for row in rows]
+
+    def _of_rows(self, rows: Sequence[TeacherRow], topk: TopK) -> list[list[ResponseTargets]]:
+        ids, logprobs = topk.ids.numpy(), topk.logprobs.numpy()
+        return [self._of_row(row, ids[place], logprobs[place]) for place, row in enumerate(rows)]
 
     def _of_row(self, row: TeacherRow, ids: np.ndarray, logprobs: np.ndarray) -> list[ResponseTargets]:
         found = []

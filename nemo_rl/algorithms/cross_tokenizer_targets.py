@@ -61,6 +61,11 @@ class TokenMap:
         unmatched[self.identical[self.identical >= 0]] = False
         return unmatched
 
+    @cached_property
+    def teacher_starts(self) -> np.ndarray:
+        """[V teacher, 2] int64: the first byte and the length of each token; -1 and 0 of those without bytes."""
+        return np.array([(piece[0] if piece else NONE, len(piece)) for piece in self.teacher.pieces], dtype=np.int64)
+
     def _table(self, find) -> np.ndarray:
         found = (find(piece) if piece else None for piece in self.teacher.pieces)
         return np.array([NONE if token_id is None else token_id for token_id in found], dtype=np.int64)
@@ -100,7 +105,7 @@ class _PrefixTargets:
         if self.map.student.strips_leading_space or self.map.teacher.strips_leading_space:
             plain &= starts > 0
         ids, probs = np.full((size, self.width), NONE, dtype=np.int64), np.zeros((size, self.width))
-        ids[plain, :-1] = self.map.beginning[self.scores.ids[places[plain]]]
+        ids[plain, :-1] = at(self.map.beginning, self.scores.ids[places[plain]])
         probs[plain, :-1] = np.exp(self.scores.logprobs[places[plain]].astype(np.float64))
         unmatched = _sorted(np.where(ids == NONE, probs, 0.0))
         merge_same(ids, probs)
@@ -155,32 +160,43 @@ class _PrefixTargets:
         starts, found = set(self.student_starts[:-1]), dict[int, list[tuple[bytes, float]]]()
         for place in range(len(self.teacher_starts) - 1):
             begin, read = int(self.teacher_starts[place]), self.response.teacher_pieces[place]
-            for piece, prob in self._pieces(place):
+            for piece, prob in self._pieces(place, self._may_go_on[place]):
                 if not read or len(piece) <= len(read) or not piece.startswith(read):
                     continue
-                weight, at = prob, place
+                weight, passed = prob, place
                 for end in range(begin + len(read), begin + len(piece) + 1):
-                    while at + 1 < len(self.teacher_starts) and self.teacher_starts[at + 1] <= end:
-                        weight /= max(self._observed(at), LEAST)  # relative to the tokens that were read
-                        at += 1
+                    while passed + 1 < len(self.teacher_starts) and self.teacher_starts[passed + 1] <= end:
+                        weight /= max(self._observed(passed), LEAST)  # relative to the tokens that were read
+                        passed += 1
                     if end in starts:
                         found.setdefault(end, []).append((piece[end - begin :], weight))
                     if self.text[end : end + 1] != piece[end - begin : end - begin + 1]:
                         break
         return found
 
+    @cached_property
+    def _may_go_on(self) -> np.ndarray:
+        """[N, K] bool: a longer token than the one that was read, with the same first byte."""
+        read = np.array([(piece[0] if piece else NONE, len(piece)) for piece in self.response.teacher_pieces])
+        likely = self.map.teacher_starts[np.minimum(self.scores.ids, len(self.map.teacher_starts) - 1)]
+        may = (likely[..., 0] == read[:, None, 0]) & (likely[..., 1] > read[:, None, 1])
+        if self.map.teacher.strips_leading_space:
+            may[0] = True  # its tokens begin with another byte than the text
+        return may
+
     def _beginning(self, text: bytes, *, is_first: bool) -> int | None:
         """The student's token that a text begins with; at the start of a response it may come with a space."""
         with_space = is_first and self.map.student.strips_leading_space and not text.startswith(SPECIAL)
         return self.map.student.beginning(b" " + text if with_space else text)
 
-    def _pieces(self, place: int) -> Iterator[tuple[bytes, float]]:
+    def _pieces(self, place: int, wanted: np.ndarray | None = None) -> Iterator[tuple[bytes, float]]:
         """The teacher's most likely tokens as bytes, without the space that begins a text, and their probabilities."""
-        strips = place == 0 and self.map.teacher.strips_leading_space
-        for token_id, logprob in zip(
-            self.scores.ids[place].tolist(), self.scores.logprobs[place].tolist(), strict=True
-        ):
-            piece = self.map.teacher.pieces[token_id] if token_id < len(self.map.teacher.pieces) else b""
+        strips, pieces = place == 0 and self.map.teacher.strips_leading_space, self.map.teacher.pieces
+        ids, logprobs = self.scores.ids[place], self.scores.logprobs[place]
+        if wanted is not None:
+            ids, logprobs = ids[wanted], logprobs[wanted]
+        for token_id, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True):
+            piece = pieces[token_id] if token_id < len(pieces) else b""
             yield piece[1:] if strips and piece.startswith(b" ") else piece, math.exp(logprob)
 
     def _move_chain(self, row: int, place: int, found: dict[int, float], share: float) -> None:
@@ -230,7 +246,7 @@ def identical_targets(response: Response, scores: TeacherScores, token_map: Toke
         if not length or start == end:
             continue
         later = sum(math.log(observed_probability(response, scores, place)) for place in range(start + 1, end))
-        found = token_map.identical[scores.ids[start]]
+        found = at(token_map.identical, scores.ids[start])
         span_logprobs = scores.logprobs[start] + later
         ids[first], logprobs[first] = found, np.where(found == NONE, 0.0, span_logprobs)
         unmatched[first] = np.where(found == NONE, np.exp(span_logprobs), 0.0)
@@ -244,8 +260,13 @@ def observed_probability(response: Response, scores: TeacherScores, place: int) 
     That is too much, and at most the probability that a span of such tokens is overrated by.
     """
     ids, logprobs = scores.ids[place], scores.logprobs[place]
-    at = np.flatnonzero(ids == response.teacher_ids[place])
-    return math.exp(float(logprobs[at[0]] if len(at) else logprobs.min()))
+    found = np.flatnonzero(ids == response.teacher_ids[place])
+    return math.exp(float(logprobs[found[0]] if len(found) else logprobs.min()))
+
+
+def at(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The table's entries; -1 for ids behind its end, which pad a model's embedding."""
+    return np.where(ids < len(table), table[np.minimum(ids, len(table) - 1)], NONE)
 
 
 def merge_same(ids: np.ndarray, probs: np.ndarray) -> None:
