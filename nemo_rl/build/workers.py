@@ -21,6 +21,7 @@ from nemo_rl.generation.make import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.hf_model import load_config
+from nemo_rl.policy.lora import check_modules
 from nemo_rl.policy.megatron.checks import check_megatron
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
 from nemo_rl.weight_sync.make import choose_transport
@@ -65,12 +66,13 @@ def _device_of(policy: PolicySection) -> Device:
     return "cuda" if resolve_device("auto").type == "cuda" else "cpu"
 
 
-def _check_split(policy: PolicySection, model_path: str, layout: Layout) -> None:
+def _check_model(policy: PolicySection, model_path: str, layout: Layout) -> None:
     model_config = load_config(model_path, policy.hf_config_overrides)
     if policy.megatron_cfg.enabled:
         check_megatron(policy, model_config, layout.device)
     else:
         check_tensor_parallel(policy.dtensor_cfg.tensor_parallel_size, model_config)
+        check_modules(policy.dtensor_cfg.lora_cfg, model_config)
 
 
 async def open_policy(
@@ -83,7 +85,7 @@ async def open_policy(
     stack: AsyncExitStack,
 ) -> Policy:
     """Start the policy's ranks alone; otherwise as `open_workers`."""
-    _check_split(config.policy, model_path, layout)
+    _check_model(config.policy, model_path, layout)
     section = config.policy.model_copy(update={"logprob_batch_size": config.val_micro_batch_size})
     arguments = {
         "model_path": model_path,
@@ -116,7 +118,7 @@ async def open_workers(
     stack: AsyncExitStack,
 ) -> Workers:
     """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
-    _check_split(config.policy, model_path, layout)
+    _check_model(config.policy, model_path, layout)
     arguments = {
         "model_path": model_path,
         "temperature": config.policy.generation.temperature,

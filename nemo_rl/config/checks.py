@@ -12,6 +12,7 @@ from nemo_rl.config.distillation_checks import check_distillation
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.grpo_checks import check_grpo
 from nemo_rl.config.layout import layout_of
+from nemo_rl.config.lora_checks import check_lora
 from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig, TrainingConfig
 from nemo_rl.config.nemo_gym_checks import check_nemo_gym
 from nemo_rl.config.policy import Policy, SchedulerStage
@@ -57,6 +58,7 @@ def check_micro_batch(policy: Policy) -> None:
             "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
         )
     check_batching(policy)
+    check_lora(policy)
 
 
 def _check_groups(config: TrainingConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_rl.config.keys import Path, dotted
+from nemo_rl.config.lora_keys import LORA_RULES
 from nemo_rl.config.megatron_keys import MEGATRON_RULES, choose_backend
 from nemo_rl.config.rules import Rule, defaulted, ignored, refused, silent
 from nemo_rl.errors import ConfigError
@@ -96,8 +97,7 @@ RULES: tuple[Rule, ...] = (
     ignored("policy.dtensor_cfg.clear_cache_every_n_steps", "the allocator's cache is left alone", None),
     refused("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
     refused("policy.dtensor_cfg.automodel_kwargs", "models are those of transformers", {}),
-    refused("policy.dtensor_cfg.lora_cfg.enabled", "all weights are trained", False),
-    silent("policy.dtensor_cfg.lora_cfg"),
+    *LORA_RULES,
     silent("policy.sequence_packing.sequence_length_round"),  # a pack has no padding
     defaulted("policy.sequence_packing", None),
     defaulted("policy.dynamic_batching", None),
@@ -165,8 +165,6 @@ RULES: tuple[Rule, ...] = (
     ignored("checkpointing.save_consolidated", "weights are saved as Hugging Face files", None, True, False),
     silent("checkpointing.model_cache_dir"),
     silent("checkpointing.model_repo_id"),
-    refused("checkpointing.is_peft", "all weights are trained", False),
-    silent("checkpointing.peft_config"),
     # logger
     refused("logger.mlflow_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
     refused("logger.swanlab_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from nemo_rl.config.batching import DynamicBatching, SequencePacking
 from nemo_rl.config.generation import GenerationSection, Sampling
+from nemo_rl.config.lora import LoraCfg
 from nemo_rl.config.megatron import MegatronCfg
 from nemo_rl.config.section import Section
 
@@ -25,6 +26,10 @@ class DTensorCfg(Section):
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
     # Ranks that share the samples and the weights. None: all of the policy's GPUs; on a CPU 1.
     data_parallel_size: int | None = Field(default=None, gt=0)
+
+
+class TrainedDTensorCfg(DTensorCfg):
+    lora_cfg: LoraCfg = LoraCfg()
 
 
 class Optimizer(Section):
@@ -73,7 +78,7 @@ class Policy(Model):
     dynamic_batching: DynamicBatching = DynamicBatching()
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
 
-    dtensor_cfg: DTensorCfg = DTensorCfg()
+    dtensor_cfg: TrainedDTensorCfg = TrainedDTensorCfg()
     megatron_cfg: MegatronCfg = MegatronCfg()
     optimizer: Optimizer = Optimizer()
     scheduler: SchedulerStage | list[SchedulerStage] | None = None

@@ -80,8 +80,8 @@ class BaseRank(ReadingRank):
         """(Hugging Face name, whole tensor) on the first rank; on the others, something for each that is gathered."""
 
     @abstractmethod
-    def _load_weights(self, folder: Path) -> None:
-        """Raises CheckpointError: no weights there, or of another model."""
+    def _load_weights(self, path: Path) -> None:
+        """Those of a checkpoint. Raises CheckpointError: no weights there, or of another model."""
 
     @abstractmethod
     def _begin_saving_optimizer(self, folder: Path) -> None: ...
@@ -130,19 +130,22 @@ class BaseRank(ReadingRank):
         `tokenizer/` and, if asked, `optimizer/`. Returns once all is copied, so that training may go on; an earlier
         save is finished first."""
         self.finish_save()
-        is_first = self._is_first
-        copies = weight_copies(self._named_weights(torch.float32), is_first=is_first)
-        if is_first:
-            self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
-        if is_first and self._tokenizer is not None:
-            self._tokenizer.save_pretrained(path / "weights")
+        self._begin_saving_weights(path)
+        if self._is_first and self._tokenizer is not None:
             self._tokenizer.save_pretrained(path / "tokenizer")
         if not save_optimizer:
             return
         join(self.layout, self.device)
-        if is_first:
+        if self._is_first:
             save_schedule(self._scheduler, path / "optimizer")
         self._begin_saving_optimizer(path / "optimizer")
+
+    def _begin_saving_weights(self, path: Path) -> None:
+        copies = weight_copies(self._named_weights(torch.float32), is_first=self._is_first)
+        if self._is_first:
+            self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
+        if self._is_first and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(path / "weights")
 
     def finish_save(self) -> None:
         """Return once what `save` began is on the disk, the other ranks' files too.
@@ -160,7 +163,7 @@ class BaseRank(ReadingRank):
             CheckpointError: nothing there, or of another model or optimizer.
         """
         self.finish_save()
-        self._load_weights(path / "weights")
+        self._load_weights(path)
         folder = path / "optimizer"
         seen = self.layout.gathered_of_all(folder.exists())  # on a shared disk not all need see the same
         if any(seen) and not all(seen):

@@ -14,22 +14,28 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from nemo_rl.policy.lora import Merged, merged_tensors
 from nemo_rl.policy.sharding import whole
 
 ResultT = TypeVar("ResultT")
 
 
-def named_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(
+    model: PreTrainedModel, dtype: torch.dtype, *, adapter_scale: float | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs for an engine, gathered and cast one at a time.
 
     Persistent tensors, tied ones once, split as the files have them. What one rank holds whole in `dtype` is not
-    copied: these are the weights themselves.
+    copied: these are the weights themselves. Adapters, which `adapter_scale` belongs to, are merged into copies.
     """
-    tensors = _persistent_tensors(model)
-    is_shared = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in tensors.values())
-    if not is_shared or _are_converted(model, tensors):  # experts: of several tensors the files make others
-        tensors = revert_weight_conversion(model, {name: whole(tensor) for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
+    own = _persistent_tensors(model)
+    tensors = own if adapter_scale is None else merged_tensors(own, adapter_scale)
+    is_shared = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in own.values())
+    made_later = is_shared or adapter_scale is not None  # each when its turn comes
+    if not made_later or _are_converted(model, tensors):  # experts: of several tensors the files make others
+        tensors = revert_weight_conversion(model, {name: _made(tensor) for name, tensor in tensors.items()})
+    for name, one in tensors.items():
+        tensor = one.whole() if isinstance(one, Merged) else one
         yield name, whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
@@ -96,7 +102,11 @@ def _persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _are_converted(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> bool:
+def _made(tensor: torch.Tensor | Merged) -> torch.Tensor:
+    return tensor.whole() if isinstance(tensor, Merged) else whole(tensor)
+
+
+def _are_converted(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Merged]) -> bool:
     """Whether the files hold other tensors than the model; asked of tensors without values."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     converted = revert_weight_conversion(model, dict(shapes))

@@ -12,9 +12,11 @@ from nemo_rl.config.policy import Policy
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.flops import matmul_parameters
-from nemo_rl.policy.hf_export import named_weights
+from nemo_rl.policy.hf_export import named_weights, weight_copies
 from nemo_rl.policy.hf_model import decoder_layers, load_config, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
+from nemo_rl.policy.lora import FOLDER as ADAPTER_FOLDER
+from nemo_rl.policy.lora import Adapters, WithoutAdapters
 from nemo_rl.policy.micro_batches import scoring_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
 from nemo_rl.policy.ranks import RankLayout
@@ -37,7 +39,7 @@ class RankPolicy(BaseRank):
         config, layout, num_samples_per_step, seed, tokenizer: as for `BaseRank`.
         model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
         temperature: of sampling; the logits are divided by it.
-        needs_reference: keep a frozen copy of the first weights for `reference_logprobs`.
+        needs_reference: keep a frozen copy of the first weights for `reference_logprobs`; adapters are switched off.
 
     Raises:
         ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
@@ -63,6 +65,9 @@ class RankPolicy(BaseRank):
             check_tensor_parallel(layout.tensor_parallel_size, load_config(model_path, config.hf_config_overrides))
         model = load_model(model_path, config.hf_config_overrides)
         self._model = model
+        self._adapters = None
+        if config.dtensor_cfg.lora_cfg.enabled:
+            self._adapters = Adapters(model, config.dtensor_cfg.lora_cfg, base=model_path, seed=seed)
         self._num_matmul_parameters = matmul_parameters(model)
         self.module = CausalLogprobs(
             model,
@@ -70,12 +75,12 @@ class RankPolicy(BaseRank):
             chunk_size=config.logprob_chunk_size,
             is_packed=config.sequence_packing.enabled,
         )
-        self._reference = self._frozen_copy() if needs_reference else None
+        self._reference = self._first_model() if needs_reference else None
         if config.dtensor_cfg.activation_checkpointing:
             recompute_activations(decoder_layers(model))
         if needs_sharding(config, layout, self.device):
             shard(self.module, config, layout, self.device)  # and bring it to the device, or leave it off
-        self._optimizer = make_optimizer(config, self.module.parameters())
+        self._optimizer = make_optimizer(config, [p for p in self.module.parameters() if p.requires_grad])
         self._scheduler = make_scheduler(config, self._optimizer)
         self._trainer = Trainer(
             module=self.module,
@@ -93,16 +98,32 @@ class RankPolicy(BaseRank):
         return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        return named_weights(self._model, dtype)
+        return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
 
-    def _load_weights(self, folder: Path) -> None:
-        load_weights(self._model, folder)
+    def _begin_saving_weights(self, path: Path) -> None:
+        if self._adapters is not None:
+            copies = weight_copies(self._adapters.tensors(), is_first=self._is_first)
+            if self._is_first:
+                self._saving.begin_files(self._adapters.save, copies, path / ADAPTER_FOLDER)
+            if not self.config.dtensor_cfg.lora_cfg.save_merged:
+                return
+        super()._begin_saving_weights(path)
+
+    def _load_weights(self, path: Path) -> None:
+        if self._adapters is None:
+            load_weights(self._model, path / "weights")
+        else:
+            self._adapters.load(path / ADAPTER_FOLDER)
 
     def _begin_saving_optimizer(self, folder: Path) -> None:
         self._saving.begin_optimizer(self.module, self._optimizer, folder)
 
     def _load_optimizer(self, folder: Path) -> None:
         load_optimizer(self.module, self._optimizer, folder)
+
+    def _first_model(self) -> nn.Module:
+        """The model that training begins with: under adapters it stays as it is, else it is copied."""
+        return self._frozen_copy() if self._adapters is None else WithoutAdapters(self.module, self._adapters)
 
     def _frozen_copy(self) -> nn.Module:
         """The model as it is, in the precision it is computed in (buffers such as rotary frequencies stay float32).

@@ -7,7 +7,7 @@ optimizer/   a distributed checkpoint (torch.distributed.checkpoint), each rank'
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ class BackgroundSave:
         """Let this rank write them all."""
         future = self._writer.submit(save_weights, copies, model, folder, config_dtype=config_dtype)
         self._running.append((folder, future))
+
+    def begin_files(
+        self,
+        write: Callable[[Mapping[str, torch.Tensor], Path], None],
+        copies: Mapping[str, torch.Tensor],
+        folder: Path,
+    ) -> None:
+        """Let this rank write them in another way."""
+        self._running.append((folder, self._writer.submit(write, copies, folder)))
 
     def begin_optimizer(self, module: nn.Module, optimizer: Optimizer, folder: Path) -> None:
         """Let every rank write its part."""

@@ -1,4 +1,4 @@
-"""Engines that contract tests share: vLLM takes over ten seconds to start."""
+"""What contract tests share: engines and ranks take long to start."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,8 +15,29 @@ from nemo_rl.quickstart.model import make_model
 from nemo_rl.quickstart.recipes import student
 from nemo_rl.quickstart.tokenizer import make_tokenizer
 from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
+from tests.contracts.layouts import Layouts
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME, openai_server
 from tests.contracts.openai_server import MAX_MODEL_LEN as SERVED_MODEL_LEN
+from tests.contracts.rank_pool import RankPool
+from tests.unit.policy.tiny import MODELS, saved_model
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: saved_model(name, folder) for name in MODELS}
+
+
+@pytest.fixture(scope="package")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    running = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="package")
+def run(pool: RankPool, models: dict[str, Path]) -> Layouts:
+    return Layouts(pool, models)
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,8 @@ class MegatronRank(BaseRank):
             return iter(())
         return self._weights.all(self._main.of, dtype)
 
-    def _load_weights(self, folder: Path) -> None:
+    def _load_weights(self, path: Path) -> None:
+        folder = path / "weights"
         try:
             saved = load_model(str(folder), {}).state_dict()
         except ConfigError as error:

@@ -35,7 +35,9 @@ policy:
     tensor_parallel_size: 1
     context_parallel_size: 1
     custom_parallel_plan: null
-    lora_cfg: {enabled: false, dim: 8, target_modules: []}
+    lora_cfg:
+      {enabled: true, dim: 8, alpha: 32, target_modules: [], exclude_modules: null, match_all_linear: true,
+       dropout: 0.0, dropout_position: post, lora_A_init: xavier, use_triton: false}
   megatron_cfg:
     enabled: false
     optimizer: {lr: 1.0e-6, clip_grad: "${policy.max_grad_norm}"}
@@ -96,7 +98,7 @@ def test_nemo_rls_base_recipe_is_accepted_without_a_note(load: Load, caplog: pyt
             "context_parallel_size = 2: not available: .* only 1 is accepted",
         ),
         ("policy.dtensor_cfg.enabled=false", "it is the training backend; only true is accepted"),
-        ("policy.dtensor_cfg.lora_cfg.enabled=true", "all weights are trained"),
+        ("policy.dtensor_cfg.lora_cfg.dropout=0.1", "dropout is off"),
         ("policy.generation.vllm_cfg.kv_cache_dtype=fp8", "only 'auto' is accepted"),
         ("data.train.split_validation_size=0.05", "data.validation"),
         ("env.math.math_verify_impl=dapo_math_verify", "env.math.math_verify_impl = 'dapo_math_verify'"),
