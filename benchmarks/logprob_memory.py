@@ -39,7 +39,8 @@ def made_model() -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    model = Qwen2ForCausalLM(config).eval().to(DEVICE)
+    model = Qwen2ForCausalLM(config).eval()
+    torch.nn.Module.to(model, DEVICE)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model

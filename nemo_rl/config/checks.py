@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_rl.config.agent_checks import check_agents
 from nemo_rl.config.async_checks import check_async
-from nemo_rl.config.batching_checks import check_batching
+from nemo_rl.config.batching_checks import check_batching, check_teacher_batching
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.distillation_checks import check_distillation
 from nemo_rl.config.generation import GenerationSection
@@ -196,4 +196,5 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
     check_async,
     check_checkpointing,
     check_teachers,
+    check_teacher_batching,
 )

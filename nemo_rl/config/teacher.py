@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.batching import DynamicBatching, SequencePacking
 from nemo_rl.config.endpoint import ServedModel
 from nemo_rl.config.generation import Colocated
 from nemo_rl.config.policy import DTensorCfg, Tokenizer
@@ -20,6 +21,8 @@ class Teacher(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the policy's
     logprob_batch_size: int = Field(default=4, gt=0)  # samples of one forward pass
     logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
+    sequence_packing: SequencePacking = SequencePacking()
+    dynamic_batching: DynamicBatching = DynamicBatching()
     dtensor_cfg: DTensorCfg = DTensorCfg()  # its own layout: the policy's may be another
     colocated: Colocated = Colocated()  # on the policy's devices, in turns; else on GPUs of its own
     server: ServedModel | None = None  # a vLLM server that is asked over HTTP, in place of a model of this run

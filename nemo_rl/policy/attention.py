@@ -15,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nemo_rl.errors import ConfigError
 
-KEY = "policy.sequence_packing.enabled"
 WITHIN_SEQUENCES = "nemo_rl_within_sequences"
 
 
@@ -51,17 +50,17 @@ class Pack:
         return mask[self.is_inside].nonzero().squeeze(1)
 
 
-def attend_within_sequences(model: PreTrainedModel) -> None:
+def attend_within_sequences(model: PreTrainedModel, key: str) -> None:
     """Change the model's attention to one that gets a `Pack`.
 
     Raises:
-        ConfigError: packed sequences would not have the outputs that they have alone.
+        ConfigError: under `key`: packed sequences would not have the outputs that they have alone.
     """
     kind, usual = model.config.model_type, model.config._attn_implementation
     if usual != "sdpa":
-        raise ConfigError(KEY, True, f"models of type {kind!r} compute attention in a way of their own; allowed: false")
+        raise ConfigError(key, True, f"models of type {kind!r} compute attention in a way of their own; allowed: false")
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise ConfigError(KEY, True, f"models of type {kind!r} attend within chunks of a row; allowed: false")
+        raise ConfigError(key, True, f"models of type {kind!r} attend within chunks of a row; allowed: false")
     sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
     with torch.no_grad():
         alone = torch.cat([model(input_ids=s.unsqueeze(0), use_cache=False).logits[0] for s in sequences])
@@ -70,7 +69,7 @@ def attend_within_sequences(model: PreTrainedModel) -> None:
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         together = model(**pack.model_inputs(rows), use_cache=False).logits[0]
     if not torch.allclose(together.float(), alone.float(), rtol=1e-4, atol=1e-4):
-        raise ConfigError(KEY, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
+        raise ConfigError(key, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
 
 
 def within_sequences(

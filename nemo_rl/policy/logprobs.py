@@ -64,14 +64,15 @@ class CausalLogprobs(nn.Module):
         model: weights and configuration; used as it is, in evaluation mode (no dropout).
         temperature: the logits are divided by it.
         chunk_size: positions whose logits exist at once; None: all of a call.
-        is_packed: changes the model's attention for good.
+        packing_key: where the configuration asks for packed sequences; the model's attention is changed for good.
+            None: they are padded.
 
     Raises:
-        ConfigError: `is_packed` with a model that would give something else then.
+        ConfigError: under `packing_key`: a model that would give something else then.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, chunk_size: int | None, is_packed: bool = False
+        self, model: PreTrainedModel, *, temperature: float, chunk_size: int | None, packing_key: str | None = None
     ) -> None:
         super().__init__()
         self.model = model.eval()
@@ -85,9 +86,9 @@ class CausalLogprobs(nn.Module):
                 "policy.logprob_chunk_size has no effect",
                 type(model).__name__,
             )
-        self.is_packed = is_packed
-        if is_packed:
-            attend_within_sequences(self.model)
+        self.is_packed = packing_key is not None
+        if packing_key is not None:
+            attend_within_sequences(self.model, packing_key)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
+from nemo_rl.config.teacher import Teacher
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Normalizer
 from nemo_rl.policy.packing import packs_of_ranks
@@ -105,22 +106,30 @@ class PackedTokens:
 
 def training_batches(policy: Policy) -> MicroBatching:
     """What one forward and backward holds."""
-    return _by_config(policy, policy.train_micro_batch_size, "train_mb_tokens")
+    return _by_config(policy, policy.train_micro_batch_size, "train_mb_tokens", policy.max_total_sequence_length)
 
 
 def scoring_batches(policy: Policy) -> MicroBatching:
     """What one pass without gradients holds."""
-    return _by_config(policy, policy.logprob_batch_size or policy.train_micro_batch_size, "logprob_mb_tokens")
+    num_samples = policy.logprob_batch_size or policy.train_micro_batch_size
+    return _by_config(policy, num_samples, "logprob_mb_tokens", policy.max_total_sequence_length)
 
 
-def _by_config(policy: Policy, num_samples: int, name: str) -> MicroBatching:
-    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    default = num_samples * policy.max_total_sequence_length
+def teacher_batches(teacher: Teacher, section: str) -> MicroBatching:
+    """What one pass of the teacher of this section holds, which names its tokens where it counts them."""
+    return _by_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
+
+
+def _by_config(
+    config: Policy | Teacher, num_samples: int, name: str, longest: int, section: str = "policy"
+) -> MicroBatching:
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    default = num_samples * longest
     if packing.enabled:
-        key = f"policy.sequence_packing.{name}"
+        key = f"{section}.sequence_packing.{name}"
         return PackedTokens(getattr(packing, name) or default, key, packing.algorithm)
     if dynamic.enabled:
-        key = f"policy.dynamic_batching.{name}"
+        key = f"{section}.dynamic_batching.{name}"
         return PaddedTokens(getattr(dynamic, name) or default, key, dynamic.sequence_length_round)
     return SampleCount(num_samples)
 

@@ -73,7 +73,7 @@ class RankPolicy(BaseRank):
             model,
             temperature=temperature,
             chunk_size=config.logprob_chunk_size,
-            is_packed=config.sequence_packing.enabled,
+            packing_key="policy.sequence_packing.enabled" if config.sequence_packing.enabled else None,
         )
         self._reference = self._first_model() if needs_reference else None
         if config.dtensor_cfg.activation_checkpointing:

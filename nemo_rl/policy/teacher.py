@@ -12,6 +12,7 @@ from nemo_rl.distributed.device import resolve_device
 from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
 from nemo_rl.policy.hf_model import load_config, load_model
 from nemo_rl.policy.logprobs import CausalLogprobs
+from nemo_rl.policy.micro_batches import teacher_batches
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.reading import ReadingRank, scores_in_parts
 from nemo_rl.policy.sharding import shard
@@ -41,13 +42,19 @@ class RankTeacher(ReadingRank):
         self, config: Teacher, *, section: str, layout: RankLayout, model_path: str, temperature: float
     ) -> None:
         self.config = config
+        self._section = section
         self.layout = layout
         self.device = resolve_device(config.device)
         if layout.tensor_parallel_size > 1:
             model_config = load_config(model_path, config.hf_config_overrides, section=section)
             check_tensor_parallel(layout.tensor_parallel_size, model_config, section=section)
         self._model = load_model(model_path, config.hf_config_overrides, section=section)
-        module = CausalLogprobs(self._model, temperature=temperature, chunk_size=config.logprob_chunk_size)
+        module = CausalLogprobs(
+            self._model,
+            temperature=temperature,
+            chunk_size=config.logprob_chunk_size,
+            packing_key=f"{section}.sequence_packing.enabled" if config.sequence_packing.enabled else None,
+        )
         self.module = module.requires_grad_(False)
         if config.precision == "bfloat16":  # parameters alone: buffers such as rotary frequencies stay float32
             for parameter in self.module.parameters():
@@ -63,7 +70,7 @@ class RankTeacher(ReadingRank):
     def _scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = self.config.logprob_batch_size
+        size = teacher_batches(self.config, self._section)
         return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _move(self, device: torch.device) -> None:

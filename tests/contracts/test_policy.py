@@ -16,10 +16,12 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from nemo_rl.config.policy import Policy as PolicyConfig
+from nemo_rl.config.teacher import Teacher
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import Normalizer, Policy, TokenScores
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE, RankLayout
+from nemo_rl.policy.teacher import RankTeacher
 from tests.contracts.layouts import (
     BATCHING,
     FEWER,
@@ -237,6 +239,21 @@ def test_batch_without_a_valid_token_is_skipped(layout: str, run: Layouts, model
 def test_loss_that_reads_a_missing_key_is_refused(run: Layouts) -> None:
     with pytest.raises(PolicyError, match="advantages"):
         run("plain", "llama", ("train_step", make_batch(LENGTHS).exclude("advantages"), WeightedNLL()))
+
+
+@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
+def test_teacher_that_counts_tokens_says_what_the_plain_model_says(section: str, models: dict[str, Path]) -> None:
+    batch, path = make_batch(LENGTHS), models["llama"]
+    config = {"model_name": str(path), "precision": "float32", section: {"enabled": True, "logprob_mb_tokens": 24}}
+    teacher = RankTeacher(
+        Teacher.model_validate(config), section="teacher", layout=ALONE, model_path=str(path), temperature=0.7
+    )
+    with torch.no_grad():
+        expected = plain_logprobs(plain(path), batch, temperature=0.7)
+    torch.testing.assert_close(teacher.logprobs(batch), expected, rtol=0, atol=1e-5)
+    top = teacher.topk_logprobs(batch, 2)
+    needed = batch["token_mask"] > 0
+    assert (top.logprobs[needed][:, 0] >= expected[needed] - 1e-5).all()
 
 
 def test_reference_that_was_not_asked_for_is_refused(run: Layouts) -> None:

@@ -38,6 +38,11 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             r"at least policy\.max_total_sequence_length = 512",
         ),
         (
+            ["grpo.adv_estimator.name=opd", "++teacher.model_name=m", "++teacher.sequence_packing.enabled=true"],
+            "teacher.sequence_packing.logprob_mb_tokens",
+            "required: the tokens of one forward pass",
+        ),
+        (
             ["policy.sequence_packing.algorithm=best_fit"],
             "policy.sequence_packing.algorithm",
             "modified_first_fit_decreasing",

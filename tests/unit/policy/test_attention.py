@@ -13,6 +13,7 @@ from tests.unit.policy.test_logprobs import LargestTensor
 from tests.unit.policy.tiny import MODELS, SIZES, make_batch
 
 LENGTHS = [9, 5, 12, 3]
+KEY = "policy.sequence_packing.enabled"
 
 
 def test_pack_of_three_rows() -> None:
@@ -26,9 +27,9 @@ def test_pack_of_three_rows() -> None:
     assert pack.places_of(needed).tolist() == [2, 5]
 
 
-def scores_and_gradients(model: PreTrainedModel, *, is_packed: bool, **options: Any) -> tuple[Any, ...]:
+def scores_and_gradients(model: PreTrainedModel, *, packing_key: str | None, **options: Any) -> tuple[Any, ...]:
     batch = make_batch(LENGTHS)
-    module = CausalLogprobs(model, temperature=0.7, chunk_size=options.pop("chunk_size", 4), is_packed=is_packed)
+    module = CausalLogprobs(model, temperature=0.7, chunk_size=options.pop("chunk_size", 4), packing_key=packing_key)
     if options.pop("recomputed", False):
         recompute_activations(decoder_layers(model))
     wanted = ScoresNeeded(candidates="c", entropy=True, topk=3)
@@ -50,15 +51,15 @@ def scores_and_gradients(model: PreTrainedModel, *, is_packed: bool, **options: 
 def test_packed_scores_and_gradients_are_the_padded_ones(name: str, options: dict[str, Any]) -> None:
     """Of gemma2 too, whose windows of 4 tokens are shorter than a sequence."""
     results = []
-    for is_packed in (False, True):
+    for packing_key in (None, KEY):
         torch.manual_seed(0)
-        results.append(scores_and_gradients(MODELS[name](), is_packed=is_packed, **options))
+        results.append(scores_and_gradients(MODELS[name](), packing_key=packing_key, **options))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
 
 
 def test_attention_of_a_pack_never_holds_all_pairs_of_tokens() -> None:
     """128 sequences of 16 tokens: scores of all pairs would be 4 heads x 2048 x 2048."""
-    module = CausalLogprobs(MODELS["qwen2"](), temperature=1.0, chunk_size=32, is_packed=True)
+    module = CausalLogprobs(MODELS["qwen2"](), temperature=1.0, chunk_size=32, packing_key=KEY)
     token_ids = torch.ones(128, 16, dtype=torch.int64)
     with LargestTensor() as seen:
         module(token_ids, torch.ones_like(token_ids, dtype=torch.bool), lengths=[16] * 128).logprobs.sum().backward()
@@ -69,7 +70,7 @@ def test_packing_is_refused_where_attention_is_the_models_own() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.set_attn_implementation("eager")
     with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'llama' compute"):
-        CausalLogprobs(model, temperature=1.0, chunk_size=None, is_packed=True)
+        CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)
 
 
 def test_packing_is_refused_where_sequences_are_mixed() -> None:
@@ -77,4 +78,4 @@ def test_packing_is_refused_where_sequences_are_mixed() -> None:
         MambaConfig(vocab_size=37, hidden_size=16, state_size=4, num_hidden_layers=1, initializer_range=0.3)
     )
     with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'mamba'"):
-        CausalLogprobs(model, temperature=1.0, chunk_size=None, is_packed=True)
+        CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)

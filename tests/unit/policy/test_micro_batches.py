@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.config.policy import Policy
+from nemo_rl.config.teacher import Teacher
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.micro_batches import (
     PackedTokens,
@@ -14,6 +15,7 @@ from nemo_rl.policy.micro_batches import (
     micro_batches,
     scoring_batches,
     split_optimizer_steps,
+    teacher_batches,
     training_batches,
 )
 from nemo_rl.policy.ranks import RankLayout
@@ -139,3 +141,12 @@ def test_configuration_says_how_micro_batches_are_made() -> None:
     assert scoring_batches(packed) == PackedTokens(500, "policy.sequence_packing.logprob_mb_tokens", "concatenative")
     padded = policy(dynamic_batching={"enabled": True, "train_mb_tokens": 300, "sequence_length_round": 8})
     assert training_batches(padded) == PaddedTokens(300, "policy.dynamic_batching.train_mb_tokens", 8)
+    teacher = Teacher.model_validate(
+        {
+            "model_name": "m",
+            "sequence_packing": {"enabled": True, "logprob_mb_tokens": 70, "algorithm": "concatenative"},
+        }
+    )
+    key = "teachers.math.sequence_packing.logprob_mb_tokens"
+    assert teacher_batches(teacher, "teachers.math") == PackedTokens(70, key, "concatenative")
+    assert teacher_batches(Teacher(model_name="m", logprob_batch_size=3), "teacher") == SampleCount(3)
