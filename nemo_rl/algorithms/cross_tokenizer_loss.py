@@ -28,17 +28,26 @@ class CrossTokenizerLoss:
     """
 
     def __init__(
-        self, config: DistillationLoss, *, topk: int = 0, student_unmatched: torch.Tensor | None = None
+        self,
+        config: DistillationLoss,
+        *,
+        topk: int = 0,
+        student_unmatched: torch.Tensor | None = None,
+        is_on_policy: bool = True,
     ) -> None:
-        """With `matching: identical`: the teacher's k, and [V] bool, the student's tokens without a counterpart."""
+        """`is_on_policy`: the responses have log-probs of the engine to compare the student's with.
+
+        With `matching: identical`: the teacher's k, and [V] bool, the student's tokens without a counterpart.
+        """
         self._config = config
         self._compares_spans = config.cross_tokenizer.matching == "identical"
         self._topk = topk if self._compares_spans and config.cross_tokenizer.unmatched_weight > 0 else 0
         self._student_unmatched = student_unmatched
+        self._is_on_policy = is_on_policy
 
     @property
     def required_keys(self) -> frozenset[str]:
-        read = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.GENERATION_LOGPROBS}
+        read = {keys.TOKEN_MASK, keys.SAMPLE_MASK} | ({keys.GENERATION_LOGPROBS} if self._is_on_policy else set())
         of_spans = {keys.TEACHER_UNMATCHED, keys.SPAN_LENGTHS} if self._compares_spans else set()
         return frozenset(read | of_spans | {keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS})
 
@@ -57,9 +66,12 @@ class CrossTokenizerLoss:
         terms = self._divergence(batch[keys.TEACHER_TOPK_LOGPROBS], student, is_candidate)
         count = max(normalizer.num_valid_tokens, 1.0)
         divergence = (terms * mask).sum() / count
-        metrics = engine_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, count)
-        metrics["divergence"] = Metric(divergence.detach())
-        metrics["num_valid_samples"] = Metric(batch[keys.SAMPLE_MASK].sum(), "count")
+        metrics = {
+            "divergence": Metric(divergence.detach()),
+            "num_valid_samples": Metric(batch[keys.SAMPLE_MASK].sum(), "count"),
+        }
+        if self._is_on_policy:
+            metrics |= engine_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, count)
         if not self._topk or later is None:
             return divergence, metrics
         unmatched = (self._unmatched(scores, batch, later) * mask).sum() / count

@@ -65,6 +65,7 @@ def make_cross_tokenizer_loss(
         config.loss_fn,
         topk=min(config.distillation.topk_logits_k, inputs.vocab_size),
         student_unmatched=torch.from_numpy(token_map.student_unmatched),
+        is_on_policy=not config.distillation.off_policy,
     )
 
 

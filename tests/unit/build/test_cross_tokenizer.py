@@ -91,6 +91,13 @@ def test_what_cannot_run_is_refused_before_a_model_loads(recipe: Recipe, overrid
         asyncio.run(opened(recipe("++loss_fn.cross_tokenizer.enabled=true", *overrides)))
 
 
+def test_recorded_responses_are_compared_as_well(recipe: Recipe) -> None:
+    config = recipe("++loss_fn.cross_tokenizer.enabled=true", "++distillation.off_policy=true")
+    training = asyncio.run(run_training(config, "uv run train.py"))
+    assert training.position.step == 2
+    assert training.metrics["cross_tokenizer/with_target"] > 0.8  # the random teacher may not know what it reads
+
+
 @pytest.mark.parametrize("matching", ["prefix", "identical"])
 def test_a_run_of_real_parts_trains_towards_a_teacher_with_another_tokenizer(
     recipe: Recipe, tmp_path: Path, matching: str
@@ -107,4 +114,4 @@ def test_a_run_of_real_parts_trains_towards_a_teacher_with_another_tokenizer(
         assert row["train/loss"] > 0
         assert row["train/grad_norm"] > 0
         assert 0 < row["train/cross_tokenizer/target_mass"] <= 1
-        assert row["train/cross_tokenizer/with_target"] > (0.99 if matching == "prefix" else 0.3)
+        assert row["train/cross_tokenizer/with_target"] > (0.8 if matching == "prefix" else 0.3)
