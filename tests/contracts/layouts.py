@@ -47,7 +47,8 @@ class Layouts:
     def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
         """What each call returns on the first rank; metrics and log-probs are the same on all of them."""
         if layout in MEGATRON:
-            config["megatron_cfg"] = MEGATRON[layout].config["megatron_cfg"] | config.pop("dtensor_cfg", {})
+            section = MEGATRON[layout].config["megatron_cfg"]
+            config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | config.pop("dtensor_cfg", {})
         arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}
         if layout not in MULTIPLE:
             return play(ALONE if layout == "plain" else FSDP2_ALONE, **arguments)

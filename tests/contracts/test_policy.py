@@ -211,6 +211,22 @@ def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layo
     assert moved.item() == pytest.approx(0.01, rel=1e-3)
 
 
+def test_megatrons_own_sections_decay_all_but_biases_and_norms(run: Layouts, models: dict[str, Path]) -> None:
+    """A step without a gradient, at the second learning rate of a warm-up: 1 - 0.05 * 0.4 of each matrix is left."""
+    batch = make_batch(LENGTHS)
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    sections = {
+        "optimizer": {"optimizer": "sgd", "sgd_momentum": 0, "lr": 0.1, "weight_decay": 0.4},
+        "scheduler": {"lr_warmup_iters": 2, "lr_warmup_init": 0.0},
+    }
+    steps = [("train_step", batch, WeightedNLL())] * 2
+    first, second, weights = run("megatron tp 2 pp 2", "llama", *steps, ("with_weights", clones), megatron_cfg=sections)
+    assert (first["lr"], second["lr"]) == (0.0, pytest.approx(0.05))
+    for name, parameter in plain(models["llama"]).named_parameters():
+        left = 1.0 if parameter.ndim == 1 else 0.98
+        torch.testing.assert_close(weights[name], parameter.detach() * left, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("layout", ["plain", "2 x tp 2", "megatron tp 2 pp 2"])
 def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS)
