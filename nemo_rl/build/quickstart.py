@@ -99,8 +99,10 @@ async def _trained(recipe: Recipe, scratch: Path, progress: Progress) -> Path:
 
 
 def _config(recipe: Recipe, model_path: str) -> SFTConfig:
-    """The learning rate rises over `warmup_steps`, then falls to a twentieth of its peak."""
-    warmup, rest = recipe.warmup_steps, max(recipe.num_steps - recipe.warmup_steps, 1)
+    """The learning rate rises over `warmup_steps` to a line that falls to a twentieth of the peak, where it stays."""
+    warmup, lowest = recipe.warmup_steps, 0.05
+    highest = max(1 - warmup / recipe.num_steps, lowest)  # where the two lines meet
+    falling = max(round((1 - lowest) * recipe.num_steps) - warmup, 1)
     return SFTConfig(
         sft=SFT(max_num_steps=recipe.num_steps, seed=recipe.seed, val_period=0, val_at_end=False),
         policy=Policy(
@@ -112,8 +114,8 @@ def _config(recipe: Recipe, model_path: str) -> SFTConfig:
             max_total_sequence_length=MAX_TOKENS,
             optimizer=Optimizer(kwargs={"lr": recipe.peak_learning_rate, "weight_decay": 0.01}),
             scheduler=[
-                _linear(start_factor=1 / warmup, end_factor=1.0, total_iters=warmup),
-                _linear(start_factor=1.0, end_factor=0.05, total_iters=rest),
+                _linear(start_factor=1 / warmup, end_factor=highest, total_iters=warmup),
+                _linear(start_factor=highest, end_factor=lowest, total_iters=falling),
                 SchedulerStage(milestones=[warmup]),
             ],
         ),

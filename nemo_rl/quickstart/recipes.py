@@ -21,7 +21,7 @@ class Recipe:
     seed: int = 0  # of the first weights and of the spellings
     num_steps: int = 280
     batch_size: int = 64  # spellings of one step
-    peak_learning_rate: float = 2e-3
+    peak_learning_rate: float = 2e-3  # the line that it falls along begins here, at step 0
     warmup_steps: int = 30
     right_share: float = 0.35  # of the spellings
     hidden_size: int = 192
