@@ -5,6 +5,7 @@ uv run scripts/acceptance/learning.py agent         the same through an agent th
 uv run scripts/acceptance/learning.py async         with rollouts in the background (examples/configs/async.yaml)
 uv run scripts/acceptance/learning.py ranks         the same over two policy ranks and two engines, on Ray
 uv run scripts/acceptance/learning.py megatron      on two stages of Megatron-core
+uv run scripts/acceptance/learning.py lora          adapters alone (examples/configs/lora.yaml)
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 """
 
@@ -39,6 +40,8 @@ ASYNC = ("--config", "examples/configs/async.yaml")
 RANKS = ("policy.dtensor_cfg.data_parallel_size=2", "policy.generation.num_replicas=2")
 
 MEGATRON = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2")
+
+LORA = ("--config", "examples/configs/lora.yaml")
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,10 @@ def controls() -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="?", choices=["learning", "agent", "ranks", "async", "megatron", "controls"], default="learning"
+        "what",
+        nargs="?",
+        choices=["learning", "agent", "ranks", "async", "megatron", "lora", "controls"],
+        default="learning",
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     arguments = parser.parse_args()
@@ -135,6 +141,8 @@ if __name__ == "__main__":
         passed = learning(tuple(arguments.seeds), "two ranks, two engines", RANKS)
     elif arguments.what == "megatron":
         passed = learning(tuple(arguments.seeds), "two stages of Megatron", MEGATRON)
+    elif arguments.what == "lora":
+        passed = learning(tuple(arguments.seeds), "LoRA", LORA)
     elif arguments.what == "async":
         passed = learning(tuple(arguments.seeds), "async", ASYNC)
     else:

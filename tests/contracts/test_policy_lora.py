@@ -1,5 +1,6 @@
 """LoRA, against models that peft itself makes, reads and merges."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,15 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
+from nemo_rl.config.policy import Policy
+from nemo_rl.config.run import WeightSync
 from nemo_rl.errors import CheckpointError
+from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE
+from nemo_rl.weight_sync.refit import TransportWeightSync
+from tests.contracts.engines import answers, exact_logprobs, request
 from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, assert_same_metrics
-from tests.contracts.policies import SGD, clones, make_policy
+from tests.contracts.policies import SETTINGS, SGD, clones, make_policy
 from tests.unit.policy.tiny import WeightedNLL, make_batch, plain_logprobs
 
 LORA: dict[str, Any] = {"enabled": True, "dim": 4, "alpha": 8}
@@ -260,6 +266,38 @@ def test_bfloat16_is_near_float32_and_keeps_float32_adapters(
     assert metrics["grad_norm"] == pytest.approx(exact_metrics["grad_norm"], rel=0.1)
     assert types == {torch.float32}
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+
+
+def test_refit_brings_the_merged_model_to_the_engine(
+    engine_loop: asyncio.Runner, engines: Any, tiny_models: dict[str, Path]
+) -> None:
+    """And verification finds that engine and policy agree."""
+    settings = {"model_name": str(tiny_models["tied"]), "train_global_batch_size": 8, **SETTINGS, **CONFIG}
+    engine = engines("hf", "tied")
+    policy = FSDP2Policy(
+        Policy.model_validate(settings),
+        model_path=str(tiny_models["tied"]),
+        temperature=1.0,
+        needs_reference=False,
+        num_samples_per_step=8,
+        seed=0,
+    )
+    sync = TransportWeightSync([(5, 6, 7, 8), (30, 3)], WeightSync(), "float32")
+
+    async def refit() -> Any:
+        await policy.train_step(make_batch(LENGTHS), WeightedNLL())
+        await sync.publish(policy, engine, weight_version=1)
+        weights = await policy.with_weights(clones)
+        await policy.close()
+        return weights, (await answers(engine, [request("a", max_new_tokens=20)]))["a"]
+
+    weights, completion = engine_loop.run(refit())
+    sync.close()
+    model = plain(tiny_models["tied"])
+    assert not all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    model.load_state_dict(weights, strict=False)
+    exact = exact_logprobs(model, (5, 6, 7), completion.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
 
 
 def test_what_is_no_adapter_of_these_layers_is_refused(run: Layouts, adapters: dict[str, Path], tmp_path: Path) -> None:
