@@ -18,7 +18,9 @@ from nemo_rl.build.run_identity import model_digest
 from nemo_rl.collect.tasks import read_tasks
 from nemo_rl.config.loading import load_collect_config
 from nemo_rl.errors import ConfigError, RolloutError
+from tests.fakes.gym_stack import FakeGymStack, Script, row_of
 from tests.unit.build.scoring import Closing
+from tests.unit.build.test_nemo_gym import unused_port
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +182,32 @@ def test_agents_are_collected_through_the_gateway(path: Path) -> None:
     for row in rows(path):
         assert row["task_name"] == "asker"
         assert row["num_generated_tokens"] == len(row["messages"][-1]["token_ids"]) > 0
+
+
+def test_rows_of_nemo_gym_are_collected_with_their_tokens(path: Path, tmp_path: Path) -> None:
+    gym_rows = [row_of(letter, agent) for letter, agent in zip("abcd", ("spell", "play") * 2, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gym_rows))
+
+    async def main() -> Collected:
+        port = unused_port()
+        stack = FakeGymStack(
+            ("spell", "play"),
+            lambda agent, row: Script(turns=2 if agent == "play" else 1, reward=lambda text: float(len(text))),
+            policy_base_url=f"http://127.0.0.1:{port}/v1",
+        )
+        async with stack:
+            overrides = (
+                f"++env.gym={{type: nemo_gym, head_url: '{stack.head_url}', start_timeout_s: 60}}",
+                f"data.input={{dataset_name: nemo_gym, data_path: {tmp_path / 'rows.jsonl'}, env_name: gym}}",
+                f"++gateway={{port: {port}, tool_parser: null}}",
+                "policy.max_total_sequence_length=64",
+            )
+            return await run_collection(load_collect_config(path, overrides))
+
+    collected = asyncio.run(main())
+    assert (collected.num_finished, collected.num_given_up) == (8, 0)
+    assert all(row["rewards"].keys() == {"gym"} and row["num_generated_tokens"] for row in rows(path))
+    assert [task.row for task in read_tasks(path.parent / "out")] == gym_rows
 
 
 def test_an_evaluation_measures_two_models_and_compares_them(
