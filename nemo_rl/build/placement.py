@@ -14,11 +14,10 @@ from nemo_rl.weight_sync.make import choose_transport
 def placement_plan(config: TrainingConfig) -> str:
     """One line a part of the run: what it is, where it runs, in which precision; raises ConfigError."""
     layout = find_layout(config)
-    reference = config.needs_reference
     agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
     lines = [
         *_policy_lines(config, layout),
-        f"#   reference policy: {'a frozen copy beside the policy' if reference else 'none (no KL penalty)'}",
+        f"#   reference policy: {_reference(config)}",
         *(f"#   {key}: {_teacher(key, config, layout)}" for key in config.teacher_sections),
         f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
         f"#   environments: {', '.join(sorted(config.env.keys() - set(agents))) or 'none'}",
@@ -34,11 +33,23 @@ def sft_placement_plan(config: SFTConfig) -> str:
 
 
 def _policy_lines(config: TrainingConfig | SFTConfig, layout: Layout) -> list[str]:
+    model = f"{config.policy.model_name}, {_ranks(config, layout)}, {config.policy.precision}"
     return [
         "# placement",
         *([f"#   cluster: {_cluster(config, layout)}"] if layout.needs_cluster else []),
-        f"#   policy: {config.policy.model_name}, {_ranks(config, layout)}, {config.policy.precision}",
+        f"#   policy: {model}{_adapters(config)}",
     ]
+
+
+def _adapters(config: TrainingConfig | SFTConfig) -> str:
+    section = config.policy.dtensor_cfg.lora_cfg
+    return f", LoRA of dim {section.dim}" if section.enabled else ""
+
+
+def _reference(config: TrainingConfig) -> str:
+    if not config.needs_reference:
+        return "none (no KL penalty)"
+    return "the policy without its adapters" if _adapters(config) else "a frozen copy beside the policy"
 
 
 def _cluster(config: TrainingConfig | SFTConfig, layout: Layout) -> str:

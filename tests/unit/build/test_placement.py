@@ -25,6 +25,10 @@ def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:
             "#   generation: vllm on cpu, started by the driver, bfloat16",
         ),
         ("++env.asker={type: agent, command: [cat]}", "#   environments: letters"),
+        (
+            "policy={model_name: m, dtensor_cfg: {lora_cfg: {enabled: true, dim: 4}}}",
+            "#   policy: m, FSDP2, 1 rank on cpu, float32, LoRA of dim 4",
+        ),
         ("++env.asker={type: agent, command: [cat]}", "#   agents: asker; gateway on 127.0.0.1"),
     ],
 )
@@ -74,3 +78,9 @@ def test_the_plan_of_a_cluster_names_nodes_and_gpus(
 ) -> None:
     plan = placement_plan(recipe("policy.model_name=m", "policy.generation.backend=vllm", *overrides)).splitlines()
     assert set(lines) <= set(plan)
+
+
+def test_reference_under_adapters_is_the_policy_itself(recipe: Recipe) -> None:
+    adapters = "policy.dtensor_cfg={lora_cfg: {enabled: true}}"
+    lines = placement_plan(recipe("loss_fn.reference_policy_kl_penalty=0.1", adapters)).splitlines()
+    assert "#   reference policy: the policy without its adapters" in lines
