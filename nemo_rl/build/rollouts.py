@@ -82,7 +82,6 @@ def make_source(
         return RecordedResponses(
             _make_loader(config, inputs),
             inputs.encoder,
-            lambda text: (*inputs.tokenizer.encode(text, add_special_tokens=False), inputs.encoder.stop_token_ids[-1]),
             num_prompts_per_step=algorithm.num_prompts_per_step,
             max_total_length=config.policy.max_total_sequence_length,
         )

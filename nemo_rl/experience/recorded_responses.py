@@ -1,6 +1,6 @@
 """Off-policy training: a group a prompt, whose one response is that of the data set. No engine takes part."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,12 @@ RESPONSE = "answer"  # of a prompt's state: what its row has in `output_key`, or
 class RecordedResponses:
     """Satisfies interfaces.GroupSource.
 
-    A response that goes beyond `max_total_length` is cut there. It has log-probs of nobody (0) and no reward.
+    A response is what the model would have to write, its end included; beyond `max_total_length` it is cut. It has
+    log-probs of nobody (0) and no reward.
     """
 
     loader: PromptLoader
     encoder: ChatEncoder
-    encode_response: Callable[[str], tuple[int, ...]]  # the tokens that the model would have to write, the last its end
     num_prompts_per_step: int
     max_total_length: int
 
@@ -53,7 +53,7 @@ class RecordedResponses:
         prompt = loaded.prompt
         asked = self.encoder.encode_prompt(prompt.messages, prompt.tools)
         response = Message("assistant", response_of(prompt))
-        token_ids = self.encode_response(response.content)
+        token_ids = self.encoder.encode_answer(response, prompt.tools)
         room = self.max_total_length - sum(len(message.token_ids) for message in asked)
         cut = token_ids[:room]
         trajectory = Trajectory(

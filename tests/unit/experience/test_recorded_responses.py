@@ -19,7 +19,6 @@ def source(*responses: str | None, max_total_length: int = 100) -> RecordedRespo
     return RecordedResponses(
         loader,
         ChatEncoder(chat_tokenizer()),
-        lambda text: (*range(len(text)), 99),
         num_prompts_per_step=2,
         max_total_length=max_total_length,
     )
@@ -30,9 +29,11 @@ def drawn(responses: RecordedResponses) -> list[Trajectory]:
 
 
 def test_each_prompt_has_a_group_of_its_own_response() -> None:
-    responses = source("abc", "d", "e")
+    responses = source("a b c", "d", "e")
     first, second = drawn(responses)
-    assert (first.message_log[-1].token_ids, second.message_log[-1].token_ids) == ((0, 1, 2, 99), (0, 99))
+    encoder = responses.encoder
+    assert [encoder.decode(t.message_log[-1].token_ids) for t in (first, second)] == ["a b c", "d"]
+    assert all(t.message_log[-1].token_ids[-1] in encoder.stop_token_ids for t in (first, second))
     assert first.message_log[-1].is_generated
     assert not any(message.is_generated for message in first.message_log[:-1])
     assert first.group_id != second.group_id
@@ -52,9 +53,9 @@ def test_it_goes_on_where_it_was() -> None:
 
 
 def test_a_response_is_cut_where_the_sequence_ends() -> None:
-    (whole,) = drawn(source("abcdef"))
+    (whole,) = drawn(source("a b c d"))
     length = whole.num_tokens
-    (cut,) = drawn(source("abcdef", max_total_length=length - 2))
+    (cut,) = drawn(source("a b c d", max_total_length=length - 2))
     assert (cut.num_tokens, cut.stop_reason) == (length - 2, StopReason.TRUNCATED)
 
 
