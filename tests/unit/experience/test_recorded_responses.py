@@ -32,7 +32,8 @@ def test_each_prompt_has_a_group_of_its_own_response() -> None:
     responses = source("a b c", "d", "e")
     first, second = drawn(responses)
     encoder = responses.encoder
-    assert [encoder.decode(t.message_log[-1].token_ids) for t in (first, second)] == ["a b c", "d"]
+    written = [encoder.decode(t.message_log[-1].token_ids).split() for t in (first, second)]
+    assert written == [["a", "b", "c"], ["d"]]
     assert all(t.message_log[-1].token_ids[-1] in encoder.stop_token_ids for t in (first, second))
     assert first.message_log[-1].is_generated
     assert not any(message.is_generated for message in first.message_log[:-1])
