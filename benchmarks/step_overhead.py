@@ -48,6 +48,12 @@ WORKS = (
     # A model that has learnt nothing ends a response at any token alike.
     Work("8 x 8, lengths as they fall", (*FIXED, "grpo.num_prompts_per_step=8"), 1.15, is_untrained=True),
     Work(
+        "8 x 8, lengths as they fall, packed against a padded T",
+        (*FIXED, "grpo.num_prompts_per_step=8", "policy.sequence_packing.enabled=true"),
+        1.0,
+        is_untrained=True,
+    ),
+    Work(
         "8 x 8 x 64, each reward a blocking 10 ms",
         (*FIXED[:1], "++env.length.type=rewards:slow_reward", "grpo.num_prompts_per_step=8"),
         1.15,
