@@ -51,13 +51,17 @@ def prepare_model(folder: Path, recipe: Recipe, *, on_step: OnStep | None = None
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         try:
             with torch.random.fork_rng(devices=[]):
-                made = thread.run_blocking(asyncio.run, _trained(recipe, Path(scratch), progress))
+                made = thread.run_blocking(_train, recipe, Path(scratch), progress)
         finally:
             progress.stop.set()  # where this was interrupted
             thread.close()
         (made / COMPLETE).write_text(recipe.text)
         _put_in_place(made, folder, recipe.text)
     return folder
+
+
+def _train(recipe: Recipe, scratch: Path, progress: Progress) -> Path:
+    return asyncio.run(_trained(recipe, scratch, progress))
 
 
 async def _trained(recipe: Recipe, scratch: Path, progress: Progress) -> Path:

@@ -65,7 +65,7 @@ def huggingface(path: Path, batch: TrainingBatch) -> tuple[float, dict[str, torc
     attention_mask = (torch.arange(labels.shape[1]) < batch["lengths"][:, None]).long()
     loss = model(input_ids=batch["token_ids"], attention_mask=attention_mask, labels=labels).loss
     loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

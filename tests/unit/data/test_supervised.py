@@ -57,7 +57,7 @@ def test_the_assistants_turns_with_their_ends_are_learnt_and_nothing_else(name: 
 def test_the_whole_text_is_the_templates_own(name: str) -> None:
     tokenizer = byte_tokenizer(name)
     sample = encode_conversation(ChatEncoder(tokenizer), TALK)
-    text = tokenizer.decode(sample.token_ids.tolist())
+    text = str(tokenizer.decode(sample.token_ids.tolist()))
     rest = rendered(tokenizer, TALK).removeprefix(text)
     assert rest in ("", " ", "\n", "\n<|endoftext|>")  # what stands behind the last turn's end
     assert sample.token_mask[-1]
