@@ -30,7 +30,6 @@ LAYOUTS = ("plain", "fsdp2 alone", "2 ranks")
 EACH = [
     ("plain", "qwen2", "samples"),
     ("plain", "llama", "packed"),
-    ("plain", "gemma2", "samples"),
     ("fsdp2 alone", "qwen3", "samples"),
     ("2 ranks", "qwen2", "packed"),
     ("2 ranks", "llama", "samples"),

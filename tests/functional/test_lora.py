@@ -57,6 +57,7 @@ def test_the_checkpoint_is_a_merged_model_and_an_adapter_of_the_base(run: Run) -
         torch.testing.assert_close(saved.get_parameter(name), parameter, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow  # exact resuming is the contract's: tests/contracts/test_policy_lora.py
 def test_a_run_goes_on_from_its_adapter(run: Run, tmp_path: Path) -> None:
     assert run.directory is not None
     again = run_grpo(
