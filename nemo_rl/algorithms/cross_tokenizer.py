@@ -108,9 +108,9 @@ class CrossTokenizerStage:
 
 
 def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
-    """What a Teacher reads: its tokens, right-padded, with a mask on the responses'."""
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
-    width = max(int(lengths.max()), 1)
+    """What a Teacher reads: its tokens, right-padded, with a mask on the responses'; one token of a row without any."""
+    lengths = torch.tensor([max(len(row.token_ids), 1) for row in rows])
+    width = int(lengths.max())
     token_ids, mask = torch.zeros((len(rows), width), dtype=torch.int64), torch.zeros(len(rows), width)
     for place, row in enumerate(rows):
         token_ids[place, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int64)

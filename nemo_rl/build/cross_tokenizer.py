@@ -47,13 +47,15 @@ def _translator(config: DistillationConfig, key: str, section: Teacher, path: st
         tokenizer=tokenizer,
         encoder=encoder,
         matching=config.loss_fn.cross_tokenizer.matching,
-        max_length=None if section.server is not None else _context_length(section, path),
+        max_length=None if section.server is not None else _longest_row(section, path, key=key),
     )
 
 
-def _context_length(section: Teacher, path: str) -> int | None:
-    model = load_config(path, section.hf_config_overrides).get_text_config()
-    return getattr(model, "max_position_embeddings", None)
+def _longest_row(section: Teacher, path: str, *, key: str) -> int | None:
+    """The teacher's context, and what one of its micro-batches holds: its tokens may be more than the student's."""
+    model = load_config(path, section.hf_config_overrides, section=key).get_text_config()
+    budgets = [part.logprob_mb_tokens for part in (section.sequence_packing, section.dynamic_batching) if part.enabled]
+    return min(filter(None, (getattr(model, "max_position_embeddings", None), *budgets)), default=None)
 
 
 def make_cross_tokenizer_loss(

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_rl.build.session import open_run, run_training
 from nemo_rl.config.loading import load_distillation_config
 from nemo_rl.config.master import DistillationConfig
+from nemo_rl.config.policy import Tokenizer
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.metric_names import undocumented
 from nemo_rl.quickstart.tokenizer import make_pair_tokenizer
@@ -96,6 +97,18 @@ def test_recorded_responses_are_compared_as_well(recipe: Recipe) -> None:
     training = asyncio.run(run_training(config, "uv run train.py"))
     assert training.position.step == 2
     assert training.metrics["cross_tokenizer/with_target"] > 0.8  # the random teacher may not know what it reads
+
+
+@pytest.mark.parametrize("batching", ["sequence_packing", "dynamic_batching"])
+def test_rows_that_the_teachers_micro_batches_do_not_hold_are_left_out(recipe: Recipe, batching: str) -> None:
+    budget = f"++teacher.{batching}={{enabled: true, logprob_mb_tokens: 32}}"
+    config = recipe("++loss_fn.cross_tokenizer.enabled=true", "distillation.max_num_steps=1", budget)
+    assert config.teacher is not None
+    template = f"{'one ' * 32}{make_pair_tokenizer().chat_template}"
+    teacher = config.teacher.model_copy(update={"tokenizer": Tokenizer(chat_template=template)})
+    training = asyncio.run(run_training(config.model_copy(update={"teacher": teacher}), "uv run train.py"))
+    assert training.position.step == 1
+    assert training.metrics["cross_tokenizer/with_target"] == 0
 
 
 @pytest.mark.parametrize("matching", ["prefix", "identical"])
