@@ -69,7 +69,7 @@ def _device_of(policy: PolicySection) -> Device:
 def _check_model(policy: PolicySection, model_path: str, layout: Layout) -> None:
     model_config = load_config(model_path, policy.hf_config_overrides)
     if policy.megatron_cfg.enabled:
-        check_megatron(policy, model_config, layout.device)
+        check_megatron(policy, model_config)
     else:
         check_tensor_parallel(policy.dtensor_cfg.tensor_parallel_size, model_config)
         check_modules(policy.dtensor_cfg.lora_cfg, model_config)

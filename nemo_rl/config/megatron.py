@@ -46,7 +46,6 @@ class MegatronCfg(Section):
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
     pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # what stages send each other; None: policy.precision
-    sequence_parallel: bool = False
     activation_checkpointing: bool = False
     optimizer: MegatronOptimizer | None = None  # None: policy.optimizer
     scheduler: MegatronScheduler | None = None  # None: policy.scheduler

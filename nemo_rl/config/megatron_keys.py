@@ -8,6 +8,7 @@ _KEY = "policy.megatron_cfg"
 _NO_EXPERTS = "models with experts are not mapped to Megatron"
 
 MEGATRON_RULES: tuple[Rule, ...] = (
+    refused(f"{_KEY}.sequence_parallel", "layers have torch's norms, which Megatron gives whole sequences only", False),
     refused(f"{_KEY}.context_parallel_size", "sequences are not split over ranks", 1),
     refused(f"{_KEY}.expert_model_parallel_size", _NO_EXPERTS, 1),
     refused(f"{_KEY}.expert_tensor_parallel_size", _NO_EXPERTS, 1),

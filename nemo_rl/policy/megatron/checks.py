@@ -18,19 +18,13 @@ _TENSOR, _PIPELINE = f"{KEY}.tensor_model_parallel_size", f"{KEY}.pipeline_model
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def check_megatron(policy: Policy, model: PreTrainedConfig, device: str) -> None:
+def check_megatron(policy: Policy, model: PreTrainedConfig) -> None:
     """Raises ConfigError, with the key and what is allowed, for what cannot be trained; nothing where it is off."""
     section = policy.megatron_cfg
     if not section.enabled:
         return
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError(f"{KEY}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
-    if section.sequence_parallel and device == "cpu":
-        raise ConfigError(
-            f"{KEY}.sequence_parallel", True, "Megatron does not split sequences on a CPU; allowed: false"
-        )
-    if section.sequence_parallel and policy.sequence_packing.enabled:
-        raise ConfigError(f"{KEY}.sequence_parallel", True, "not with policy.sequence_packing.enabled; allowed: false")
     if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
         raise ConfigError(
             "policy.optimizer.name",

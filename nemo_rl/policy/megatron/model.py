@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
@@ -67,9 +66,6 @@ class Stage(GPTModel):
         self.chunk_size = chunk_size
         self.is_packed = is_packed
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
-        if self.post_process:
-            # Hidden states come whole to the output layer, of the positions that someone needs alone.
-            self.output_layer.sequence_parallel = False
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -100,26 +96,15 @@ class Stage(GPTModel):
         return scattered(self._chunked(flat.index_select(0, at - 1), questions), needed)
 
     def _hidden_states(self, token_ids: torch.Tensor, pack: Pack | None) -> torch.Tensor:
-        """[T, B, H], of a pack [N, 1, H]; in the last stage they lie whole on each tensor parallel rank."""
-        width = token_ids.shape[1]
-        positions = torch.arange(width, device=token_ids.device)
+        """[T, B, H], of a pack [N, 1, H]; whole on each tensor parallel rank."""
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         if pack is not None:
             token_ids, positions = token_ids[pack.is_inside].unsqueeze(0), pack.positions.squeeze(0)
-        if self.config.sequence_parallel:  # a part of each sequence on each rank
-            missing = -width % self.config.tensor_model_parallel_size
-            token_ids, positions = (
-                F.pad(token_ids, (0, missing)),
-                torch.arange(width + missing, device=token_ids.device),
-            )
-        hidden = self.decoder(
+        return self.decoder(
             hidden_states=self.embedding(input_ids=token_ids, position_ids=None) if self.pre_process else None,
             attention_mask=pack,
             rotary_pos_emb=self._angles(positions),
         )
-        if self.config.sequence_parallel and self.post_process:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-            hidden = hidden[:width]
-        return hidden
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
         """[T] positions to the [T, 1, 1, D] angles that Megatron's layers turn queries and keys by."""

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -66,13 +65,11 @@ class MegatronRank(BaseRank):
         super().__init__(
             config, layout=layout, num_samples_per_step=num_samples_per_step, seed=seed, tokenizer=tokenizer
         )
-        check_megatron(config, load_config(model_path, config.hf_config_overrides), self.device.type)
+        check_megatron(config, load_config(model_path, config.hf_config_overrides))
         if self.device.type == "cpu":
             answer_for_cuda()
         join(layout, self.device)
         make_groups(layout)
-        if config.megatron_cfg.sequence_parallel:
-            model_parallel_cuda_manual_seed(seed)
         model = load_model(model_path, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -43,7 +43,6 @@ def transformer_config(model: PreTrainedConfig, policy: Policy, device: torch.de
         pipeline_model_parallel_size=section.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=section.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=section.num_layers_in_last_pipeline_stage,
-        sequence_parallel=section.sequence_parallel and section.tensor_model_parallel_size > 1,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=DTYPES[section.pipeline_dtype or policy.precision],

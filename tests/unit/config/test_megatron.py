@@ -98,6 +98,7 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
     ("override", "said"),
     [
         ("context_parallel_size=2", "context_parallel_size = 2: not available: .*only 1 is accepted"),
+        ("sequence_parallel=true", "sequence_parallel = True: not available: layers have torch's norms"),
         ("expert_model_parallel_size=2", "expert_model_parallel_size = 2: not available: models with experts"),
         ("peft.enabled=true", r"peft\.enabled = True: not available: all weights are trained"),
         ("fp8_cfg.enabled=true", r"fp8_cfg\.enabled = True"),

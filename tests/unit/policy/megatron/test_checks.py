@@ -11,10 +11,10 @@ from tests.unit.policy.tiny import SIZES
 KEY = r"policy\.megatron_cfg"
 
 
-def check(model: PreTrainedConfig | None = None, device: str = "cpu", **sections: Any) -> None:
+def check(model: PreTrainedConfig | None = None, **sections: Any) -> None:
     megatron = {"enabled": True, **sections.pop("megatron_cfg", {})}
     policy = Policy.model_validate({"model_name": "m", **sections, "megatron_cfg": megatron})
-    check_megatron(policy, model or Qwen3Config(**SIZES), device)
+    check_megatron(policy, model or Qwen3Config(**SIZES))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,6 @@ def test_sizes_that_divide_the_model_pass(sizes: dict[str, int]) -> None:
             {"num_layers_in_last_pipeline_stage": 1},
             rf"{KEY}\.num_layers_in_last_pipeline_stage = 1: .* one stage",
         ),
-        (None, {"sequence_parallel": True}, rf"{KEY}\.sequence_parallel = True: .* on a CPU; allowed: false"),
         (
             None,
             {"scheduler": {"lr_decay_style": "cosine", "lr_warmup_iters": 5, "lr_decay_iters": 5}},
@@ -90,11 +89,6 @@ def test_optimizer_that_needs_whole_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"policy\.optimizer\.name = 'torch\.optim\.Adafactor'"):
         check(optimizer=optimizer)
     check(optimizer=optimizer, megatron_cfg={"optimizer": {"optimizer": "adam"}})  # which is in its place
-
-
-def test_split_sequences_are_not_packed() -> None:
-    with pytest.raises(ConfigError, match=r"sequence_parallel = True: not with policy\.sequence_packing\.enabled"):
-        check(device="cuda", megatron_cfg={"sequence_parallel": True}, sequence_packing={"enabled": True})
 
 
 def test_nothing_is_asked_of_a_policy_on_fsdp2() -> None:
