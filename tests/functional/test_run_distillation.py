@@ -73,3 +73,26 @@ def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expecte
     assert expected in run.stderr
     assert "Traceback" not in run.stderr
     assert run.directory is None
+
+
+def test_a_teacher_over_two_ranks_teaches_as_one_alone_does(tmp_path: Path) -> None:
+    losses = []
+    for ranks in (1, 2):
+        run = run_command_line(
+            SCRIPT,
+            tmp_path,
+            "policy.generation.backend=hf",
+            "distillation.max_num_steps=2",
+            "distillation.num_prompts_per_step=4",
+            "distillation.val_at_start=false",
+            "distillation.val_at_end=false",
+            "distillation.val_teacher=false",
+            "checkpointing.enabled=false",
+            f"teacher.dtensor_cfg.data_parallel_size={ranks}",
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        losses.append([metrics["train/loss"] for metrics in run.metrics().values() if "train/loss" in metrics])
+        assert run.directory is not None
+        logs = sorted(path.name for path in (run.directory / "logs").glob("teacher_*.log"))
+        assert logs == ([] if ranks == 1 else ["teacher_0.log", "teacher_1.log"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
