@@ -41,11 +41,20 @@ OF_ONE_START = frozenset(
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # of a weight file that are read for its digest
 
 
-def run_identity(config: SampledConfig, tasks: Tasks, files: ModelFiles, *, engine: str) -> dict[str, Any]:
-    """For `RolloutStore.open`: the same for all seeds and chunks. `engine`: vllm, hf, completions or chat."""
+def run_identity(
+    config: SampledConfig, tasks: Tasks, files: ModelFiles, *, engine: str, served_model: str | None
+) -> dict[str, Any]:
+    """For `RolloutStore.open`: the same for all seeds and chunks.
+
+    `engine`: vllm, hf, completions or chat. `served_model`: as the server calls it, also where `server.model` leaves it
+    to the server; None: an engine is started.
+    """
     policy, collection = config.policy, config.collection
     return {
-        "data": {"digest": tasks.digest},
+        "data": {
+            "digest": tasks.digest,
+            "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.sets],
+        },
         "config": {
             "env": {name: _deciding(section) for name, section in config.env.items()},
             "scorers": {name: _deciding(section) for name, section in config.scorers.items()},
@@ -61,14 +70,14 @@ def run_identity(config: SampledConfig, tasks: Tasks, files: ModelFiles, *, engi
             "name": policy.model_name,
             "digest": model_digest(Path(files.weights)),
             "engine": engine,
-            **_of_engine(config),
+            **_of_engine(config, served_model),
         },
     }
 
 
-def _of_engine(config: SampledConfig) -> dict[str, Any]:
-    if config.server.address is not None:
-        return {"served_model": config.server.model}
+def _of_engine(config: SampledConfig, served_model: str | None) -> dict[str, Any]:
+    if served_model is not None:
+        return {"served_model": served_model}
     return {"precision": config.policy.precision, "vllm_kwargs": config.server.vllm_kwargs}
 
 

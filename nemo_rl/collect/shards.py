@@ -21,6 +21,12 @@ class ShardFiles:
         return cls(Path(directory), f"rollouts-rs{seed}{chunk}")
 
     @property
+    def seed(self) -> int:
+        match = _NAME.fullmatch(self.name)
+        assert match is not None
+        return int(match[1])
+
+    @property
     def rollouts(self) -> Path:
         return self.directory / f"{self.name}.jsonl"
 

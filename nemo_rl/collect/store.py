@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl.collect.identity import ShardIdentity
 from nemo_rl.collect.keys import KeySpace, RolloutKey
 from nemo_rl.collect.lines import AppendedLines, read_lines
-from nemo_rl.collect.shards import ShardFiles
+from nemo_rl.collect.shards import ShardFiles, find_shards
 from nemo_rl.collect.whole_file import whole_file
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure
@@ -66,8 +66,9 @@ class RolloutStore:
         the same for every seed and chunk; nothing in it that may differ from one start to the next (concurrency,
         addresses).
 
-        Raises ConfigError for a shard of another identity, showing each differing key, and while another process has
-        it open; DataError for files that hold what they should not.
+        Raises ConfigError for a shard of another identity, showing each differing key, for a seed that was cut into
+        another number of chunks, and while another process has it open; DataError for files that hold what they
+        should not.
         """
         if not 1 <= max_attempts <= MOST_ATTEMPTS:
             raise ConfigError("max_attempts", max_attempts, f"must be from 1 to {MOST_ATTEMPTS}")
@@ -75,6 +76,7 @@ class RolloutStore:
             raise ConfigError("seed", seed, "must not be negative")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        _check_cut(directory, seed, keys)
         files = ShardFiles.of(directory, seed, None if keys.chunk is None else keys.chunk.index)
         return cls(files, ShardIdentity(seed, keys, identity), max_attempts=max_attempts)
 
@@ -201,6 +203,19 @@ class RolloutStore:
         stamp = {"task_index": key.task_index, "rollout_index": key.rollout_index, "seed": self.seed}
         values = {**stamp, **row, **stamp}  # the stamp first: read_lines looks for it there
         return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", errors="replace")
+
+
+def _check_cut(directory: Path, seed: int, keys: KeySpace) -> None:
+    """Shards of one seed that overlap could never be merged."""
+    num_chunks = None if keys.chunk is None else keys.chunk.count
+    for shard in find_shards(directory):
+        if shard.seed != seed:
+            continue
+        begun = ShardIdentity.read(shard.identity).keys.chunk
+        if (None if begun is None else begun.count) != num_chunks:
+            was = "whole (collect.chunk = null)" if begun is None else f"in {begun.count} chunks"
+            now = None if keys.chunk is None else f"{keys.chunk.index}/{keys.chunk.count}"
+            raise ConfigError("collect.chunk", now, f"seed {seed} was begun {was} in {directory}: go on so")
 
 
 class _Syncing:

@@ -93,7 +93,9 @@ def test_shards_of_different_runs_are_refused(tmp_path):
 
 def test_a_seed_in_two_ways_is_refused(tmp_path):
     collect(tmp_path)
-    collect(tmp_path, chunk=Chunk(0, 2))
+    elsewhere = collect(tmp_path / "elsewhere", chunk=Chunk(0, 2)).files
+    for file in (elsewhere.rollouts, elsewhere.identity):
+        file.rename(tmp_path / file.name)
     with pytest.raises(ConfigError, match="seed 0 was collected in 2 chunks and whole"):
         merge(tmp_path)
 

@@ -246,3 +246,24 @@ def kept_keys(directory) -> list[tuple[int, int]]:
     text = (directory / "rollouts-rs0.jsonl").read_bytes()
     whole = text[: text.rfind(b"\n") + 1].splitlines()
     return [(row["task_index"], row["rollout_index"]) for row in map(json.loads, whole)]
+
+
+@pytest.mark.parametrize(
+    ("begun", "now"),
+    [(None, Chunk(0, 2)), (Chunk(0, 2), None), (Chunk(0, 2), Chunk(1, 4))],
+)
+def test_a_seed_that_was_cut_otherwise_is_refused(tmp_path, begun, now):
+    with opened(tmp_path, keys=KeySpace(8, 1, begun)):
+        pass
+    with pytest.raises(ConfigError, match=r"collect\.chunk.*seed 0 was begun"):
+        opened(tmp_path, keys=KeySpace(8, 1, now))
+    assert len(list(tmp_path.glob("*_identity.json"))) == 1
+    with opened(tmp_path, keys=KeySpace(8, 1, now), seed=1):
+        pass
+
+
+def test_chunks_of_one_cut_stand_side_by_side(tmp_path):
+    for index in range(3):
+        with opened(tmp_path, keys=KeySpace(8, 1, Chunk(index, 3))):
+            pass
+    assert len(list(tmp_path.glob("*_identity.json"))) == 3
