@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.teachers import SeatedTeacher, Teachers
 from nemo_rl.build.inputs import Inputs
@@ -48,6 +48,8 @@ def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Ma
             model = load_config(path, section.hf_config_overrides, section=key)
             check_tensor_parallel(size, model, section=key)
             sizes[key] = model.get_text_config().vocab_size
+            if not crosses_tokenizers(config):  # there, what the teacher has no room for is left out
+                _check_context_length(key, section, model, config.policy.max_total_sequence_length)
     if isinstance(config, DistillationConfig):
         for key, size in sizes.items():
             if config.distillation.topk_logits_k > size:
@@ -56,6 +58,16 @@ def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Ma
                     config.distillation.topk_logits_k,
                     f"more tokens than {key}.model_name has; allowed: at most {size}",
                 )
+
+
+def _check_context_length(key: str, section: TeacherSection, model: PreTrainedConfig, length: int) -> None:
+    longest = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"{key}.model_name",
+            section.model_name,
+            f"it takes {longest} tokens at most, and policy.max_total_sequence_length is {length}",
+        )
 
 
 def check_same_vocabulary(key: str, section: TeacherSection, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -124,8 +136,7 @@ async def _open(
     if section.server is not None:
         served = ServedTeacher(key, section.server)
         stack.push_async_callback(served.close)
-        if isinstance(config, DistillationConfig):
-            await served.check(config.distillation.topk_logits_k)
+        await served.check(config.distillation.topk_logits_k if isinstance(config, DistillationConfig) else 0)
         return served
     section = section.model_copy(update={"device": layout.device})
     arguments = {"section": key, "model_path": path, "temperature": config.policy.generation.temperature}

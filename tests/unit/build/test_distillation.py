@@ -147,6 +147,14 @@ def test_k_above_the_vocabulary_is_refused_before_a_model_loads(distillation_rec
     assert f"allowed: at most {size}" in said
 
 
+def test_a_teacher_for_shorter_sequences_is_refused_before_a_model_loads(
+    distillation_recipe: DistillationRecipe,
+) -> None:
+    said = refusal(distillation_recipe("++teacher.hf_config_overrides={max_position_embeddings: 8}"))
+    assert "teacher.model_name" in said
+    assert "8 tokens at most" in said
+
+
 def test_another_vocabulary_is_refused_before_a_model_loads(
     distillation_recipe: DistillationRecipe, tmp_path: Path, teacher_folder: Path
 ) -> None:
