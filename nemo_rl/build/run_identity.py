@@ -51,11 +51,9 @@ def run_identity(
     """
     policy, collection = config.policy, config.collection
     return {
-        "data": {
-            "digest": tasks.digest,
-            "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.sets],
-        },
+        "data": {"digest": tasks.digest},  # alike: tasks can be compared one by one
         "config": {
+            "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.sets],
             "env": {name: _deciding(section) for name, section in config.env.items()},
             "scorers": {name: _deciding(section) for name, section in config.scorers.items()},
             "gateway": {name: getattr(config.gateway, name) for name in ("tool_parser", "reasoning_parser")},
