@@ -102,7 +102,7 @@ class CrossTokenizerLoss:
 
 def later_logprobs(logprobs: torch.Tensor, span_lengths: torch.Tensor) -> torch.Tensor:
     """[B, T]: at a span's first token the sum of its later tokens' log-probs, elsewhere 0."""
-    sums = logprobs.cumsum(-1)
+    sums = logprobs.double().cumsum(-1)  # of whole rows, so that their differences keep float32's digits
     at = torch.arange(logprobs.shape[-1], device=logprobs.device)
     last = (at + span_lengths - 1).clamp(min=0, max=logprobs.shape[-1] - 1)
-    return torch.where(span_lengths > 0, sums.gather(-1, last) - sums, 0.0)
+    return torch.where(span_lengths > 0, sums.gather(-1, last) - sums, 0.0).float()

@@ -38,8 +38,7 @@ class DistillationLoss:
 
     @property
     def scores_needed(self) -> ScoresNeeded:
-        reads_the_rest = self.config.zero_outside_topk and self.config.kl_type != "forward"
-        return ScoresNeeded(candidates=keys.TEACHER_TOPK_IDS, entropy=reads_the_rest)
+        return ScoresNeeded(candidates=keys.TEACHER_TOPK_IDS, entropy=self.config.zero_outside_topk)
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer

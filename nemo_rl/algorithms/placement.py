@@ -38,9 +38,11 @@ class Placement:
             await self.generation.sleep()
         elif self.teachers_share_device:
             await self.policy.offload()
-        yield
-        if self.shares_device or self.teachers_share_device:
-            await self.policy.onload()
+        try:
+            yield
+        finally:
+            if self.shares_device or self.teachers_share_device:
+                await self.policy.onload()
 
     async def for_training(self) -> None:
         """The engine gives up its memory, then the policy takes its place."""

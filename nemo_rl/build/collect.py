@@ -44,6 +44,7 @@ class Collected:
     num_new: int  # finished in this start
     seconds: float  # that its rollouts took
     mean_reward: float | None  # of the new ones
+    is_chunk: bool  # others have the rest of its seeds
     interrupted: bool = False
 
     @property
@@ -83,6 +84,7 @@ async def run_collection(config: SampledConfig, console: Console | None = None) 
             num_new=progress.num_new,
             seconds=progress.seconds,
             mean_reward=progress.mean_reward,
+            is_chunk=config.collection.chunk_index_and_count is not None,
             interrupted=interrupted,
         )
 

@@ -1,6 +1,6 @@
 """`nemo-rl collect`: rollouts of a model over data sets, kept on the disk as they end. Exact resume; chunks; seeds.
 
-nemo-rl collect                                     the quickstart: 1,000 words, four rollouts each
+nemo-rl collect                                     the quickstart: 1,066 words, four rollouts each
 nemo-rl collect collect.seeds=0,2,5..7 collect.chunk=0/4
 nemo-rl collect --config RECIPE server.address=http://127.0.0.1:8000
 nemo-rl collect --config RECIPE --dry-run           resolve and validate the configuration only
@@ -56,7 +56,9 @@ def report(collected: "Collected") -> str:
     ]
     if collected.num_given_up:
         lines.append(f"Failed      {collected.num_given_up:,} each time: {directory}/*_failures.jsonl")
-    if collected.is_whole:
+    if collected.is_whole and collected.is_chunk:
+        lines.append("Next        the other chunks, then nemo-rl merge and profile")
+    elif collected.is_whole:
         lines.append(f"Next        nemo-rl merge {directory}; nemo-rl profile {directory}")
     elif collected.interrupted:
         lines.append("Continue    with the same command")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, Translator
@@ -61,13 +62,21 @@ def _longest_row(section: Teacher, path: str, *, key: str) -> int | None:
 def make_cross_tokenizer_loss(
     config: DistillationConfig, inputs: Inputs, translators: Mapping[str, Translator]
 ) -> CrossTokenizerLoss:
-    """Of several teachers, a student's token is unmatched where it is for the first of them."""
-    token_map = next(iter(translators.values())).token_map
+    """Raises ConfigError for teachers of which each leaves other tokens unmatched, where these are compared."""
+    section = config.loss_fn.cross_tokenizer
+    unmatched = [translator.token_map.student_unmatched for translator in translators.values()]
+    differ = any(not np.array_equal(unmatched[0], other) for other in unmatched[1:])
+    if section.matching == "identical" and section.unmatched_weight > 0 and differ:
+        raise ConfigError(
+            "loss_fn.cross_tokenizer.unmatched_weight",
+            section.unmatched_weight,
+            f"{', '.join(sorted(translators))} have vocabularies of their own, and each leaves other tokens unmatched; "
+            "allowed: 0, or matching: prefix",
+        )
     return CrossTokenizerLoss(
         config.loss_fn,
         topk=min(config.distillation.topk_logits_k, inputs.vocab_size),
-        student_unmatched=torch.from_numpy(token_map.student_unmatched),
-        is_on_policy=not config.distillation.off_policy,
+        student_unmatched=torch.from_numpy(unmatched[0]),
     )
 
 

@@ -25,7 +25,7 @@ from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.build.scorers import open_scorers
 from nemo_rl.build.teacher_validation import validate_teachers
 from nemo_rl.build.teachers import check_teachers_fit, resolve_teachers
-from nemo_rl.build.workers import engine_dtype, find_layout, make_placement, open_workers
+from nemo_rl.build.workers import check_model, engine_dtype, find_layout, make_placement, open_workers
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.algorithm import RolloutTraining
 from nemo_rl.config.layout import Layout
@@ -65,6 +65,7 @@ async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
     check_optimizer(config.policy)
     prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
     model_path = resolve_model(config.policy.model_name)
+    check_model(config.policy, model_path)
     teacher_paths = resolve_teachers(config)
     inputs = load_inputs(config, model_path, prompts)
     check_teachers_fit(config, inputs, teacher_paths)

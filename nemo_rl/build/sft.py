@@ -16,7 +16,7 @@ from nemo_rl.algorithms.loop import Training
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.build.inputs import check_context_length
 from nemo_rl.build.models import resolve_model
-from nemo_rl.build.workers import find_policy_layout, open_policy
+from nemo_rl.build.workers import check_model, find_policy_layout, open_policy
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.sft import SFTConfig
@@ -67,6 +67,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
     model_path = resolve_model(config.policy.model_name)
     model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
     check_context_length(config.policy, model)
+    check_model(config.policy, model_path)
     inputs = load_sft_inputs(config, model_path, *conversations)
     async with AsyncExitStack() as stack:
         run_dir = make_run_directory(config.logger.log_dir)

@@ -136,7 +136,8 @@ async def _open(
     if section.server is not None:
         served = ServedTeacher(key, section.server)
         stack.push_async_callback(served.close)
-        await served.check(config.distillation.topk_logits_k if isinstance(config, DistillationConfig) else 0)
+        k = config.distillation.topk_logits_k if isinstance(config, DistillationConfig) else 0
+        await served.check(k, num_tokens=2 if crosses_tokenizers(config) else config.policy.max_total_sequence_length)
         return served
     section = section.model_copy(update={"device": layout.device})
     arguments = {"section": key, "model_path": path, "temperature": config.policy.generation.temperature}

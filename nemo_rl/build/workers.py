@@ -66,7 +66,8 @@ def _device_of(policy: PolicySection) -> Device:
     return "cuda" if resolve_device("auto").type == "cuda" else "cpu"
 
 
-def _check_model(policy: PolicySection, model_path: str, layout: Layout) -> None:
+def check_model(policy: PolicySection, model_path: str) -> None:
+    """Raise ConfigError for a model that cannot be split, or adapted, as the configuration asks; needs no weights."""
     model_config = load_config(model_path, policy.hf_config_overrides)
     if policy.megatron_cfg.enabled:
         check_megatron(policy, model_config)
@@ -85,7 +86,6 @@ async def open_policy(
     stack: AsyncExitStack,
 ) -> Policy:
     """Start the policy's ranks alone; otherwise as `open_workers`."""
-    _check_model(config.policy, model_path, layout)
     section = config.policy.model_copy(update={"logprob_batch_size": config.val_micro_batch_size})
     arguments = {
         "model_path": model_path,
@@ -118,7 +118,6 @@ async def open_workers(
     stack: AsyncExitStack,
 ) -> Workers:
     """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
-    _check_model(config.policy, model_path, layout)
     arguments = {
         "model_path": model_path,
         "temperature": config.policy.generation.temperature,

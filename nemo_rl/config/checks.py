@@ -151,6 +151,12 @@ def check_data(config: RolloutConfig | SFTConfig) -> None:
             for name in ("dataset_name", "data_path", "prompt_file", "system_prompt_file", "task")
         }
         _check_dataset(key, values)
+        if values["dataset_name"] == "reasoning_gym" and dataset.data_path is not None:
+            raise ConfigError(
+                f"{key}.data_path",
+                dataset.data_path,
+                "dataset_name: reasoning_gym makes its rows; allowed: null, or another dataset_name",
+            )
 
 
 def _check_dataset(key: str, values: dict[str, Any]) -> None:

@@ -77,8 +77,8 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError(
             "grpo.adv_estimator.reward_weights", estimator.reward_weights, "read by name: gdpo only; allowed: {}"
         )
-    if estimator.name == "opd" and loss.use_kl_in_reward:
-        raise ConfigError("loss_fn.use_kl_in_reward", True, "adv_estimator.name: opd reads no reward; allowed: false")
+    if estimator.name == "opd":
+        _refuse_rewards(config)
     if estimator.name == "gdpo":
         for name in ("reward_scaling", "reward_shaping"):
             if getattr(config.grpo, name).enabled:
@@ -89,3 +89,18 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError(
             "grpo.adv_estimator.minus_baseline", False, "read by name: reinforce_plus_plus only; allowed: true"
         )
+
+
+def _refuse_rewards(config: GRPOConfig) -> None:
+    """opd reads what teachers say and no reward: what shapes or selects by rewards would be without effect, or drop
+    prompts for no reason."""
+    grpo = config.grpo
+    asked = {
+        "loss_fn.use_kl_in_reward": config.loss_fn.use_kl_in_reward,
+        "grpo.reward_scaling.enabled": grpo.reward_scaling.enabled,
+        "grpo.reward_shaping.enabled": grpo.reward_shaping.enabled,
+        "grpo.use_dynamic_sampling": grpo.use_dynamic_sampling,
+        "grpo.adv_estimator.use_leave_one_out_baseline": grpo.adv_estimator.use_leave_one_out_baseline,
+    }
+    for key in (key for key, value in asked.items() if value):
+        raise ConfigError(key, True, "adv_estimator.name: opd reads no reward; allowed: false")

@@ -117,6 +117,11 @@ class GRPOConfig(TrainingConfig):
     def needs_reference(self) -> bool:
         return self.loss_fn.reference_policy_kl_penalty > 0
 
+    @property
+    def min_group_size(self) -> int:
+        """Where a teacher and no reward says what to learn, a rollout needs no others beside it."""
+        return 1 if self.grpo.adv_estimator.name == "opd" else super().min_group_size
+
 
 class DistillationConfig(TrainingConfig):
     """`examples/run_distillation.py`: what a recipe may say."""

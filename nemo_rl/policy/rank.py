@@ -128,13 +128,15 @@ class RankPolicy(BaseRank):
     def _frozen_copy(self) -> nn.Module:
         """The model as it is, in the precision it is computed in (buffers such as rotary frequencies stay float32).
 
-        Among several ranks it is sharded as the policy is; alone there is nothing that FSDP2 would do for it.
+        Among several ranks, and where weights are kept off the GPU, FSDP2 holds it as it does the policy; else there is
+        nothing that it would do.
         """
         module = copy.deepcopy(self.module).requires_grad_(False)
         if self.config.precision == "bfloat16":
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        if self.layout.world_size == 1:
+        is_offloaded = self.device.type == "cuda" and self.config.dtensor_cfg.cpu_offload
+        if self.layout.world_size == 1 and not is_offloaded:
             return module.to(self.device)
         shard(module, self.config, self.layout, self.device)
         return module

@@ -37,9 +37,10 @@ class ServedTeacher:
         self._section = section
         self._endpoint = Endpoint(key, section)
 
-    async def check(self, k: int) -> None:
-        """Ask once, before anything else is started: raises ConfigError for a k that the server refuses."""
-        await self._ask([0, 0], k)
+    async def check(self, k: int, *, num_tokens: int = 2) -> None:
+        """Ask once, before anything else is started: raises ConfigError for a k that the server refuses, PolicyError
+        for one that does not answer, or not for a sequence of so many tokens."""
+        await self._ask([0] * num_tokens, k)
 
     async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """[B, T] float32: of each token with a mask, else 0."""

@@ -24,7 +24,8 @@ from nemo_rl.types import TrainingBatch
 class RankTeacher(ReadingRank):
     """The teacher on one rank of a layout.
 
-    Weights are in `precision`, whole on a rank alone, else sharded as a policy's are. Dropout is off.
+    Weights are in `precision`; FSDP2 holds them among several ranks and for `cpu_offload`, else they are whole. Dropout
+    is off.
 
     Args:
         config: a section `teacher`; `layout`, not `dtensor_cfg`, says how many ranks there are.
@@ -59,7 +60,8 @@ class RankTeacher(ReadingRank):
         if config.precision == "bfloat16":  # parameters alone: buffers such as rotary frequencies stay float32
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        if layout.world_size > 1:
+        is_offloaded = self.device.type == "cuda" and config.dtensor_cfg.cpu_offload
+        if layout.world_size > 1 or is_offloaded:
             shard(self.module, config, layout, self.device)  # and bring it to the device, or leave it off
         else:
             self.module.to(self.device)
@@ -74,7 +76,7 @@ class RankTeacher(ReadingRank):
         return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or (self.layout.world_size > 1 and self.config.dtensor_cfg.cpu_offload):
+        if self.device.type == "cpu" or self.config.dtensor_cfg.cpu_offload:
             return
         self.module.to(device)
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ def collection_script(submission: Submission) -> str:
     if submission.slurm.server is not None and submission.layout is not None:
         parts += ["serving", "servers", *(["routing"] if submission.layout.needs_router else [])]
         settings |= _server_settings(submission, submission.slurm.server, submission.layout)
-    body = [_settings(settings), *map(_shell, parts), submission.slurm.setup, "run_task"]
+    body = [_settings(settings), *map(_shell, parts), _setup(submission), "run_task"]
     return _script(_collection_directives(submission), body)
 
 
@@ -36,7 +36,12 @@ def aggregation_script(submission: Submission) -> str:
         f"(in_environment {shlex.join([_environment(submission, 'aggregation'), *run, *program, *words])})"
         for words in (merge, ("profile", *collection, *component.profile_args))
     ]
-    return _script(_aggregation_directives(submission), [_shell("job"), submission.slurm.setup, "\n".join(steps)])
+    return _script(_aggregation_directives(submission), [_shell("job"), _setup(submission), "\n".join(steps)])
+
+
+def _setup(submission: Submission) -> str:
+    """The user's lines; environment managers read variables that are not set."""
+    return f"set +u\n{submission.slurm.setup}\nset -u" if submission.slurm.setup.strip() else ""
 
 
 def _script(directives: Sequence[str], body: Sequence[str]) -> str:

@@ -160,14 +160,14 @@ def test_losses_of_parts_add_up_to_the_whole() -> None:
     assert float(sum(m["forward_kl"].value for _, m in parts)) == pytest.approx(float(metrics["forward_kl"].value))
 
 
-def test_entropy_is_asked_for_only_where_the_loss_reads_it() -> None:
+def test_entropy_is_asked_for_only_where_other_tokens_count() -> None:
     needed = {
         (kl_type, zero): DistillationLoss(Config.model_validate({"kl_type": kl_type, "zero_outside_topk": zero}))
         for kl_type in ("forward", "reverse", "mixed")
         for zero in (False, True)
     }
     asking = {key for key, loss in needed.items() if loss.scores_needed.entropy}
-    assert asking == {("reverse", True), ("mixed", True)}
+    assert asking == {("forward", True), ("reverse", True), ("mixed", True)}  # forward: for the metric reverse_kl
 
 
 def test_samples_are_compared_with_the_engines_log_probs_where_it_sampled_them() -> None:

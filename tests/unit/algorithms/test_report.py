@@ -56,6 +56,7 @@ def test_waits_of_the_trainer_are_told_by_cause_and_its_work_as_a_share() -> Non
         "exposed_wait_s/generation": 2.0,
         "exposed_wait_s/weight_sync": 0.5,
         "exposed_wait_s/checkpointing": 0.0,
+        "exposed_wait_s/teachers": 0.0,
         "exposed_wait_s/validation": 3.0,
     }
 

@@ -91,7 +91,7 @@ def test_a_whole_policy_section_of_nemo_rl_is_a_teacher(
       dtensor_cfg: {enabled: true, _v2: true, model_save_format: safetensors, tensor_parallel_size: 4,
                     context_parallel_size: 1, sequence_parallel: false, custom_parallel_plan: null}
       megatron_cfg: {enabled: false, optimizer: {lr: 1.0}}
-      dynamic_batching: {enabled: true}
+      dynamic_batching: {enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192}
       sequence_packing: {enabled: false}
       max_grad_norm: 1.0
       make_sequence_length_divisible_by: 4
@@ -118,11 +118,14 @@ def test_teachers_are_read_by_opd_alone_in_grpo(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"teacher = .*adv_estimator\.name: opd"):
         load_config(path)
     assert load_config(path, ["grpo.adv_estimator.name=opd"]).teacher_sections.keys() == {"teacher"}
-    with pytest.raises(ConfigError, match="opd reads no reward"):
-        load_config(
-            path,
-            ["grpo.adv_estimator.name=opd", "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"],
-        )
+    for overrides in (
+        ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"],
+        ["grpo.reward_scaling.enabled=true"],
+        ["grpo.use_dynamic_sampling=true"],
+    ):
+        with pytest.raises(ConfigError, match="opd reads no reward"):
+            load_config(path, ["grpo.adv_estimator.name=opd", *overrides])
+    assert load_config(path, ["grpo.adv_estimator.name=opd"]).min_group_size == 1  # nothing is compared in a group
 
 
 def layout(load: LoadDistillation, device: Any, *overrides: str) -> Layout:
