@@ -499,6 +499,7 @@ def test_policy_on_a_thread_gives_what_its_rank_gives(run: Layouts, models: dict
     async def use(policy: Policy) -> list[Any]:
         results = [await policy.reference_logprobs(batch), await policy.train_step(batch, WeightedNLL())]
         await policy.save(tmp_path, save_optimizer=True)
+        await policy.finish_save()
         assert (tmp_path / "optimizer" / ".metadata").exists()
         await policy.train_step(batch, WeightedNLL())
         await policy.offload()
