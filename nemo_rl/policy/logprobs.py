@@ -126,7 +126,7 @@ class CausalLogprobs(nn.Module):
             at = pack.places_of(needed)
         if self.is_chunked:
             hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at - 1)
-            answers = self._chunked(hidden, questions)
+            answers = answered_in_chunks(self._of_hidden, hidden, questions, size=self.chunk_size)
         else:
             logits = self.model(**inputs, use_cache=False).logits
             answers = self._of_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), questions)
@@ -134,13 +134,6 @@ class CausalLogprobs(nn.Module):
 
     def _hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor:
         return self.model.base_model(**inputs, use_cache=False).last_hidden_state
-
-    def _chunked(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
-        size = self.chunk_size or max(len(hidden), 1)
-        if len(hidden) <= size:
-            return self._of_hidden(hidden, questions)
-        parts = zip(hidden.split(size), questions.split(size), strict=True)
-        return concatenated([recomputed(self._of_hidden, h, q) for h, q in parts])
 
     def _of_hidden(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
         return self._of_logits(self._logits(hidden), questions)
@@ -161,6 +154,21 @@ class CausalLogprobs(nn.Module):
         probe = torch.arange(4, device=self.model.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
         logits = self.model(input_ids=probe, use_cache=False).logits.float()
         return torch.allclose(self._logits(self._hidden_states({"input_ids": probe})), logits, rtol=1e-4, atol=1e-4)
+
+
+def answered_in_chunks(
+    of_hidden: Callable[[torch.Tensor, Questions], TokenScores],
+    hidden: torch.Tensor,
+    questions: Questions,
+    *,
+    size: int | None,
+) -> TokenScores:
+    """`of_hidden` of [N, H] hidden states, at most `size` of them at a time; None: all. Their logits are not kept."""
+    size = size or max(len(hidden), 1)
+    if len(hidden) <= size:
+        return of_hidden(hidden, questions)
+    parts = zip(hidden.split(size), questions.split(size), strict=True)
+    return concatenated([recomputed(of_hidden, h, q) for h, q in parts])
 
 
 def recomputed(function: Callable[..., ResultT], *args: Any) -> ResultT:

@@ -22,7 +22,7 @@ from nemo_rl.policy.optim import make_optimizer, make_scheduler
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.reading import scores_in_parts
 from nemo_rl.policy.saving import load_optimizer, load_weights
-from nemo_rl.policy.sharding import needs_sharding, shard
+from nemo_rl.policy.sharding import frozen_needs_sharding, needs_sharding, shard
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
 from nemo_rl.policy.training import Trainer
 from nemo_rl.types import TrainingBatch
@@ -135,8 +135,7 @@ class RankPolicy(BaseRank):
         if self.config.precision == "bfloat16":
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        is_offloaded = self.device.type == "cuda" and self.config.dtensor_cfg.cpu_offload
-        if self.layout.world_size == 1 and not is_offloaded:
+        if not frozen_needs_sharding(self.config, self.layout, self.device):
             return module.to(self.device)
         shard(module, self.config, self.layout, self.device)
         return module

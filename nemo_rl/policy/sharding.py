@@ -20,6 +20,11 @@ def needs_sharding(config: Policy | Teacher, layout: RankLayout, device: torch.d
     return layout.init_method is not None or device.type == "cuda" or config.precision == "bfloat16"
 
 
+def frozen_needs_sharding(config: Policy | Teacher, layout: RankLayout, device: torch.device) -> bool:
+    """The same of a model without gradients: alone it is cast and moved as it is, but for weights kept off the GPU."""
+    return layout.world_size > 1 or (device.type == "cuda" and config.dtensor_cfg.cpu_offload)
+
+
 def shard(module: nn.Module, config: Policy | Teacher, layout: RankLayout, device: torch.device) -> None:
     """Split each decoder layer over tensor-parallel ranks, then put it, and the rest as one, under FSDP2.
 

@@ -15,7 +15,7 @@ from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import teacher_batches
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.reading import ReadingRank, scores_in_parts
-from nemo_rl.policy.sharding import shard
+from nemo_rl.policy.sharding import frozen_needs_sharding, shard
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
 from nemo_rl.policy.thread import PolicyThread
 from nemo_rl.types import TrainingBatch
@@ -60,8 +60,7 @@ class RankTeacher(ReadingRank):
         if config.precision == "bfloat16":  # parameters alone: buffers such as rotary frequencies stay float32
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        is_offloaded = self.device.type == "cuda" and config.dtensor_cfg.cpu_offload
-        if layout.world_size > 1 or is_offloaded:
+        if frozen_needs_sharding(config, layout, self.device):
             shard(self.module, config, layout, self.device)  # and bring it to the device, or leave it off
         else:
             self.module.to(self.device)

@@ -50,13 +50,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("llama", tmp_path_factory.mktemp("teacher"))
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    running = RankPool(tmp_path_factory.mktemp("ranks"))
-    yield running
-    running.close()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """As the ranks have."""

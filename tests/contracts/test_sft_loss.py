@@ -32,13 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("llama", tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    running = RankPool(tmp_path_factory.mktemp("ranks"))
-    yield running
-    running.close()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig
 
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.attention import Pack
-from nemo_rl.policy.logprobs import recomputed
+from nemo_rl.policy.logprobs import answered_in_chunks
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.attention import CausalAttention
 from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, rows_of_a_rank
 from nemo_rl.policy.megatron.vocabulary import answered
-from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, concatenated, scattered
+from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, scattered
 
 
 class Stage(GPTModel):
@@ -93,7 +93,8 @@ class Stage(GPTModel):
         if pack is not None:
             at = pack.places_of(needed)
         flat = hidden.transpose(0, 1).flatten(0, 1)
-        return scattered(self._chunked(flat.index_select(0, at - 1), questions), needed)
+        hidden = flat.index_select(0, at - 1)
+        return scattered(answered_in_chunks(self._of_hidden, hidden, questions, size=self.chunk_size), needed)
 
     def _hidden_states(self, token_ids: torch.Tensor, pack: Pack | None) -> torch.Tensor:
         """[T, B, H], of a pack [N, 1, H]; whole on each tensor parallel rank."""
@@ -110,13 +111,6 @@ class Stage(GPTModel):
         """[T] positions to the [T, 1, 1, D] angles that Megatron's layers turn queries and keys by."""
         angles = positions.float()[:, None] * cast(torch.Tensor, self.inverse_frequencies)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
-
-    def _chunked(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
-        size = self.chunk_size or max(len(hidden), 1)
-        if len(hidden) <= size:
-            return self._of_hidden(hidden, questions)
-        parts = zip(hidden.split(size), questions.split(size), strict=True)
-        return concatenated([recomputed(self._of_hidden, h, q) for h, q in parts])
 
     def _of_hidden(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
