@@ -178,6 +178,8 @@ def test_a_game_of_several_turns_is_one_chain(
 ) -> None:
     trajectories = rollouts_of(BLACKJACK, engine_loop, engine, head_url, gateway_port, reasoning_parser_name="scripted")
     check_tokens(trajectories)
-    assert max(trajectory.num_turns for trajectory in trajectories) >= 2
-    assert all(trajectory.other_chains == () for trajectory in trajectories)
-    assert {trajectory.reward for trajectory in trajectories} <= {-1.0, 0.0, 1.0}
+    for trajectory in trajectories:  # the hand that gym_servers.py deals: three hits, the third is one too many
+        shown = [each.message.content for each in trajectory.message_log if each.message.role == "user"]
+        hands = [content.partition("\n")[0] for content in shown]
+        assert hands[-2:] == ["Your hand: [7, 4, 2] = 13", "Your hand: [7, 4, 2, 3] = 16"]
+        assert (trajectory.num_turns, trajectory.reward, trajectory.other_chains) == (3, -1.0, ())
