@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import nemo_rl.quickstart
 from nemo_rl.build.command_line import EXIT_FAILED, EXIT_INTERRUPTED, Job, run_command
 from nemo_rl.config.collect import CollectConfig
-from nemo_rl.config.loading import load_collect_config, resolved_yaml
+from nemo_rl.config.loading import load_collect_config
 
 if TYPE_CHECKING:
     from nemo_rl.build.collect import Collected
@@ -29,11 +29,6 @@ def run(arguments: Sequence[str]) -> int:
     return run_command(
         arguments, description=__doc__ or "", default_config=QUICKSTART, job=COLLECT_JOB, program="nemo-rl collect"
     )
-
-
-def _show(config: CollectConfig) -> int:
-    sys.stdout.write(resolved_yaml(config))
-    return 0
 
 
 def _collect(config: CollectConfig, command: str) -> int:
@@ -65,4 +60,4 @@ def report(collected: "Collected") -> str:
     return "\n".join(lines)
 
 
-COLLECT_JOB = Job(load_collect_config, _show, _collect)
+COLLECT_JOB = Job(load_collect_config, _collect)

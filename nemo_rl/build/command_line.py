@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.loading import load_config, load_distillation_config, load_sft_config, resolved_yaml
 from nemo_rl.config.master import TrainingConfig
 from nemo_rl.config.sft import SFTConfig
 from nemo_rl.errors import ConfigError, DataError, NemoRLError
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.loop import Training
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2  # as argparse
@@ -25,18 +28,21 @@ class Job:
     """What a script does with a recipe."""
 
     load: Callable[[Path, Sequence[str]], Any]  # the configuration, of a recipe and overrides
-    show: Callable[[Any], int]  # prints a configuration; the exit code
-    train: Callable[[Any, str], int]  # with the command that started it; the exit code
+    run: Callable[[Any, str], int]  # with the command that started it; the exit code
+    plan: Callable[[Any], str] = lambda config: ""  # what a dry run shows below the configuration
 
 
 def run_command(
     arguments: Sequence[str], *, description: str, default_config: Path, job: Job, program: str | None = None
 ) -> int:
-    """Parse, load, train; the exit code. Errors of ours are one message, others keep their traceback."""
+    """Parse, load, run; the exit code. Errors of ours are one message, others keep their traceback."""
     parsed = _parser(description, program).parse_intermixed_args(arguments)
     try:
         config = job.load(parsed.config or default_config, parsed.overrides)
-        return job.show(config) if parsed.dry_run else job.train(config, _command(parsed))
+        if not parsed.dry_run:
+            return job.run(config, _command(parsed))
+        sys.stdout.write(resolved_yaml(config) + job.plan(config))
+        return 0
     except NemoRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError | DataError) else EXIT_FAILED
@@ -61,38 +67,30 @@ def _command(parsed: argparse.Namespace) -> str:
     return shlex.join(["uv", "run", os.path.relpath(sys.argv[0]), *config, *parsed.overrides])
 
 
-def _show(config: TrainingConfig) -> int:
+def _plan(config: TrainingConfig | SFTConfig) -> str:
     from nemo_rl.build.placement import placement_plan  # torch looks for devices
     from nemo_rl.policy.optim import check_optimizer
 
     check_optimizer(config.policy)
-    sys.stdout.write(f"{resolved_yaml(config)}\n{placement_plan(config)}\n")
-    return 0
+    return f"\n{placement_plan(config)}\n"
 
 
-def _train(config: TrainingConfig, command: str) -> int:
+def _train_on_rollouts(config: TrainingConfig, command: str) -> int:
     from nemo_rl.build.session import run_training  # torch and the engine load only for a valid configuration
 
-    training = asyncio.run(run_training(config, command))
-    return EXIT_INTERRUPTED if training.interrupted else 0
+    return _exit_code(asyncio.run(run_training(config, command)))
 
 
-def _show_sft(config: SFTConfig) -> int:
-    from nemo_rl.build.placement import sft_placement_plan
-    from nemo_rl.policy.optim import check_optimizer
-
-    check_optimizer(config.policy)
-    sys.stdout.write(f"{resolved_yaml(config)}\n{sft_placement_plan(config)}\n")
-    return 0
-
-
-def _train_sft(config: SFTConfig, command: str) -> int:
+def _train_on_conversations(config: SFTConfig, command: str) -> int:
     from nemo_rl.build.sft import run_sft
 
-    training = asyncio.run(run_sft(config, command))
+    return _exit_code(asyncio.run(run_sft(config, command)))
+
+
+def _exit_code(training: "Training") -> int:
     return EXIT_INTERRUPTED if training.interrupted else 0
 
 
-GRPO_JOB = Job(load_config, _show, _train)
-DISTILLATION_JOB = Job(load_distillation_config, _show, _train)
-SFT_JOB = Job(load_sft_config, _show_sft, _train_sft)
+GRPO_JOB = Job(load_config, _train_on_rollouts, _plan)
+DISTILLATION_JOB = Job(load_distillation_config, _train_on_rollouts, _plan)
+SFT_JOB = Job(load_sft_config, _train_on_conversations, _plan)

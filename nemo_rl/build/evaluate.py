@@ -12,17 +12,12 @@ from nemo_rl.collect.compare import compare
 from nemo_rl.collect.profile import Profile, profile
 from nemo_rl.collect.profile_report import comparison_table, summary_table, write_profile
 from nemo_rl.config.evaluation import EvalConfig
-from nemo_rl.config.loading import load_eval_config, resolved_yaml
+from nemo_rl.config.loading import load_eval_config
 
 if TYPE_CHECKING:
     from nemo_rl.build.collect import Collected
 
 LOG_COLUMNS = 160  # in a log, where there is no width to fit
-
-
-def _show(config: EvalConfig) -> int:
-    sys.stdout.write(resolved_yaml(config))
-    return 0
 
 
 def _evaluate(config: EvalConfig, command: str) -> int:
@@ -64,4 +59,4 @@ def headline(config: EvalConfig, collected: "Collected", measured: Profile) -> s
     return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{failed}: {where}"
 
 
-EVAL_JOB = Job(load_eval_config, _show, _evaluate)
+EVAL_JOB = Job(load_eval_config, _evaluate)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from nemo_rl.build.workers import engine_dtype, find_layout, find_policy_layout
+from nemo_rl.build.workers import engine_dtype, find_layout
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout, Place
 from nemo_rl.config.master import TrainingConfig
@@ -11,12 +11,18 @@ from nemo_rl.config.sft import SFTConfig
 from nemo_rl.weight_sync.make import choose_transport
 
 
-def placement_plan(config: TrainingConfig) -> str:
+def placement_plan(config: TrainingConfig | SFTConfig) -> str:
     """One line a part of the run: what it is, where it runs, in which precision; raises ConfigError."""
     layout = find_layout(config)
+    lines = _policy_lines(config, layout)
+    if isinstance(config, TrainingConfig):
+        lines += _rollout_lines(config, layout)
+    return "\n".join(lines)
+
+
+def _rollout_lines(config: TrainingConfig, layout: Layout) -> list[str]:
     agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
-    lines = [
-        *_policy_lines(config, layout),
+    return [
         f"#   reference policy: {_reference(config)}",
         *(f"#   {key}: {_teacher(key, config, layout)}" for key in config.teacher_sections),
         f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
@@ -24,12 +30,6 @@ def placement_plan(config: TrainingConfig) -> str:
         *([f"#   agents: {', '.join(agents)}; gateway on {config.gateway.host}"] if agents else []),
         f"#   weight sync: {choose_transport(config.weight_sync.transport, layout).replace('_', ' ')}",
     ]
-    return "\n".join(lines)
-
-
-def sft_placement_plan(config: SFTConfig) -> str:
-    """The same of supervised training, which samples nothing."""
-    return "\n".join(_policy_lines(config, find_policy_layout(config)))
 
 
 def _policy_lines(config: TrainingConfig | SFTConfig, layout: Layout) -> list[str]:

@@ -1,15 +1,8 @@
 """What examples/run_rm.py does with a recipe; torch loads only for a valid configuration."""
 
-import sys
-
 from nemo_rl.build.command_line import Job
-from nemo_rl.config.loading import load_reward_model_config, resolved_yaml
+from nemo_rl.config.loading import load_reward_model_config
 from nemo_rl.config.reward_model import RewardModelConfig
-
-
-def _show(config: RewardModelConfig) -> int:
-    sys.stdout.write(resolved_yaml(config))
-    return 0
 
 
 def _train(config: RewardModelConfig, command: str) -> int:
@@ -19,4 +12,4 @@ def _train(config: RewardModelConfig, command: str) -> int:
     return 0
 
 
-REWARD_MODEL_JOB = Job(load_reward_model_config, _show, _train)
+REWARD_MODEL_JOB = Job(load_reward_model_config, _train)

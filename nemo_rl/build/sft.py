@@ -16,7 +16,7 @@ from nemo_rl.algorithms.loop import Training
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.build.inputs import check_context_length
 from nemo_rl.build.models import resolve_model
-from nemo_rl.build.workers import check_model, find_policy_layout, open_policy
+from nemo_rl.build.workers import check_model, find_layout, open_policy
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.sft import SFTConfig
@@ -61,7 +61,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
     """Everything that the loop uses; what can be refused is refused before weights are loaded."""
     console = configure_logging()
     disable_progress_bar()  # transformers' own, which would break the display
-    layout = find_policy_layout(config)
+    layout = find_layout(config)
     check_optimizer(config.policy)
     conversations = load_conversations(config.data, config.sft.seed)
     model_path = resolve_model(config.policy.model_name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,7 @@ from nemo_rl.policy.tensor_parallel import check_tensor_parallel
 from nemo_rl.weight_sync.make import choose_transport
 
 if TYPE_CHECKING:
-    from nemo_rl.distributed.placement import Seat
+    from nemo_rl.distributed.placement import Reservation, Seat
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,17 @@ class Workers:
     teachers: Teachers | None = None  # where the algorithm asks some
 
 
-def find_layout(config: TrainingConfig) -> Layout:
-    """The layout on the device that there is; raises ConfigError for one that cannot be.
+def find_layout(config: TrainingConfig | SFTConfig) -> Layout:
+    """The layout on the device that there is, without engines where none sample; raises ConfigError.
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
     """
     device = _device_of(config.policy)
-    layout = layout_of(config, device)
-    choose_transport(config.weight_sync.transport, layout)
-    if not layout.needs_cluster:
-        resolve_device(device)
-    return layout
-
-
-def find_policy_layout(config: SFTConfig) -> Layout:
-    """The same of ranks without an engine."""
-    device = _device_of(config.policy)
-    layout = policy_layout(config.policy, config.cluster, device)
+    if isinstance(config, SFTConfig):
+        layout = policy_layout(config.policy, config.cluster, device)
+    else:
+        layout = layout_of(config, device)
+        choose_transport(config.weight_sync.transport, layout)
     if not layout.needs_cluster:
         resolve_device(device)
     return layout
@@ -95,15 +89,9 @@ async def open_policy(
         "seed": config.sft.seed,
         "tokenizer": tokenizer,
     }
-    if not layout.needs_cluster:
-        policy = FSDP2Policy(section, **arguments)
-        stack.push_async_callback(policy.close)
-        return policy
-    from nemo_rl.build.cluster import open_ranks, open_reservation  # loads Ray
-
-    reservation = await open_reservation(config, layout, stack)
+    reservation = await _reserve(config, layout, stack)
     of_ranks = config.model_copy(update={"policy": section})
-    policy, _ = await open_ranks(of_ranks, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    policy, _ = await _open_ranks(of_ranks, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     return policy
 
 
@@ -126,20 +114,40 @@ async def open_workers(
         "seed": config.seed,
         "tokenizer": inputs.tokenizer,
     }
-    seats: Sequence[Seat] = ()
-    if layout.needs_cluster:
-        from nemo_rl.build.cluster import open_ranks, open_reservation  # loads Ray
-
-        reservation = await open_reservation(config, layout, stack)
-        teachers = await open_teachers(config, teacher_paths, layout, reservation, log_dir=log_dir, stack=stack)
-        policy, seats = await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
-    else:
-        teachers = await open_teachers(config, teacher_paths, layout, None, log_dir=log_dir, stack=stack)
-        policy = FSDP2Policy(config.policy, **arguments)
-        stack.push_async_callback(policy.close)
+    reservation = await _reserve(config, layout, stack)
+    teachers = await open_teachers(config, teacher_paths, layout, reservation, log_dir=log_dir, stack=stack)
+    policy, seats = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     generation = await _open_generation(config, model_path, layout, seats)
     stack.push_async_callback(generation.close)
     return Workers(policy, generation, shares_device=_shares_device(config, layout), teachers=teachers)
+
+
+async def _reserve(config: TrainingConfig | SFTConfig, layout: Layout, stack: AsyncExitStack) -> "Reservation | None":
+    """None where this process is enough."""
+    if not layout.needs_cluster:
+        return None
+    from nemo_rl.build.cluster import open_reservation  # loads Ray
+
+    return await open_reservation(config, layout, stack)
+
+
+async def _open_ranks(
+    config: TrainingConfig | SFTConfig,
+    layout: Layout,
+    reservation: "Reservation | None",
+    arguments: dict[str, Any],
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> "tuple[Policy, Sequence[Seat]]":
+    """The policy, in this process or on ranks of a cluster, and the engines' seats there."""
+    if reservation is None:
+        policy = FSDP2Policy(config.policy, **arguments)
+        stack.push_async_callback(policy.close)
+        return policy, ()
+    from nemo_rl.build.cluster import open_ranks
+
+    return await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
 
 
 def make_placement(workers: Workers, layout: Layout) -> Placement:

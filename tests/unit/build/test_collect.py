@@ -221,7 +221,7 @@ def test_an_evaluation_measures_two_models_and_compares_them(
     other = tmp_path / "other"
     other.symlink_to(model_folder)
     config = evaluate.EVAL_JOB.load(recipe, [f"eval.baseline={other}"])
-    assert evaluate.EVAL_JOB.train(config, "") == 0
+    assert evaluate.EVAL_JOB.run(config, "") == 0
     out = capsys.readouterr().out
     assert out.count("pass@2 ") >= 2
     assert f"of {model_folder} over 6 tasks" in out
