@@ -13,13 +13,10 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancelled_by_sigterm
-from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
-from nemo_rl.build.environments import open_environments
-from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
 from nemo_rl.build.rollouts import make_context
 from nemo_rl.build.run_identity import run_identity
 from nemo_rl.build.sampled import SampledInputs, engine_name, load_sampled_inputs, open_engine
-from nemo_rl.build.scorers import open_scorers
+from nemo_rl.build.surroundings import open_surroundings, with_agents
 from nemo_rl.collect.keys import Chunk, KeySpace
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.store import RolloutStore
@@ -147,15 +144,13 @@ async def _run(
 async def _open_context(
     config: SampledConfig, inputs: SampledInputs, generation: Generation, stack: AsyncExitStack
 ) -> RolloutContext:
-    environments = open_environments(config, stack)
-    scoring = await open_scorers(config, None, stack)
-    context = make_context(config, inputs, generation, environments, lambda rollout: None, scoring)
+    surroundings = await open_surroundings(config, inputs.encoder, None, stack)
+    context = make_context(
+        config, inputs, generation, surroundings.environments, lambda rollout: None, surroundings.scoring
+    )
     if config.server.address is not None:  # its client retries by itself
         context = replace(context, limits=replace(context.limits, max_retries=0))
-    agents = make_agents(config)
-    if not agents and not gym_sections(config):
-        return context
-    manager = await open_gateway(config, make_codec(config, inputs.encoder), generation, stack)
-    run_dir = Path(config.collection.output_dir) / "nemo_gym"
-    gyms = await open_nemo_gym(config, (inputs.prompt_set,), manager, run_dir, stack)
-    return replace(context, agents=agent_runtimes(config, agents, manager), gyms=gyms)
+    gym_dir = Path(config.collection.output_dir) / "nemo_gym"
+    return await with_agents(
+        context, surroundings, config, prompt_sets=(inputs.prompt_set,), gym_dir=gym_dir, stack=stack
+    )

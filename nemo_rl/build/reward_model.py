@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl.algorithms.reward_model import TokenPair, evaluate, num_steps, train_steps
 from nemo_rl.build.models import resolve_model
-from nemo_rl.checkpoint import CONFIG_FILE
-from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.build.records import open_console, open_records
 from nemo_rl.config.reward_model import PreferenceDataset, RewardModelConfig
 from nemo_rl.data.preferences import Preference, read_preferences
 from nemo_rl.data.tokenizer import load_tokenizer
@@ -27,10 +25,7 @@ from nemo_rl.environments.scorers.conversation import ConversationTokens, Conver
 from nemo_rl.errors import CheckpointError, DataError
 from nemo_rl.interfaces import Logger
 from nemo_rl.observability.jsonl import METRICS_FILE
-from nemo_rl.observability.loggers import make_loggers
-from nemo_rl.observability.logging_setup import configure_logging
 from nemo_rl.observability.progress import make_progress
-from nemo_rl.observability.run_directory import make_run_directory
 from nemo_rl.policy.optim import make_optimizer
 from nemo_rl.quickstart.model import make_classifier
 from nemo_rl.quickstart.preferences import quickstart_preferences
@@ -47,21 +42,16 @@ def train_reward_model(config: RewardModelConfig) -> Path:
     The folder holds the weights of the validation with the best accuracy, of equals the last; without validation data
     those of the end.
     """
-    console = configure_logging()
-    disable_progress_bar()  # transformers' own, which would break the display
+    console = open_console()
     make_optimizer(config.policy, [torch.nn.Parameter(torch.zeros(1))])  # refused before a model loads
     model, tokens = _open_model(config)
     train = _pairs("train", config.data.train, tokens)
     validation = _pairs("validation", config.data.validation, tokens) if config.data.validation else []
     optimizer = make_optimizer(config.policy, model.parameters())
-    run_dir = make_run_directory(config.logger.log_dir)
-    (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
-    folder = Path(config.checkpointing.checkpoint_dir or run_dir / "model")
-    logger.info("run directory: %s", run_dir)
     best, total = -1.0, num_steps(len(train), config)
     with ExitStack() as stack:
-        metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
-        stack.callback(metrics_logger.close)
+        run_dir, metrics_logger = open_records(config, stack)
+        folder = Path(config.checkpointing.checkpoint_dir or run_dir / "model")
         progress = make_progress(config.logger, console)
         stack.callback(progress.close)
         progress.start(step=0, total=total)

@@ -1,40 +1,29 @@
 """A run of examples/run_sft.py from its configuration: everything opened in order, closed in reverse, a summary."""
 
-import logging
 import math
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
 from nemo_rl.algorithms.loop import Training
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.build.inputs import check_context_length
 from nemo_rl.build.models import resolve_model
+from nemo_rl.build.records import checkpoint_store, open_console, open_records, write_summary
 from nemo_rl.build.workers import check_model, find_layout, open_policy
-from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
-from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.sft import SFTConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.conversations import ConversationSet, load_conversations
 from nemo_rl.data.supervised import SampleLoader, SupervisedSet, encode_set
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.interfaces import Logger
-from nemo_rl.observability.jsonl import METRICS_FILE
-from nemo_rl.observability.loggers import make_loggers
-from nemo_rl.observability.logging_setup import configure_logging
 from nemo_rl.observability.progress import make_progress
-from nemo_rl.observability.run_directory import make_run_directory
-from nemo_rl.observability.summary import loss_summary
+from nemo_rl.observability.summary import loss_results
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.optim import check_optimizer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +41,14 @@ async def run_sft(config: SFTConfig, command: str) -> Training:
         async with open_sft(config) as run:
             with run.interrupt.listen():
                 training = await train_sft(run)
-    sys.stdout.write(_summary(run, command) + "\n")
+    write_summary(run, loss_results, command, lambda step: "" if step < run.num_steps else None)
     return training
 
 
 @asynccontextmanager
 async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
     """Everything that the loop uses; what can be refused is refused before weights are loaded."""
-    console = configure_logging()
-    disable_progress_bar()  # transformers' own, which would break the display
+    console = open_console()
     layout = find_layout(config)
     check_optimizer(config.policy)
     conversations = load_conversations(config.data, config.sft.seed)
@@ -70,11 +58,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
     check_model(config.policy, model_path)
     inputs = load_sft_inputs(config, model_path, *conversations)
     async with AsyncExitStack() as stack:
-        run_dir = make_run_directory(config.logger.log_dir)
-        (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
-        logger.info("run directory: %s", run_dir)
-        metrics_logger = make_loggers(config.logger, run_dir, config.model_dump(mode="json"))
-        stack.callback(metrics_logger.close)
+        run_dir, metrics_logger = open_records(config, stack)
         policy = await open_policy(config, inputs.tokenizer, model_path, layout, log_dir=run_dir / "logs", stack=stack)
         progress = make_progress(config.logger, console)
         stack.callback(progress.close)
@@ -86,7 +70,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
             source=make_source(config, inputs.train),
             validation=inputs.validation,
             policy=policy,
-            checkpoints=_checkpoints(config, run_dir),
+            checkpoints=checkpoint_store(config.checkpointing, run_dir),
             logger=metrics_logger,
             progress=progress,
             interrupt=Interrupt(),
@@ -128,18 +112,3 @@ def _log_counts(metrics_logger: Logger, inputs: SFTInputs) -> None:
             "num_dropped": each.num_dropped,
         }
         metrics_logger.log_metrics({f"data/{kind}/{name}": float(count) for name, count in counts.items()}, 0)
-
-
-def _checkpoints(config: SFTConfig, run_dir: Path) -> CheckpointStore | None:
-    if not config.checkpointing.enabled:
-        return None
-    directory = config.checkpointing.checkpoint_dir
-    return CheckpointStore(config.checkpointing, Path(directory) if directory else run_dir / "checkpoints")
-
-
-def _summary(run: SFTRun, command: str) -> str:
-    latest = run.checkpoints.latest() if run.checkpoints else None
-    go_on = None
-    if latest is not None and run.checkpoints is not None and latest.step < run.num_steps:
-        go_on = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}"
-    return loss_summary(run.run_dir / METRICS_FILE, checkpoint=latest.path if latest else None, continue_command=go_on)

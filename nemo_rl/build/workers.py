@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Workers:
     policy: Policy
     generation: Generation
-    shares_device: bool  # they take turns on CUDA devices
-    teachers: Teachers | None = None  # where the algorithm asks some
+    placement: Placement  # who takes turns on CUDA devices
+    teachers: Teachers | None  # where the algorithm asks some
 
 
 def find_layout(config: TrainingConfig | SFTConfig) -> Layout:
@@ -119,7 +119,14 @@ async def open_workers(
     policy, seats = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     generation = await _open_generation(config, model_path, layout, seats)
     stack.push_async_callback(generation.close)
-    return Workers(policy, generation, shares_device=_shares_device(config, layout), teachers=teachers)
+    seated = teachers.by_key.values() if teachers else ()
+    placement = Placement(
+        policy,
+        generation,
+        shares_device=_shares_device(config, layout),
+        teachers_share_device=layout.device == "cuda" and any(teacher.takes_turns for teacher in seated),
+    )
+    return Workers(policy, generation, placement, teachers)
 
 
 async def _reserve(config: TrainingConfig | SFTConfig, layout: Layout, stack: AsyncExitStack) -> "Reservation | None":
@@ -148,17 +155,6 @@ async def _open_ranks(
     from nemo_rl.build.cluster import open_ranks
 
     return await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
-
-
-def make_placement(workers: Workers, layout: Layout) -> Placement:
-    """Who takes turns on CUDA devices."""
-    teachers = workers.teachers.by_key.values() if workers.teachers else ()
-    return Placement(
-        workers.policy,
-        workers.generation,
-        shares_device=workers.shares_device,
-        teachers_share_device=layout.device == "cuda" and any(teacher.takes_turns for teacher in teachers),
-    )
 
 
 def engine_dtype(config: TrainingConfig) -> str:

@@ -50,43 +50,34 @@ def reward_curve(
 
 
 def summary(
-    *,
-    rewards: Mapping[int, float],
-    accuracies: Mapping[int, float],
-    metrics_path: Path,
-    checkpoint: Path | None = None,
-    continue_command: str | None = None,
+    results: str, *, metrics_path: Path, checkpoint: Path | None = None, continue_command: str | None = None
 ) -> str:
-    """The text at the end of a run. Rewards and accuracies by step; `continue_command` is shown as it is."""
+    """The text at the end of a run; `continue_command` is shown as it is."""
+    lines = [
+        *([results] if results else []),
+        f"Metrics     {metrics_path}",
+        f"Checkpoint  {checkpoint or 'none (checkpointing.enabled=true saves one)'}",
+        *([f"Continue    {continue_command}"] if continue_command else []),
+    ]
+    return "\n".join(lines)
+
+
+def reward_results(metrics_path: Path) -> str:
+    """The curve, and the first and the last of the rewards and accuracies in `metrics.jsonl`; "" without any."""
+    rewards, accuracies = (read_metric(metrics_path, name) for name in ("train/reward", "validation/accuracy"))
     parts = [reward_curve(rewards, accuracies), _first_and_last("Training reward", rewards)]
-    parts.append(_first_and_last("Validation accuracy", accuracies))
-    return "\n".join([*(part for part in parts if part), *_places(metrics_path, checkpoint, continue_command)])
+    return "\n".join(filter(None, [*parts, _first_and_last("Validation accuracy", accuracies)]))
 
 
-def loss_summary(metrics_path: Path, *, checkpoint: Path | None = None, continue_command: str | None = None) -> str:
+def loss_results(metrics_path: Path) -> str:
     """The same of a run that has losses and no rewards."""
     losses, of_validation = (read_metric(metrics_path, name) for name in ("train/loss", "validation/loss"))
     parts = [_first_and_last("Training loss", losses), _first_and_last("Validation loss", of_validation)]
-    return "\n".join([*(part for part in parts if part), *_places(metrics_path, checkpoint, continue_command)])
-
-
-def _places(metrics_path: Path, checkpoint: Path | None, continue_command: str | None) -> list[str]:
-    places = [
-        f"Metrics     {metrics_path}",
-        f"Checkpoint  {checkpoint or 'none (checkpointing.enabled=true saves one)'}",
-    ]
-    if continue_command:
-        places.append(f"Continue    {continue_command}")
-    return places
-
-
-def read_history(metrics_path: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Rewards and validation accuracies by step from `metrics.jsonl`; what was logged last for a step counts."""
-    return read_metric(metrics_path, "train/reward"), read_metric(metrics_path, "validation/accuracy")
+    return "\n".join(filter(None, parts))
 
 
 def read_metric(metrics_path: Path, name: str) -> dict[int, float]:
-    """One metric by step; nothing where there is no such file."""
+    """One metric by step, what was logged last for a step; nothing where there is no such file."""
     values: dict[int, float] = {}
     for line in metrics_path.read_text(encoding="utf-8").splitlines() if metrics_path.exists() else ():
         try:

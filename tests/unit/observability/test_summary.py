@@ -2,7 +2,7 @@ import json
 import math
 from pathlib import Path
 
-from nemo_rl.observability.summary import ACCURACY_MARK, LINE_MARK, read_history, reward_curve, summary
+from nemo_rl.observability.summary import ACCURACY_MARK, LINE_MARK, read_metric, reward_curve, reward_results, summary
 
 
 def plotted(curve: str, mark: str) -> list[int]:
@@ -45,17 +45,36 @@ def test_ticks_are_whole_steps() -> None:
     assert axis.split() == ["5", "10", "15", "20", "25", "30"]
 
 
+def write_metrics(path: Path, *lines: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_results_are_the_curve_and_the_first_and_last_values(tmp_path: Path) -> None:
+    path = write_metrics(
+        tmp_path / "metrics.jsonl",
+        {"step": 0, "validation/accuracy": 0.125},
+        {"step": 1, "train/reward": 0.25},
+        {"step": 2, "train/reward": 0.5},
+        {"step": 2, "validation/accuracy": 0.75},
+    )
+    lines = reward_results(path).splitlines()
+    assert lines[:-2] == reward_curve({1: 0.25, 2: 0.5}, {0: 0.125, 2: 0.75}).splitlines()
+    assert lines[-2:] == [
+        "Training reward 0.250 at step 1, 0.500 at step 2",
+        "Validation accuracy 0.125 at step 0, 0.750 at step 2",
+    ]
+
+
 def test_summary_says_where_things_are_and_how_to_continue() -> None:
     text = summary(
-        rewards={1: 0.25, 2: 0.5},
-        accuracies={0: 0.125, 2: 0.75},
+        "results",
         metrics_path=Path("runs/exp_001/metrics.jsonl"),
         checkpoint=Path("runs/exp_001/checkpoints/step_2"),
         continue_command="uv run examples/run_grpo.py grpo.max_num_steps=4",
     )
-    assert text.splitlines()[-5:] == [
-        "Training reward 0.250 at step 1, 0.500 at step 2",
-        "Validation accuracy 0.125 at step 0, 0.750 at step 2",
+    assert text.splitlines() == [
+        "results",
         "Metrics     runs/exp_001/metrics.jsonl",
         "Checkpoint  runs/exp_001/checkpoints/step_2",
         "Continue    uv run examples/run_grpo.py grpo.max_num_steps=4",
@@ -63,20 +82,22 @@ def test_summary_says_where_things_are_and_how_to_continue() -> None:
 
 
 def test_summary_of_a_run_without_steps() -> None:
-    text = summary(rewards={}, accuracies={}, metrics_path=Path("metrics.jsonl"))
+    path = Path("no/metrics.jsonl")
+    text = summary(reward_results(path), metrics_path=path)
     assert text.splitlines() == [
-        "Metrics     metrics.jsonl",
+        "Metrics     no/metrics.jsonl",
         "Checkpoint  none (checkpointing.enabled=true saves one)",
     ]
 
 
-def test_history_takes_the_last_value_of_a_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [
+def test_a_metric_takes_the_last_value_of_a_step(tmp_path: Path) -> None:
+    path = write_metrics(
+        tmp_path / "metrics.jsonl",
         {"step": 2, "train/reward": 0.5},
         {"step": 2, "validation/accuracy": 0.75},
         {"step": 1, "train/reward": 0.25, "train/loss": "NaN"},
         {"step": 2, "train/reward": 0.625},
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "train/rew')
-    assert read_history(path) == ({1: 0.25, 2: 0.625}, {2: 0.75})
+    )
+    with path.open("a") as file:
+        file.write('{"step": 3, "train/rew')
+    assert read_metric(path, "train/reward") == {1: 0.25, 2: 0.625}
