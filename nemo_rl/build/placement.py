@@ -7,6 +7,7 @@ from nemo_rl.build.workers import engine_dtype, find_layout
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout, Place
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.parallel import ParallelModel
 from nemo_rl.config.sft import SFTConfig
 from nemo_rl.weight_sync.make import choose_transport
 
@@ -33,7 +34,7 @@ def _rollout_lines(config: TrainingConfig, layout: Layout) -> list[str]:
 
 
 def _policy_lines(config: TrainingConfig | SFTConfig, layout: Layout) -> list[str]:
-    model = f"{config.policy.model_name}, {_ranks(config, layout)}, {config.policy.precision}"
+    model = f"{config.policy.model_name}, {_ranks(config.policy, layout, layout.ranks)}, {config.policy.precision}"
     return [
         "# placement",
         *([f"#   cluster: {_cluster(config, layout)}"] if layout.needs_cluster else []),
@@ -58,30 +59,23 @@ def _cluster(config: TrainingConfig | SFTConfig, layout: Layout) -> str:
     return f"{where}, {_count(layout.num_nodes, 'node')}{gpus}"
 
 
-def _ranks(config: TrainingConfig | SFTConfig, layout: Layout) -> str:
-    policy = config.policy
-    megatron = policy.megatron_cfg
-    text = f"{'Megatron' if megatron.enabled else 'FSDP2'}, {_count(len(layout.ranks), 'rank')}"
-    if policy.ranks_of_a_copy > 1:
-        text += f" ({len(layout.ranks) // policy.ranks_of_a_copy} data x "
-        if megatron.enabled:
-            stages = megatron.pipeline_model_parallel_size
-            text += f"{stages} pipeline x {megatron.tensor_model_parallel_size} tensor parallel)"
-        else:
-            text += f"{policy.dtensor_cfg.tensor_parallel_size} tensor parallel)"
-    return f"{text} on {_where(layout, layout.ranks)}"
+def _ranks(model: ParallelModel, layout: Layout, places: Sequence[Place]) -> str:
+    """Example: "Megatron, 4 ranks (1 data x 2 pipeline x 2 tensor parallel) on cpu"."""
+    is_megatron = model.megatron_cfg.enabled
+    text = f"{'Megatron' if is_megatron else 'FSDP2'}, {_count(len(places), 'rank')}"
+    if model.ranks_of_a_copy > 1:
+        stages = f"{model.pipeline_parallel_size} pipeline x " if is_megatron else ""
+        data = len(places) // model.ranks_of_a_copy
+        text += f" ({data} data x {stages}{model.tensor_parallel_size} tensor parallel)"
+    return f"{text} on {_where(layout, places)}"
 
 
 def _teacher(key: str, config: TrainingConfig, layout: Layout) -> str:
     section = config.teacher_sections[key]
     if section.server is not None:
         return f"{section.server.model} behind {', '.join(section.server.base_urls)}"
-    ranks, size = layout.teachers[key], section.dtensor_cfg.tensor_parallel_size
-    text = f"{section.model_name}, {_count(len(ranks), 'rank')}"
-    if size > 1:
-        text += f" ({len(ranks) // size} data x {size} tensor parallel)"
     shared = ", in turns with the policy" if layout.device == "cuda" and section.colocated.enabled else ""
-    return f"{text} on {_where(layout, ranks)}{shared}, {section.precision}"
+    return f"{section.model_name}, {_ranks(section, layout, layout.teachers[key])}{shared}, {section.precision}"
 
 
 def _engines(config: TrainingConfig, layout: Layout) -> str:

@@ -18,6 +18,7 @@ from nemo_rl.data.tokenizer import tokenizer_with_template
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Teacher
 from nemo_rl.policy.hf_model import load_config
+from nemo_rl.policy.megatron.checks import check_model
 from nemo_rl.policy.served_teacher import ServedTeacher
 from nemo_rl.policy.teacher import LocalTeacher
 from nemo_rl.policy.tensor_parallel import check_tensor_parallel
@@ -44,9 +45,11 @@ def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Ma
         if not crosses_tokenizers(config):
             check_same_vocabulary(key, section, path, inputs.tokenizer)
         if section.server is None:
-            size = section.dtensor_cfg.tensor_parallel_size
             model = load_config(path, section.hf_config_overrides, section=key)
-            check_tensor_parallel(size, model, section=key)
+            if section.megatron_cfg.enabled:
+                check_model(section.megatron_cfg, model, key=f"{key}.megatron_cfg")
+            else:
+                check_tensor_parallel(section.dtensor_cfg.tensor_parallel_size, model, section=key)
             sizes[key] = model.get_text_config().vocab_size
             if not crosses_tokenizers(config):  # there, what the teacher has no room for is left out
                 _check_context_length(key, section, model, config.policy.max_total_sequence_length)

@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.parallel import ParallelModel
 from nemo_rl.config.places import Device, Place, Pool, spread
 from nemo_rl.config.policy import Policy
+from nemo_rl.config.rank_places import ranks_on
 from nemo_rl.config.run import Cluster
 from nemo_rl.config.scorers import RewardModelPlacement
-from nemo_rl.config.teacher_layout import pools_of_teachers, ranks_of_teacher
+from nemo_rl.config.teacher_layout import pools_of_teachers
 from nemo_rl.errors import ConfigError
 
-DATA_PARALLEL = "policy.dtensor_cfg.data_parallel_size"
-TENSOR_PARALLEL = "policy.dtensor_cfg.tensor_parallel_size"
-MEGATRON_DATA_PARALLEL = "policy.megatron_cfg.data_parallel_size"
-MEGATRON_TENSOR_PARALLEL = "policy.megatron_cfg.tensor_model_parallel_size"
-MEGATRON_PIPELINE_PARALLEL = "policy.megatron_cfg.pipeline_model_parallel_size"
 ENGINE_TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 REPLICAS = "policy.generation.num_replicas"
 RESOURCES = "policy.generation.colocated.resources"
@@ -70,14 +67,14 @@ def layout_of(config: TrainingConfig, device: Device) -> Layout:
     teacher_pools, left = pools_of_teachers(config, whole, device)
     policy_pool, engine_pool = _pools(config, left, device)
     ranks = _ranks(policy, policy_pool, device)
+    own_teachers = {key: section for key, section in config.teacher_sections.items() if section.server is None}
     teachers = {
-        key: ranks_of_teacher(key, section, teacher_pools.get(key, policy_pool), device)
-        for key, section in config.teacher_sections.items()
-        if section.server is None
+        key: ranks_on(teacher_pools.get(key, policy_pool), section, device, key=key)
+        for key, section in own_teachers.items()
     }
     engines = _engines(generation, engine_pool, device)
     is_split = policy_pool != engine_pool
-    several = _is_shared(policy, cluster, (ranks, engines, *teachers.values()))
+    several = _is_shared((policy, *own_teachers.values()), cluster, (ranks, engines, *teachers.values()))
     layout = Layout(
         device=device,
         num_nodes=cluster.num_nodes,
@@ -105,14 +102,15 @@ def policy_layout(policy: Policy, cluster: Cluster, device: Device) -> Layout:
         ranks=ranks,
         engines=(),
         is_split=False,
-        needs_cluster=_is_shared(policy, cluster, (ranks,)),
+        needs_cluster=_is_shared((policy,), cluster, (ranks,)),
     )
 
 
-def _is_shared(policy: Policy, cluster: Cluster, processes: Iterable[tuple[Place, ...]]) -> bool:
+def _is_shared(models: Iterable[ParallelModel], cluster: Cluster, processes: Iterable[tuple[Place, ...]]) -> bool:
     """Several processes, or one of Megatron's, which wants a process of its own."""
     several = any(len(places) > 1 for places in processes)
-    return several or policy.megatron_cfg.enabled or cluster.num_nodes > 1 or cluster.address is not None
+    is_megatron = any(model.megatron_cfg.enabled for model in models)
+    return several or is_megatron or cluster.num_nodes > 1 or cluster.address is not None
 
 
 def _check_gpus(cluster: Cluster, device: Device) -> None:
@@ -159,14 +157,8 @@ def _of_a_node(config: TrainingConfig, gpus: int) -> int:
 
 
 def _ranks(policy: Policy, pool: Pool, device: Device) -> tuple[Place, ...]:
-    data, copy = policy.data_parallel_size, policy.ranks_of_a_copy
-    if device == "cpu":
-        ranks = spread((data or 1) * copy, pool.nodes)
-    else:
-        _check_gpus_of_ranks(policy, pool)
-        gpus = [Place(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
-        ranks = tuple(gpus[: (data or pool.num_gpus // copy) * copy])
-    data = len(ranks) // copy
+    ranks = ranks_on(pool, policy, device, key="policy")
+    data = len(ranks) // policy.ranks_of_a_copy
     if policy.train_global_batch_size % data:
         raise ConfigError(
             "policy.train_global_batch_size",
@@ -174,34 +166,6 @@ def _ranks(policy: Policy, pool: Pool, device: Device) -> tuple[Place, ...]:
             f"must be a multiple of the {data} data parallel ranks, which share its samples",
         )
     return ranks
-
-
-def _check_gpus_of_ranks(policy: Policy, pool: Pool) -> None:
-    """Every rank has a GPU, and the ranks that share a layer are on one node."""
-    data, copy, is_megatron = policy.data_parallel_size, policy.ranks_of_a_copy, policy.megatron_cfg.enabled
-    tensor_key = MEGATRON_TENSOR_PARALLEL if is_megatron else TENSOR_PARALLEL
-    tensor = policy.megatron_cfg.tensor_model_parallel_size if is_megatron else copy
-    if len(pool.gpus) % tensor:
-        raise ConfigError(tensor_key, tensor, f"must divide the {len(pool.gpus)} GPUs that the policy has on a node")
-    has = f"the policy has {pool.num_gpus} (cluster.num_nodes, cluster.gpus_per_node)"
-    if copy > pool.num_gpus:
-        stages = policy.megatron_cfg.pipeline_model_parallel_size
-        raise ConfigError(
-            MEGATRON_PIPELINE_PARALLEL,
-            stages,
-            f"with {tensor_key} = {tensor} these are {copy} ranks, one GPU each; {has}; allowed: "
-            f"at most {pool.num_gpus // tensor}",
-        )
-    if data is not None and data * copy > pool.num_gpus:
-        sizes = f"{tensor_key} = {tensor}"
-        if is_megatron:
-            sizes += f" and {MEGATRON_PIPELINE_PARALLEL} = {policy.megatron_cfg.pipeline_model_parallel_size}"
-        raise ConfigError(
-            MEGATRON_DATA_PARALLEL if is_megatron else DATA_PARALLEL,
-            data,
-            f"with {sizes} these are {data * copy} ranks, one GPU each; {has}; allowed: "
-            f"at most {pool.num_gpus // copy}",
-        )
 
 
 def _engines(generation: GenerationSection, pool: Pool, device: Device) -> tuple[Place, ...]:

@@ -1,4 +1,4 @@
-"""`policy.megatron_cfg`: training on Megatron-core, under NeMo-RL's names; others are in compatibility.py."""
+"""`megatron_cfg`: a model on Megatron-core, under NeMo-RL's names; others are in megatron_keys.py."""
 
 from typing import Literal
 
@@ -42,10 +42,13 @@ class MegatronCfg(Section):
     enabled: bool = False
     tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer
     pipeline_model_parallel_size: int = Field(default=1, gt=0)  # stages, each with some of the layers
-    data_parallel_size: int | None = Field(default=None, gt=0)  # None: all of the policy's GPUs; on a CPU 1
+    data_parallel_size: int | None = Field(default=None, gt=0)  # None: all of the model's GPUs; on a CPU 1
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
-    pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # what stages send each other; None: policy.precision
+    pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # what stages send each other; None: the precision
+
+
+class TrainedMegatronCfg(MegatronCfg):
     activation_checkpointing: bool = False
     optimizer: MegatronOptimizer | None = None  # None: policy.optimizer
     scheduler: MegatronScheduler | None = None  # None: policy.scheduler

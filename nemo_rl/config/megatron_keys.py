@@ -1,10 +1,10 @@
-"""NeMo-RL's keys of `policy.megatron_cfg` that config/megatron.py does not have; which backend a recipe asks for."""
+"""NeMo-RL's keys of `megatron_cfg` that config/megatron.py does not have; which backend a recipe asks for."""
 
 from typing import Any
 
 from nemo_rl.config.rules import Rule, ignored, refused, silent
 
-_KEY = "policy.megatron_cfg"
+_KEY = "megatron_cfg"  # of `policy`, and of each teacher
 _NO_EXPERTS = "models with experts are not mapped to Megatron"
 
 MEGATRON_RULES: tuple[Rule, ...] = (
@@ -14,7 +14,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     refused(f"{_KEY}.expert_tensor_parallel_size", _NO_EXPERTS, 1),
     refused(f"{_KEY}.peft.enabled", "all weights are trained", False),
     silent(f"{_KEY}.peft"),
-    refused(f"{_KEY}.fp8_cfg.enabled", "layers compute in policy.precision", False),
+    refused(f"{_KEY}.fp8_cfg.enabled", "layers compute in float32 or bfloat16", False),
     silent(f"{_KEY}.fp8_cfg"),
     refused(f"{_KEY}.mtp_num_layers", "one token is predicted at a time", 0),
     refused(f"{_KEY}.env_vars", "set them in the environment of the command", {}),
@@ -46,7 +46,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     ),
     silent(f"{_KEY}.optimizer.bf16"),
     silent(f"{_KEY}.optimizer.params_dtype"),
-    refused(f"{_KEY}.optimizer.fp16", "layers compute in policy.precision", False),
+    refused(f"{_KEY}.optimizer.fp16", "layers compute in float32 or bfloat16", False),
     silent(f"{_KEY}.optimizer.clip_grad"),  # policy.max_grad_norm, which NeMo-RL's recipes refer to
     ignored(
         f"{_KEY}.optimizer.use_distributed_optimizer",
@@ -69,15 +69,17 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 
 
 def choose_backend(config: dict[str, Any]) -> None:
-    """Take out, in place, what belongs to the training backend that is off; NeMo-RL's recipes have both sections.
+    """Take out, in place, what belongs to the backend that is off; NeMo-RL's recipes have both sections.
 
-    With `megatron_cfg.enabled` Megatron trains, whatever `dtensor_cfg.enabled` says.
+    With `megatron_cfg.enabled` it is Megatron, whatever `dtensor_cfg.enabled` says.
     """
-    policy = config.get("policy")
-    if not isinstance(policy, dict):
-        return
-    megatron, dtensor = policy.get("megatron_cfg"), policy.get("dtensor_cfg")
-    if not isinstance(megatron, dict) or not megatron.get("enabled"):
-        policy.pop("megatron_cfg", None)
-    elif isinstance(dtensor, dict):
-        dtensor.pop("enabled", None)
+    teachers = config.get("teachers")
+    of_tasks = teachers.values() if isinstance(teachers, dict) else ()
+    for model in (config.get("policy"), config.get("teacher"), *of_tasks):
+        if not isinstance(model, dict):
+            continue
+        megatron, dtensor = model.get("megatron_cfg"), model.get("dtensor_cfg")
+        if not isinstance(megatron, dict) or not megatron.get("enabled"):
+            model.pop("megatron_cfg", None)
+        elif isinstance(dtensor, dict):
+            dtensor.pop("enabled", None)

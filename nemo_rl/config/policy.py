@@ -7,7 +7,8 @@ from pydantic import Field
 from nemo_rl.config.batching import DynamicBatching, SequencePacking
 from nemo_rl.config.generation import GenerationSection, Sampling
 from nemo_rl.config.lora import LoraCfg
-from nemo_rl.config.megatron import MegatronCfg
+from nemo_rl.config.megatron import TrainedMegatronCfg
+from nemo_rl.config.parallel import DTensorCfg, ParallelModel
 from nemo_rl.config.section import Section
 
 
@@ -15,17 +16,6 @@ class Tokenizer(Section):
     name: str | None = None  # None: policy.model_name
     chat_template: str | None = None  # a Jinja text or a file; None: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class DTensorCfg(Section):
-    """FSDP2, and tensor parallelism by DTensor."""
-
-    enabled: bool = True
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
-    # Ranks that share the samples and the weights. None: all of the policy's GPUs; on a CPU 1.
-    data_parallel_size: int | None = Field(default=None, gt=0)
 
 
 class TrainedDTensorCfg(DTensorCfg):
@@ -66,7 +56,7 @@ class SampledModel(Model):
         return self.generation.max_new_tokens or self.max_total_sequence_length
 
 
-class Policy(Model):
+class Policy(Model, ParallelModel):
     """A model that is trained."""
 
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
@@ -79,21 +69,9 @@ class Policy(Model):
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
 
     dtensor_cfg: TrainedDTensorCfg = TrainedDTensorCfg()
-    megatron_cfg: MegatronCfg = MegatronCfg()
+    megatron_cfg: TrainedMegatronCfg = TrainedMegatronCfg()
     optimizer: Optimizer = Optimizer()
     scheduler: SchedulerStage | list[SchedulerStage] | None = None
-
-    @property
-    def ranks_of_a_copy(self) -> int:
-        """Ranks that hold one copy of the model between them; they work on the same samples."""
-        if self.megatron_cfg.enabled:
-            return self.megatron_cfg.tensor_model_parallel_size * self.megatron_cfg.pipeline_model_parallel_size
-        return self.dtensor_cfg.tensor_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int | None:
-        """Of the training backend that is enabled; None: all of the policy's GPUs, on a CPU 1."""
-        return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).data_parallel_size
 
 
 class RolloutPolicy(Policy, SampledModel):

@@ -7,12 +7,13 @@ from pydantic import Field
 from nemo_rl.config.batching import DynamicBatching, SequencePacking
 from nemo_rl.config.endpoint import ServedModel
 from nemo_rl.config.generation import Colocated
-from nemo_rl.config.policy import DTensorCfg, Tokenizer
-from nemo_rl.config.section import Section
+from nemo_rl.config.parallel import ParallelModel
+from nemo_rl.config.policy import Tokenizer
 
 
-class Teacher(Section):
-    """A model that is asked and never trained. NeMo-RL writes a whole policy section here."""
+class Teacher(ParallelModel):
+    """A model that is asked and never trained, on a backend and ranks of its own. NeMo-RL writes a whole policy section
+    here."""
 
     model_name: str  # a Hugging Face name or a folder; with `server` its tokenizer alone is loaded from there
     tokenizer: Tokenizer = Tokenizer()
@@ -23,6 +24,5 @@ class Teacher(Section):
     logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
     sequence_packing: SequencePacking = SequencePacking()
     dynamic_batching: DynamicBatching = DynamicBatching()
-    dtensor_cfg: DTensorCfg = DTensorCfg()  # its own layout: the policy's may be another
     colocated: Colocated = Colocated()  # on the policy's devices, in turns; else on GPUs of its own
     server: ServedModel | None = None  # a vLLM server that is asked over HTTP, in place of a model of this run

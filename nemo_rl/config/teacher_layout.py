@@ -1,7 +1,7 @@
 """Where teachers stand: on the policy's devices, or on nodes or GPUs taken from the end of the cluster's."""
 
 from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.places import Device, Place, Pool, spread
+from nemo_rl.config.places import Device, Pool
 from nemo_rl.config.teacher import Teacher
 from nemo_rl.errors import ConfigError
 
@@ -16,28 +16,6 @@ def pools_of_teachers(config: TrainingConfig, whole: Pool, device: Device) -> tu
         if section.server is None and not section.colocated.enabled:
             pools[key], left = _taken(key, section, left, device)
     return pools, left
-
-
-def ranks_of_teacher(key: str, section: Teacher, pool: Pool, device: Device) -> tuple[Place, ...]:
-    """A rank a GPU; on a CPU as many as the section asks for. Raises ConfigError where they do not fit."""
-    cfg = section.dtensor_cfg
-    data, tensor = cfg.data_parallel_size, cfg.tensor_parallel_size
-    if device == "cpu":
-        return spread((data or 1) * tensor, pool.nodes)
-    if len(pool.gpus) % tensor:
-        raise ConfigError(
-            f"{key}.dtensor_cfg.tensor_parallel_size",
-            tensor,
-            f"must divide the {len(pool.gpus)} GPUs that the teacher has on a node",
-        )
-    if data is not None and data * tensor > pool.num_gpus:
-        raise ConfigError(
-            f"{key}.dtensor_cfg.data_parallel_size",
-            data,
-            f"the teacher has {pool.num_gpus} GPUs; allowed: at most {pool.num_gpus // tensor}",
-        )
-    gpus = [Place(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
-    return tuple(gpus[: (data or pool.num_gpus // tensor) * tensor])
 
 
 def _taken(key: str, section: Teacher, left: Pool, device: Device) -> tuple[Pool, Pool]:

@@ -129,22 +129,8 @@ class _MakeRank:
     def __call__(
         self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
     ) -> BaseRank:
-        init_method = f"tcp://{master_address}:{master_port}" if world_size > 1 else None
-        layout = rank_layout(self._config, rank=rank, world_size=world_size, init_method=init_method)
+        address = f"{master_address}:{master_port}"
+        layout = RankLayout.of_worker(self._config, rank=rank, world_size=world_size, address=address)
         if not self._config.megatron_cfg.enabled:
             return RankPolicy(self._config, layout=layout, **arguments)
         return megatron_rank()(self._config, layout=layout, **arguments)
-
-
-def rank_layout(config: Policy, *, rank: int, world_size: int, init_method: str | None) -> RankLayout:
-    """The place of one rank, whose number of data parallel ranks follows from that of all."""
-    megatron = config.megatron_cfg
-    return RankLayout(
-        rank=rank,
-        data_parallel_size=world_size // config.ranks_of_a_copy,
-        tensor_parallel_size=(
-            megatron.tensor_model_parallel_size if megatron.enabled else config.dtensor_cfg.tensor_parallel_size
-        ),
-        pipeline_parallel_size=megatron.pipeline_model_parallel_size if megatron.enabled else 1,
-        init_method=init_method,
-    )

@@ -13,7 +13,9 @@ from nemo_rl.distributed.placement import Seat
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.interfaces import TopK
 from nemo_rl.policy.group import CALL_S
+from nemo_rl.policy.megatron.make import megatron_teacher
 from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.reading import ReadingRank
 from nemo_rl.policy.teacher import RankTeacher
 from nemo_rl.types import TrainingBatch
 
@@ -81,19 +83,15 @@ class TeacherGroup:
 
 
 class _MakeRank:
-    """Makes a worker's `RankTeacher` from what a WorkerGroup tells it of its place."""
+    """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
     def __init__(self, config: Teacher) -> None:
         self._config = config
 
     def __call__(
         self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
-    ) -> RankTeacher:
-        tensor = self._config.dtensor_cfg.tensor_parallel_size
-        layout = RankLayout(
-            rank=rank,
-            data_parallel_size=world_size // tensor,
-            tensor_parallel_size=tensor,
-            init_method=f"tcp://{master_address}:{master_port}" if world_size > 1 else None,
-        )
-        return RankTeacher(self._config, layout=layout, **arguments)
+    ) -> ReadingRank:
+        address = f"{master_address}:{master_port}"
+        layout = RankLayout.of_worker(self._config, rank=rank, world_size=world_size, address=address)
+        teacher = megatron_teacher() if self._config.megatron_cfg.enabled else RankTeacher
+        return teacher(self._config, layout=layout, **arguments)

@@ -24,6 +24,9 @@ VARIANTS: dict[str, tuple[Mesh | None, dict[str, Any]]] = {
     "2 ranks": (Mesh(2), {}),
     "2 ranks, packed": (Mesh(2), PACKED),
     "tp 2": (Mesh(1, 2), {}),
+    "megatron dp 2, packed": (Mesh(2, backend="megatron"), PACKED),
+    "megatron pp 2": (Mesh(1, 1, 2, backend="megatron"), {}),
+    "megatron tp 2 pp 2, packed": (Mesh(1, 2, 2, backend="megatron"), PACKED),
 }
 
 
@@ -66,9 +69,8 @@ def test_loss_and_gradient_are_those_of_huggingface(variant: str, model: Path, p
     mesh, settings = VARIANTS[variant]
     batch = conversations()
     calls = [("with_weights", clones), ("train_step", batch, NegativeLogLikelihood()), ("with_weights", clones)]
-    arguments: dict[str, Any] = {
-        "path": model, "calls": calls, "config": {"num_samples": 7 if mesh is None else 8, "optimizer": SGD, **settings}
-    }  # fmt: skip
+    config = {"num_samples": 7 if mesh is None else 8, "optimizer": SGD, **settings, **(mesh.config if mesh else {})}
+    arguments: dict[str, Any] = {"path": model, "calls": calls, "config": config}
     before, metrics, after = play(ALONE, **arguments) if mesh is None else pool.run(mesh, play, **arguments)[0]
     loss, gradients = huggingface(model, batch)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)

@@ -75,24 +75,34 @@ def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expecte
     assert run.directory is None
 
 
-def test_a_teacher_over_two_ranks_teaches_as_one_alone_does(tmp_path: Path) -> None:
+MEGATRON = (
+    "policy.megatron_cfg.enabled=true",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    "++teacher.megatron_cfg.enabled=true",
+)
+
+
+def test_ranks_and_backends_of_student_and_teacher_change_no_loss(tmp_path: Path) -> None:
+    five_steps = (
+        "policy.generation.backend=hf",
+        "distillation.max_num_steps=5",
+        "distillation.num_prompts_per_step=4",
+        "distillation.val_at_start=false",
+        "distillation.val_at_end=false",
+        "distillation.val_teacher=false",
+        "distillation.val_period=0",
+        "checkpointing.enabled=false",
+    )
+    teachers = {(): [], ("teacher.dtensor_cfg.data_parallel_size=2",): ["teacher_0.log", "teacher_1.log"],
+                MEGATRON: ["teacher_0.log"]}  # fmt: skip
     losses = []
-    for ranks in (1, 2):
-        run = run_command_line(
-            SCRIPT,
-            tmp_path,
-            "policy.generation.backend=hf",
-            "distillation.max_num_steps=2",
-            "distillation.num_prompts_per_step=4",
-            "distillation.val_at_start=false",
-            "distillation.val_at_end=false",
-            "distillation.val_teacher=false",
-            "checkpointing.enabled=false",
-            f"teacher.dtensor_cfg.data_parallel_size={ranks}",
-        )
+    for layout, expected_logs in teachers.items():
+        run = run_command_line(SCRIPT, tmp_path, *five_steps, *layout)
         assert run.returncode == 0, run.stdout + run.stderr
         losses.append([metrics["train/loss"] for metrics in run.metrics().values() if "train/loss" in metrics])
         assert run.directory is not None
-        logs = sorted(path.name for path in (run.directory / "logs").glob("teacher_*.log"))
-        assert logs == ([] if ranks == 1 else ["teacher_0.log", "teacher_1.log"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+        assert sorted(path.name for path in (run.directory / "logs").glob("teacher_*.log")) == expected_logs
+    alone, *others = losses
+    assert len(alone) == 5
+    for found in others:
+        assert found == pytest.approx(alone, abs=1e-4)

@@ -1,11 +1,11 @@
-"""What Megatron-core cannot train, said at the start: needs neither weights nor Megatron."""
+"""What Megatron-core cannot compute or train, said at the start: needs neither weights nor Megatron."""
 
 import importlib.util
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from nemo_rl.config.megatron import MegatronCfg
+from nemo_rl.config.megatron import MegatronCfg, TrainedMegatronCfg
 from nemo_rl.config.policy import Policy
 from nemo_rl.errors import ConfigError
 
@@ -14,7 +14,6 @@ SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SG
 SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
 
 KEY = "policy.megatron_cfg"
-_TENSOR, _PIPELINE = f"{KEY}.tensor_model_parallel_size", f"{KEY}.pipeline_model_parallel_size"
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -23,8 +22,7 @@ def check_megatron(policy: Policy, model: PreTrainedConfig) -> None:
     section = policy.megatron_cfg
     if not section.enabled:
         return
-    if importlib.util.find_spec("megatron") is None:
-        raise ConfigError(f"{KEY}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
+    check_model(section, model, key=KEY)
     if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
         raise ConfigError(
             "policy.optimizer.name",
@@ -36,12 +34,18 @@ def check_megatron(policy: Policy, model: PreTrainedConfig) -> None:
         problem = f"{KEY}.scheduler starts from it; allowed: above 0"
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section)
-    _check_model(model)
-    _check_tensor_parallel(section.tensor_model_parallel_size, model)
-    _check_stages(section, model.num_hidden_layers)
 
 
-def _check_scheduler(section: MegatronCfg) -> None:
+def check_model(section: MegatronCfg, model: PreTrainedConfig, *, key: str) -> None:
+    """The same of a model that need not be trained; `key` is that of `section`, for errors."""
+    if importlib.util.find_spec("megatron") is None:
+        raise ConfigError(f"{key}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
+    _check_architecture(model, key)
+    _check_tensor_parallel(section.tensor_model_parallel_size, model, f"{key}.tensor_model_parallel_size")
+    _check_stages(section, model.num_hidden_layers, key)
+
+
+def _check_scheduler(section: TrainedMegatronCfg) -> None:
     schedule = section.scheduler
     if schedule is None or schedule.lr_decay_style == "constant":
         return
@@ -54,15 +58,15 @@ def _check_scheduler(section: MegatronCfg) -> None:
         )
 
 
-def _check_model(model: PreTrainedConfig) -> None:
+def _check_architecture(model: PreTrainedConfig, key: str) -> None:
     kind = model.model_type
     if kind not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(f"{KEY}.enabled", True, f"no weights are mapped for type {kind!r}; supported: {supported}")
+        raise ConfigError(f"{key}.enabled", True, f"no weights are mapped for type {kind!r}; supported: {supported}")
     rotary = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in SUPPORTED_ROTARY_EMBEDDINGS:
         allowed = ", ".join(SUPPORTED_ROTARY_EMBEDDINGS)
-        raise ConfigError(f"{KEY}.enabled", True, f"no rotary embedding of type {rotary!r}; supported: {allowed}")
+        raise ConfigError(f"{key}.enabled", True, f"no rotary embedding of type {rotary!r}; supported: {allowed}")
     unsupported: dict[str, Any] = {
         "mlp_bias": getattr(model, "mlp_bias", False),
         "layer_types": "sliding_attention" in (getattr(model, "layer_types", None) or ()),
@@ -71,23 +75,23 @@ def _check_model(model: PreTrainedConfig) -> None:
     for name, is_set in unsupported.items():
         if is_set:
             problem = f"the model's {name} is {getattr(model, name)!r}, which is not mapped to Megatron"
-            raise ConfigError(f"{KEY}.enabled", True, problem)
+            raise ConfigError(f"{key}.enabled", True, problem)
 
 
-def _check_tensor_parallel(size: int, model: PreTrainedConfig) -> None:
+def _check_tensor_parallel(size: int, model: PreTrainedConfig, key: str) -> None:
     widths = {name: getattr(model, name) for name in _DIVIDED}
     allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
     if size not in allowed:
         shown = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise ConfigError(_TENSOR, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
+        raise ConfigError(key, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
     rows = -(-model.vocab_size // size)
     if rows * (size - 1) >= model.vocab_size:
-        raise ConfigError(_TENSOR, size, f"leaves the last rank no token of the model's vocab_size {model.vocab_size}")
+        raise ConfigError(key, size, f"leaves the last rank no token of the model's vocab_size {model.vocab_size}")
 
 
-def _check_stages(section: MegatronCfg, num_layers: int) -> None:
+def _check_stages(section: MegatronCfg, num_layers: int, key: str) -> None:
     """As many layers in each stage as in any other, but for the first and the last where that is asked for."""
-    size = section.pipeline_model_parallel_size
+    size, size_key = section.pipeline_model_parallel_size, f"{key}.pipeline_model_parallel_size"
     ends = {
         "num_layers_in_first_pipeline_stage": section.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": section.num_layers_in_last_pipeline_stage,
@@ -95,16 +99,16 @@ def _check_stages(section: MegatronCfg, num_layers: int) -> None:
     given = {name: number for name, number in ends.items() if number is not None}
     for name, number in given.items():
         if size == 1:
-            raise ConfigError(f"{KEY}.{name}", number, f"there is one stage; {_PIPELINE} is 1")
+            raise ConfigError(f"{key}.{name}", number, f"there is one stage; {size_key} is 1")
     left, stages = num_layers - sum(given.values()), size - len(given)
     if stages == 0 and left == 0:
         return
     if stages <= 0 or left < stages or left % stages:
         shown = "".join(f", {number} of them in {name}" for name, number in given.items())
         raise ConfigError(
-            _PIPELINE,
+            size_key,
             size,
             f"the model's {num_layers} layers{shown}, must fall into stages of the same number"
             if shown
-            else f"must divide the model's {num_layers} layers, or set {KEY}.num_layers_in_first_pipeline_stage",
+            else f"must divide the model's {num_layers} layers, or set {key}.num_layers_in_first_pipeline_stage",
         )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.config.megatron import MegatronCfg, MegatronOptimizer
+from nemo_rl.config.megatron import MegatronOptimizer, TrainedMegatronCfg
 from nemo_rl.config.policy import Optimizer, Policy, SchedulerStage
 
 
@@ -23,7 +23,7 @@ def in_torchs_names(config: Policy) -> Policy:
     return config.model_copy(update=changes)
 
 
-def learning_rate_factor(section: MegatronCfg, lr: float) -> Callable[[int], float]:
+def learning_rate_factor(section: TrainedMegatronCfg, lr: float) -> Callable[[int], float]:
     """What the learning rate is multiplied by in each training step, from 0.
 
     Warm-up: from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps. Then, up to `lr_decay_iters`, from `lr` to

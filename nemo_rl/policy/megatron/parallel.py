@@ -2,14 +2,23 @@
 
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.megatron.cpu import answer_for_cuda
+from nemo_rl.policy.ranks import RankLayout, join
 
 
-def make_groups(layout: RankLayout) -> None:
-    """Let Megatron know the layout; the process is in the group of all ranks. Another layout replaces the last one."""
+def make_groups(layout: RankLayout, device: torch.device) -> None:
+    """Join the other ranks and let Megatron know the layout, which replaces the last one.
+
+    Raises:
+        PolicyError: the others did not come before the deadline.
+    """
+    if device.type == "cpu":
+        answer_for_cuda()
+    join(layout, device)
     sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     if parallel_state.is_initialized():
         if sizes == _current_sizes():

@@ -9,8 +9,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
 from nemo_rl.policy.megatron.cpu import calls_of_megatron
+from nemo_rl.policy.micro_batches import MicroBatching, micro_batches
+from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.types import TrainingBatch
 
 Part = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-batch itself
@@ -18,19 +20,27 @@ Part = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-ba
 
 def score(
     module: nn.Module,
-    parts: Sequence[Part],
+    batch: TrainingBatch,
     wanted: ScoresNeeded,
-    read: Callable[[Part, TokenScores], Any],
     *,
+    size: MicroBatching,
     device: torch.device,
-) -> list[Any]:
-    """What `read` makes of each micro-batch's scores, on the last stage; the others get nothing."""
+    layout: RankLayout,
+) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+    """A rank's rows of a batch and what is said of them, without gradients; the last stage alone has some.
 
-    def collected(part: Part, scores: TokenScores, *, non_loss_data: bool) -> Any:
-        return read(part, scores)
+    All micro-batches, of `size`, go through before the first is given; those done wait on the CPU.
+    """
 
+    def on_the_cpu(part: Part, scores: TokenScores, *, non_loss_data: bool) -> tuple[torch.Tensor, TokenScores]:
+        topk = scores.topk and TopK(scores.topk.ids.cpu(), scores.topk.logprobs.cpu())
+        return part[0], TokenScores(scores.logprobs.cpu(), topk=topk)
+
+    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+    parts = list(micro_batches(inputs, torch.arange(len(batch)), size, layout))
     with torch.no_grad():
-        return _run(module, parts, wanted, collected, device=device, forward_only=True, collect_non_loss_data=True)
+        read = _run(module, parts, wanted, on_the_cpu, device=device, forward_only=True, collect_non_loss_data=True)
+    return ((rows, scores) for rows, scores in read if len(rows) > 0)
 
 
 def learn(

@@ -2,34 +2,31 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_rl import batch as keys
 from nemo_rl.config.policy import Policy
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
 from nemo_rl.policy.megatron.checks import check_megatron
-from nemo_rl.policy.megatron.cpu import answer_for_cuda
 from nemo_rl.policy.megatron.model import Stage
 from nemo_rl.policy.megatron.optimizer import MainWeights
 from nemo_rl.policy.megatron.optimizer_keys import in_torchs_names
 from nemo_rl.policy.megatron.parallel import make_groups
-from nemo_rl.policy.megatron.pipeline import Part, score
+from nemo_rl.policy.megatron.pipeline import score
 from nemo_rl.policy.megatron.saving import OptimizerState
-from nemo_rl.policy.megatron.settings import transformer_config
+from nemo_rl.policy.megatron.stages import frozen_stage, make_stage, stage_weights
 from nemo_rl.policy.megatron.training import MegatronTrainer
-from nemo_rl.policy.megatron.weights import StageWeights
-from nemo_rl.policy.micro_batches import micro_batches, scoring_batches, training_batches
+from nemo_rl.policy.micro_batches import scoring_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.ranks import RankLayout, join
+from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.types import TrainingBatch
 
 
@@ -66,19 +63,17 @@ class MegatronRank(BaseRank):
             config, layout=layout, num_samples_per_step=num_samples_per_step, seed=seed, tokenizer=tokenizer
         )
         check_megatron(config, load_config(model_path, config.hf_config_overrides))
-        if self.device.type == "cpu":
-            answer_for_cuda()
-        join(layout, self.device)
-        make_groups(layout)
+        make_groups(layout, self.device)
         model = load_model(model_path, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
-        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        stage = self._stage(model, temperature)
-        self._weights = StageWeights(stage, model.config, {n: t.shape for n, t in tensors.items()})
+        stage = make_stage(model, config, temperature=temperature, device=self.device)
+        self._weights = stage_weights(stage, model)
         self._main = MainWeights(stage, is_counted=self._weights.is_counted)
-        self._weights.load(tensors, self._main.of)
+        self._weights.load(model.state_dict(), self._main.of)
         self._main.write_back()
-        self._reference = self._frozen(model, temperature, tensors) if needs_reference else None
+        self._reference = None
+        if needs_reference:
+            self._reference = frozen_stage(model, config, temperature=temperature, device=self.device)
         if config.megatron_cfg.activation_checkpointing:
             recompute_activations(stage.decoder.layers)
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
@@ -102,10 +97,8 @@ class MegatronRank(BaseRank):
     def _scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
-        parts = list(micro_batches(inputs, torch.arange(len(batch)), scoring_batches(self.config), self.layout))
-        read = score(module, parts, wanted, _on_the_cpu, device=self.device)
-        return ((rows, scores) for rows, scores in read if len(rows) > 0)
+        size = scoring_batches(self.config)
+        return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         if self.layout.data_parallel_rank > 0:
@@ -149,26 +142,6 @@ class MegatronRank(BaseRank):
         else:
             self._distributed.restore_grad_buffers()
 
-    def _stage(self, model: PreTrainedModel, temperature: float) -> Stage:
-        base: Any = model.base_model
-        settings = transformer_config(model.config, self.config, self.device)
-        stage = Stage(
-            settings,
-            model.config,
-            inverse_frequencies=base.rotary_emb.inv_freq,
-            temperature=temperature,
-            chunk_size=self.config.logprob_chunk_size,
-            is_packed=self.config.sequence_packing.enabled,
-        )
-        for parameter in stage.parameters():  # torch's norms are made in float32
-            parameter.data = parameter.data.to(self.device, settings.params_dtype)
-        return stage.to(self.device)
-
-    def _frozen(self, model: PreTrainedModel, temperature: float, tensors: dict[str, torch.Tensor]) -> Stage:
-        stage = self._stage(model, temperature).requires_grad_(False)
-        StageWeights(stage, model.config, self._weights.shapes).load(tensors, lambda parameter: parameter)
-        return stage
-
 
 def _data_parallel(stage: Stage, config: Policy) -> DistributedDataParallel:
     section = config.megatron_cfg.distributed_data_parallel_config
@@ -183,9 +156,3 @@ def _data_parallel(stage: Stage, config: Policy) -> DistributedDataParallel:
     if section.overlap_grad_reduce:
         stage.config.no_sync_func = distributed.no_sync
     return distributed
-
-
-def _on_the_cpu(part: Part, scores: TokenScores) -> tuple[torch.Tensor, TokenScores]:
-    """Rows and what is said of them, which wait there for the other micro-batches."""
-    topk = scores.topk and TopK(scores.topk.ids.cpu(), scores.topk.logprobs.cpu())
-    return part[0], TokenScores(scores.logprobs.cpu(), topk=topk)

@@ -1,4 +1,4 @@
-"""A Hugging Face model's configuration and `policy.megatron_cfg` as Megatron's own configuration of a model."""
+"""A Hugging Face model's configuration and a `megatron_cfg` as Megatron's own configuration of a model."""
 
 from typing import Any
 
@@ -8,20 +8,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
 from nemo_rl.config.policy import Policy
+from nemo_rl.config.teacher import Teacher
 from nemo_rl.policy.megatron import mapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(model: PreTrainedConfig, policy: Policy, device: torch.device) -> TransformerConfig:
+def transformer_config(model: PreTrainedConfig, config: Policy | Teacher, device: torch.device) -> TransformerConfig:
     """What Megatron's layers and schedules read.
 
     Fused kernels of Megatron's and Apex's are off: they change nothing but speed, and need what may not be installed.
     Weights are not initialised, since all are loaded. Losses are sums over micro-batches and ranks (a "per-token loss"
     that nothing divides), so gradients are added up, not averaged.
     """
-    section = policy.megatron_cfg
-    dtype = DTYPES[policy.precision]
+    section = config.megatron_cfg
+    dtype = DTYPES[config.precision]
     is_cpu = device.type == "cpu"
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
@@ -45,7 +46,7 @@ def transformer_config(model: PreTrainedConfig, policy: Policy, device: torch.de
         num_layers_in_last_pipeline_stage=section.num_layers_in_last_pipeline_stage,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        pipeline_dtype=DTYPES[section.pipeline_dtype or policy.precision],
+        pipeline_dtype=DTYPES[section.pipeline_dtype or config.precision],
         variable_seq_lengths=True,  # micro-batches are cut to their longest sample
         moe_token_dispatcher_type="alltoall",  # there are no experts, but the check of the line above asks for it
         batch_p2p_comm=not is_cpu,

@@ -176,5 +176,5 @@ def test_the_plan_shows_the_teachers(distillation_recipe: DistillationRecipe, te
     served: dict[str, Any] = {"model_name": str(teacher_folder), "server": {"base_urls": ["http://h:1"], "model": "m"}}
     config = distillation_recipe(f"++teachers.letters={json.dumps(served)}".replace('"', ""))
     lines = placement_plan(config).splitlines()
-    assert f"#   teacher: {teacher_folder}, 1 rank on cpu, float32" in lines
+    assert f"#   teacher: {teacher_folder}, FSDP2, 1 rank on cpu, float32" in lines
     assert "#   teachers.letters: m behind http://h:1" in lines

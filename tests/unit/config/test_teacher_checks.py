@@ -63,7 +63,11 @@ def test_a_tasks_own_teacher_comes_before_the_one_of_all(load: LoadDistillation)
             ("distillation.off_policy=true", "distillation.async_rollouts.enabled=true"),
             r"distillation\.async_rollouts\.enabled = True: nothing is sampled",
         ),
-        (("++teacher.megatron_cfg.enabled=true",), r"teacher\.megatron_cfg\.enabled = True: not available"),
+        (
+            ("++teacher.megatron_cfg={enabled: true, context_parallel_size: 2}",),
+            r"teacher\.megatron_cfg\.context_parallel_size = 2: not available",
+        ),
+        (("teacher.dtensor_cfg.enabled=false",), r"teacher\.dtensor_cfg\.enabled = False: .*without megatron_cfg"),
         (("++teacher.dtensor_cfg.context_parallel_size=2",), r"teacher\.dtensor_cfg\.context_parallel_size = 2"),
         (("teacher.modelname=x",), r"did you mean teacher\.model_name"),
     ],
@@ -108,6 +112,38 @@ def test_a_whole_policy_section_of_nemo_rl_is_a_teacher(
     assert config.teachers["math"] == config.teacher
 
 
+def test_a_whole_policy_section_on_megatron_is_a_teacher_on_megatron(
+    load: LoadDistillation, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = """
+    teacher: &whole
+      model_name: t
+      dtensor_cfg: {enabled: false, tensor_parallel_size: 8}
+      megatron_cfg:
+        enabled: true
+        tensor_model_parallel_size: 2
+        pipeline_model_parallel_size: 2
+        context_parallel_size: 1
+        activation_checkpointing: true
+        peft: {enabled: false}
+        optimizer: {optimizer: adam, lr: 1.0, use_distributed_optimizer: true}
+        scheduler: {lr_decay_style: constant}
+        distributed_data_parallel_config: {overlap_param_gather: true}
+    teachers: {math: *whole}
+    """
+    with caplog.at_level(logging.INFO):
+        config = load(whole)
+    assert caplog.messages == []
+    assert config.teacher is not None
+    assert config.teacher.ranks_of_a_copy == 4
+    assert config.teachers["math"] == config.teacher
+    assert (
+        not load("teacher: {megatron_cfg: {enabled: false, unknown: 1}}")
+        .teacher_sections["teacher"]
+        .megatron_cfg.enabled
+    )
+
+
 def test_teachers_are_read_by_opd_alone_in_grpo(tmp_path: Path) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text(
@@ -142,6 +178,15 @@ def test_a_teacher_of_several_ranks_needs_a_cluster_and_one_does_not(load: LoadD
     assert len(several.ranks) == 1
 
 
+def test_a_teacher_on_megatron_stands_on_processes_of_its_own(load: LoadDistillation) -> None:
+    assert layout(load, "cpu", "++teacher.megatron_cfg.enabled=true").needs_cluster
+    stages = "++teacher.megatron_cfg={enabled: true, pipeline_model_parallel_size: 2, data_parallel_size: 2}"
+    several = layout(load, "cpu", stages)
+    assert len(several.teachers["teacher"]) == 4
+    assert len(several.ranks) == 1
+    assert len(layout(load, "cuda", "cluster.gpus_per_node=8", stages).teachers["teacher"]) == 4
+
+
 def test_on_gpus_a_teacher_is_colocated_or_takes_the_last_ones(load: LoadDistillation) -> None:
     gpus = "cluster.gpus_per_node=4"
     shared = layout(load, "cuda", gpus, "teacher.dtensor_cfg.tensor_parallel_size=2")
@@ -164,6 +209,10 @@ def test_on_gpus_a_teacher_is_colocated_or_takes_the_last_ones(load: LoadDistill
         (("teacher.colocated={enabled: false, resources: {num_nodes: 1}}",), "teacher.colocated.resources.num_nodes"),
         (("teacher.dtensor_cfg.tensor_parallel_size=3",), "teacher.dtensor_cfg.tensor_parallel_size"),
         (("teacher.dtensor_cfg.data_parallel_size=5",), "teacher.dtensor_cfg.data_parallel_size"),
+        (
+            ("++teacher.megatron_cfg={enabled: true, pipeline_model_parallel_size: 5}",),
+            "teacher.megatron_cfg.pipeline_model_parallel_size",
+        ),
         (("teacher.device=cpu",), "teacher.device"),
     ],
 )
