@@ -104,10 +104,11 @@ class Generation(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give the device's memory to the trainer. Nothing on a CPU."""
-        ...
+        """Give the device's memory to the trainer. Nothing on a CPU, and for engines that inherit it."""
+        return
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        return
 
     async def close(self) -> None: ...
 

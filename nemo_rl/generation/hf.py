@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import WeightManifest, Weights
+from nemo_rl.interfaces import Generation, WeightManifest, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 
 MAX_SEED = 2**63 - 1
@@ -60,12 +60,12 @@ class Batch:
         return all(row.is_done for row in self.rows)
 
 
-class HFGeneration:
+class HFGeneration(Generation):
     """Samples batches of at most `max_batch_size` requests, in their order, each request with its own generator.
 
     The same batch gives the same bits; another batch the same log-probs to rounding. A request whose prompt leaves no
     room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on one thread of its own. A pause
-    takes effect at the next token.
+    takes effect at the next token. It keeps its place on the device.
     """
 
     def __init__(
@@ -216,12 +216,6 @@ class HFGeneration:
             raise WeightSyncError(f"weights unknown to the engine: {sorted(unknown)}; missing: {sorted(missing)}")
         for name, tensor in map_weights(manifest):
             state[name].copy_(tensor)
-
-    async def sleep(self) -> None:
-        """Nothing: this engine shares the device."""
-
-    async def wake(self) -> None:
-        """Nothing."""
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

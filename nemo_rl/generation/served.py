@@ -4,7 +4,6 @@ Completions take and give token ids where the server can (vLLM): then a turn's t
 sampled. Chat completions take messages; the server renders them, and only the text of an answer is known.
 """
 
-import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -12,7 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
-from nemo_rl.interfaces import Weights
+from nemo_rl.generation.answers import as_they_finish
+from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest, Message
 
 Api: TypeAlias = Literal["completions", "chat"]
@@ -31,8 +31,8 @@ class MalformedAnswer(GenerationError):
     """A server answered, but not with what it was asked for."""
 
 
-class ServedGeneration:
-    """Satisfies interfaces.Generation, but for weights, which are the server's own.
+class ServedGeneration(Generation):
+    """An engine but for memory and weights, which are the server's own.
 
     A request that the server refuses, or does not answer after all retries of the endpoint, is a FailedRequest.
     """
@@ -52,18 +52,8 @@ class ServedGeneration:
     def is_async(self) -> bool:
         return True
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        if len(requests) == 1:
-            yield await self._answer(requests[0])
-            return
-        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
-        try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        return as_they_finish(requests, self._answer)
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
         body = self._ask(request)
@@ -83,11 +73,6 @@ class ServedGeneration:
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         raise GenerationError("the weights of a server at an address are its own")
-
-    async def sleep(self) -> None:
-        """The server's memory is its own."""
-
-    async def wake(self) -> None: ...
 
     async def close(self) -> None:
         await self._endpoint.close()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.generation import GenerationSection
 from nemo_rl.errors import GenerationError, WeightSyncError
+from nemo_rl.generation.answers import as_they_finish
 from nemo_rl.generation.vllm_start import importing_vllm, start_engine
 from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
@@ -90,21 +91,8 @@ class VllmGeneration:
     def is_async(self) -> bool:
         return True
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        if len(requests) == 1:
-            yield await self._answer(requests[0])
-            return
-        finished: asyncio.Queue[asyncio.Task[Completion | FailedRequest]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
-        for task in tasks:
-            task.add_done_callback(finished.put_nowait)
-        try:
-            for _ in tasks:
-                yield (await finished.get()).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        return as_they_finish(requests, self._answer)
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
         """One request from admission to its end; its cancellation aborts it in the engine."""
