@@ -47,9 +47,16 @@ class BaseRank(ReadingRank):
     Args:
         config: the section `policy`; `layout`, not the section, says how many ranks there are.
         layout: this rank's place, and how it finds the others.
+        model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
+        temperature: of sampling; the logits are divided by it.
+        needs_reference: keep the first weights, frozen, for `reference_logprobs`.
         num_samples_per_step: samples expected in a batch; with `train_global_batch_size`, the optimizer steps of one.
         seed: of torch's random numbers, for optimizers that draw some.
         tokenizer: saved beside the weights by the first rank; None: nothing is.
+
+    Raises:
+        ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
+        PolicyError: the other ranks did not come before the deadline.
     """
 
     _reference: nn.Module | None  # under the weights that training began with
@@ -63,9 +70,12 @@ class BaseRank(ReadingRank):
         config: Policy,
         *,
         layout: RankLayout,
+        model_path: str,
+        temperature: float,
+        needs_reference: bool,
         num_samples_per_step: int,
         seed: int,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -74,6 +84,11 @@ class BaseRank(ReadingRank):
         self._tokenizer = tokenizer
         self._saving = BackgroundSave()
         torch.manual_seed(seed)
+        self._make(model_path, temperature=temperature, needs_reference=needs_reference, seed=seed)
+
+    @abstractmethod
+    def _make(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
+        """The model, its reference, and what trains it: the last step of the constructor."""
 
     @abstractmethod
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

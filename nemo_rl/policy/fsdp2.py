@@ -20,7 +20,7 @@ ResultT = TypeVar("ResultT")
 class FSDP2Policy:
     """A `RankPolicy` whose calls leave the event loop free; satisfies `interfaces.Policy`.
 
-    The arguments are those of `RankPolicy`; without a layout it is a rank alone.
+    The arguments are those of `BaseRank`; without a layout it is a rank alone.
     """
 
     def __init__(self, config: Policy, *, layout: RankLayout = ALONE, **arguments: Any) -> None:

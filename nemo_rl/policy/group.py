@@ -48,7 +48,7 @@ class PolicyGroup:
         log_dir: Path | None = None,
         **arguments: Any,
     ) -> "PolicyGroup":
-        """A rank on each seat; `arguments` are those of `RankPolicy` or `MegatronRank` but its layout.
+        """A rank on each seat; `arguments` are those of `BaseRank` but its layout.
 
         Ranks write to `log_dir/policy_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.policy import Policy
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.flops import matmul_parameters
@@ -19,7 +17,6 @@ from nemo_rl.policy.lora import FOLDER as ADAPTER_FOLDER
 from nemo_rl.policy.lora import Adapters, WithoutAdapters
 from nemo_rl.policy.micro_batches import scoring_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.reading import scores_in_parts
 from nemo_rl.policy.saving import load_optimizer, load_weights
 from nemo_rl.policy.sharding import frozen_needs_sharding, needs_sharding, shard
@@ -35,32 +32,11 @@ class RankPolicy(BaseRank):
     ranks, on CUDA, and for bfloat16, whose casts it does; float32 alone on a CPU is the bare model. Dropout is always
     off, so that the same weights give the same log-probs whenever they are asked.
 
-    Args:
-        config, layout, num_samples_per_step, seed, tokenizer: as for `BaseRank`.
-        model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
-        temperature: of sampling; the logits are divided by it.
-        needs_reference: keep a frozen copy of the first weights for `reference_logprobs`; adapters are switched off.
-
-    Raises:
-        ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
-        PolicyError: the other ranks did not come before the deadline.
+    Arguments and errors are those of `BaseRank`. The reference is a copy; with adapters, the policy without them.
     """
 
-    def __init__(
-        self,
-        config: Policy,
-        *,
-        layout: RankLayout,
-        model_path: str,
-        temperature: float,
-        needs_reference: bool,
-        num_samples_per_step: int,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        super().__init__(
-            config, layout=layout, num_samples_per_step=num_samples_per_step, seed=seed, tokenizer=tokenizer
-        )
+    def _make(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
+        config, layout = self.config, self.layout
         if layout.tensor_parallel_size > 1:
             check_tensor_parallel(layout.tensor_parallel_size, load_config(model_path, config.hf_config_overrides))
         model = load_model(model_path, config.hf_config_overrides)

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import Policy
 from nemo_rl.errors import CheckpointError, ConfigError
@@ -26,7 +26,6 @@ from nemo_rl.policy.megatron.stages import frozen_stage, make_stage, stage_weigh
 from nemo_rl.policy.megatron.training import MegatronTrainer
 from nemo_rl.policy.micro_batches import scoring_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.types import TrainingBatch
 
 
@@ -36,32 +35,11 @@ class MegatronRank(BaseRank):
     It computes in `precision` and keeps the weights that are stepped in float32. Megatron's process groups are of the
     whole process, and without CUDA so is what answers for it (cpu.py), hence a process of its own.
 
-    Args:
-        config, layout, num_samples_per_step, seed, tokenizer: as for `BaseRank`.
-        model_path: a Hugging Face name or a folder that every rank can read; the reference's weights too.
-        temperature: of sampling; the logits are divided by it.
-        needs_reference: keep a frozen copy of the first weights for `reference_logprobs`.
-
-    Raises:
-        ConfigError: a model, override, optimizer, schedule, device or layout that cannot be had.
-        PolicyError: the other ranks did not come before the deadline.
+    Arguments and errors are those of `BaseRank`.
     """
 
-    def __init__(
-        self,
-        config: Policy,
-        *,
-        layout: RankLayout,
-        model_path: str,
-        temperature: float,
-        needs_reference: bool,
-        num_samples_per_step: int,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        super().__init__(
-            config, layout=layout, num_samples_per_step=num_samples_per_step, seed=seed, tokenizer=tokenizer
-        )
+    def _make(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
+        config, layout = self.config, self.layout
         check_megatron(config, load_config(model_path, config.hf_config_overrides))
         make_groups(layout, self.device)
         model = load_model(model_path, config.hf_config_overrides)
