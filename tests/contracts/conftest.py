@@ -40,6 +40,15 @@ def run(pool: RankPool, models: dict[str, Path]) -> Layouts:
     return Layouts(pool, models)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As the ranks have; several wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def engine_loop() -> Iterator[asyncio.Runner]:
     """The event loop that the shared engines live in."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from tests.contracts.policies import SGD, Call, clones, play
@@ -68,6 +69,11 @@ class Layouts:
                 layout, model, *reading, ("train_step", batch, WeightedNLL()), *reading, **config
             )
         return self._kept[layout, model, batching]
+
+
+def plain_model(path: Path) -> Any:
+    """Hugging Face's own, in float32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def same(value: Any, expected: Any) -> bool:

@@ -1,13 +1,12 @@
 """Distillation on every layout of ranks: a teacher's log-probs, loss and gradients, against whole logits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.distillation_loss import DistillationLoss
@@ -17,12 +16,19 @@ from nemo_rl.interfaces import TopK
 from nemo_rl.policy.megatron.make import megatron_teacher
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.teacher import RankTeacher
-from tests.contracts.layouts import FSDP2, MULTIPLE, UNEVEN, Layouts, same
+from tests.contracts.layouts import FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
 from tests.unit.policy.tiny import VOCABULARY, make_batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 K, TEMPERATURE = 6, 0.7
+BATCHING: dict[str, dict[str, Any]] = {
+    "samples": {"logprob_batch_size": 2},
+    "packed": {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 16}},
+    "padded by tokens": {"dynamic_batching": {"enabled": True, "logprob_mb_tokens": 24}},
+}
 LOSSES: dict[str, dict[str, Any]] = {
     "mixed": {"mixed_kl_weight": 0.3},
     "reverse, zero outside": {"kl_type": "reverse", "zero_outside_topk": True},  # reads the entropy too
@@ -41,42 +47,33 @@ def ask(
     layout: RankLayout, *, path: Path, batch: TensorDict, calls: Sequence[tuple[Any, ...]], **config: Any
 ) -> list[Any]:
     """What each call of a teacher returns, on one rank."""
-    section = Teacher.model_validate(
-        {"model_name": str(path), "precision": "float32", "device": "cpu", "logprob_batch_size": 2, **config}
-    )
+    section = Teacher.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
     teacher = (megatron_teacher() if section.megatron_cfg.enabled else RankTeacher)(section, layout=layout, **arguments)
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
     return [getattr(teacher, name)(batch, *more) for name, *more in calls]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def whole_logprobs(path: Path, batch: TensorDict, model: Any = None) -> torch.Tensor:
     """Of plain Hugging Face in float32, before each token: [B, T, V]."""
-    model = model or AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    logits = model(input_ids=batch["token_ids"], use_cache=False).logits / TEMPERATURE
+    logits = (model or plain_model(path))(input_ids=batch["token_ids"], use_cache=False).logits / TEMPERATURE
     return torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).log_softmax(-1)
 
 
 @pytest.mark.parametrize(
     ("layout", "batching"),
-    [*((layout, "samples") for layout in ("plain", *MULTIPLE)), ("megatron tp 2 pp 2", "packed")],
+    [
+        *((layout, "samples") for layout in ("plain", *MULTIPLE)),
+        *(("plain", batching) for batching in ("packed", "padded by tokens")),
+        ("megatron tp 2 pp 2", "packed"),
+    ],
 )
 def test_a_teacher_says_what_plain_hugging_face_says(
     layout: str, batching: str, pool: RankPool, models: dict[str, Path]
 ) -> None:
     batch, path = make_batch(UNEVEN), models["llama"]
-    arguments: dict[str, Any] = {"path": path, "batch": batch, "calls": [("logprobs",), ("topk_logprobs", K)]}
-    if batching == "packed":
-        arguments["sequence_packing"] = {"enabled": True, "logprob_mb_tokens": 16}
+    calls = [("logprobs",), ("topk_logprobs", K)]
+    arguments: dict[str, Any] = {"path": path, "batch": batch, "calls": calls, **BATCHING[batching]}
     if layout == "plain":
         answers = ask(ALONE, **arguments)
     else:
@@ -109,7 +106,7 @@ def test_loss_and_gradients_are_those_of_whole_distributions(
     calls = [("with_weights", clones), ("train_step", batch, loss_fn), ("with_weights", clones)]
     before, metrics, after = run(layout, "qwen2", *calls, **config)
 
-    model = AutoModelForCausalLM.from_pretrained(models["qwen2"], dtype=torch.float32).eval()
+    model = plain_model(models["qwen2"])
     expected = whole_loss(everything, whole_logprobs(models["qwen2"], batch, model), ids, options, batch)
     expected.backward()
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-5)

@@ -1,7 +1,6 @@
 """LoRA, against models that peft itself makes, reads and merges."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,11 @@ from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import answers, exact_logprobs, request
-from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, assert_same_metrics
+from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, assert_same_metrics, plain_model
 from tests.contracts.policies import SETTINGS, SGD, clones, make_policy
 from tests.unit.policy.tiny import WeightedNLL, make_batch, plain_logprobs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LORA: dict[str, Any] = {"enabled": True, "dim": 4, "alpha": 8}
 CONFIG: dict[str, Any] = {"dtensor_cfg": {"lora_cfg": LORA}}
@@ -37,20 +38,8 @@ EACH = [
 WEIGHTS = "adapter/adapter_model.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def plain(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def with_adapter(path: Path, adapter: Path, *, is_trainable: bool = False) -> Any:
-    return PeftModel.from_pretrained(plain(path), adapter, is_trainable=is_trainable).eval()
+    return PeftModel.from_pretrained(plain_model(path), adapter, is_trainable=is_trainable).eval()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +52,7 @@ def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
             r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
         )
         folders[name] = tmp_path_factory.mktemp(name)
-        get_peft_model(plain(models[name]), config).save_pretrained(str(folders[name] / "adapter"))
+        get_peft_model(plain_model(models[name]), config).save_pretrained(str(folders[name] / "adapter"))
     return folders
 
 
@@ -110,7 +99,7 @@ def test_logprobs_are_those_of_pefts_model_and_the_references_those_of_the_base(
     layout: str, name: str, batching: str, learnt: Any, models: dict[str, Path], adapters: dict[str, Path]
 ) -> None:
     result, batch = learnt(layout, name, batching), make_batch(UNEVEN)
-    base = expected_logprobs(plain(models[name]), batch)
+    base = expected_logprobs(plain_model(models[name]), batch)
     adapted = expected_logprobs(with_adapter(models[name], adapters[name] / "adapter"), batch)
     assert (adapted - base).abs().max() > 0.1
     torch.testing.assert_close(result.before[1], adapted, rtol=0, atol=1e-5)
@@ -292,7 +281,7 @@ def test_refit_brings_the_merged_model_to_the_engine(
 
     weights, completion = engine_loop.run(refit())
     sync.close()
-    model = plain(tiny_models["tied"])
+    model = plain_model(tiny_models["tied"])
     assert not all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     model.load_state_dict(weights, strict=False)
     exact = exact_logprobs(model, (5, 6, 7), completion.token_ids, 1.0)

@@ -1,21 +1,22 @@
 """Loss and gradient of supervised training, against Hugging Face's own cross-entropy in float32, on any layout."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood
 from nemo_rl.data.supervised import SupervisedSample, supervised_batch
 from nemo_rl.policy.ranks import ALONE
 from nemo_rl.types import TrainingBatch
+from tests.contracts.layouts import plain_model
 from tests.contracts.policies import SGD, clones, play
 from tests.contracts.rank_pool import Mesh, RankPool
 from tests.unit.policy.tiny import VOCABULARY, saved_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}}
 VARIANTS: dict[str, tuple[Mesh | None, dict[str, Any]]] = {
@@ -35,14 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("llama", tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def conversations() -> TrainingBatch:
     """Seven of them, of two turns: the answers' tokens lie in two runs."""
     draws = np.random.default_rng(0)
@@ -56,7 +49,7 @@ def conversations() -> TrainingBatch:
 
 def huggingface(path: Path, batch: TrainingBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss that the library computes from labels, -100 where nothing is learnt, and its gradients."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = plain_model(path)
     labels = batch["token_ids"].masked_fill(batch["token_mask"] == 0, -100)
     attention_mask = (torch.arange(labels.shape[1]) < batch["lengths"][:, None]).long()
     loss = model(input_ids=batch["token_ids"], attention_mask=attention_mask, labels=labels).loss

@@ -1,0 +1,137 @@
+"""What one training step does on every layout of ranks: how it is computed, clipping, skipped steps, schedules."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.errors import PolicyError
+from tests.contracts.layouts import (
+    BATCHING,
+    FEWER,
+    LENGTHS,
+    MEGATRON,
+    Layouts,
+    assert_near,
+    assert_same_metrics,
+    plain_model,
+)
+from tests.contracts.policies import SGD, clones
+from tests.unit.policy.tiny import Exploding, WeightedNLL, make_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one by one": {"train_micro_batch_size": 1},
+    "all at once": {"train_micro_batch_size": 8, "logprob_chunk_size": None},
+    "recomputed": {"dtensor_cfg": {"activation_checkpointing": True}},
+    "offloaded": {"dtensor_cfg": {"cpu_offload": True}},
+    "packed and recomputed": {**BATCHING["packed"], "dtensor_cfg": {"activation_checkpointing": True}},
+    "packed in order": {"sequence_packing": {**BATCHING["packed"]["sequence_packing"], "algorithm": "concatenative"}},
+    "padded by tokens": {
+        "dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v != "offloaded"],
+)
+def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
+    calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("with_weights", clones)]
+    momentum = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
+    *expected_metrics, expected = run("plain", "qwen2", *calls, optimizer=momentum)
+    *metrics, weights = run(layout, "qwen2", *calls, optimizer=momentum, **VARIANTS[variant])
+    for got, want in zip(metrics, expected_metrics, strict=True):
+        assert_same_metrics(got, want)
+    assert_near(weights, expected)
+
+
+@pytest.mark.parametrize("layout", FEWER)
+@pytest.mark.parametrize(("num_samples", "batching"), [(1, "packed"), (1, "samples"), (3, "samples")])
+def test_ranks_without_a_sample_keep_up(num_samples: int, batching: str, layout: str, run: Layouts) -> None:
+    batch = make_batch(LENGTHS[:num_samples])
+    config: dict[str, Any] = {"optimizer": SGD, "num_samples": num_samples, "train_micro_batch_size": 1}
+    calls = [("logprobs", batch), ("train_step", batch, WeightedNLL()), ("with_weights", clones)]
+    expected_logprobs, expected_metrics, expected = run("plain", "qwen2", *calls, **config)
+    logprobs, metrics, weights = run(layout, "qwen2", *calls, **{**BATCHING[batching], **config})
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
+    assert_same_metrics(metrics, expected_metrics)
+    assert_near(weights, expected)
+
+
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2", "megatron dp 2"])
+def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layouts) -> None:
+    """Two steps of one batch are the two steps of its halves."""
+    batch = make_batch(LENGTHS)
+    config: dict[str, Any] = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}}
+    metrics, weights = run(
+        layout, "llama", ("train_step", batch, WeightedNLL()), ("with_weights", clones), optimizer_steps=2, **config
+    )
+    halves = [("train_step", half, WeightedNLL()) for half in batch.split(4)]
+    *of_halves, expected = run("plain", "llama", *halves, ("with_weights", clones), **config)
+    num_micro_batches = {"plain": 2, "2 ranks": 2, "2 x tp 2": 2, "megatron dp 2": 2}  # 3 + 1 samples, or 2 + 2
+    assert metrics["num_optimizer_steps"] == 2
+    assert metrics["num_micro_batches"] == num_micro_batches[layout]
+    assert metrics["loss"] == pytest.approx(sum(m["loss"] for m in of_halves) / 2, abs=1e-6)
+    assert metrics["global_valid_toks"] == float(batch["token_mask"].sum())
+    assert metrics["global_valid_seqs"] == 8
+    assert_near(weights, expected)
+
+
+@pytest.mark.parametrize("layout", FEWER)
+def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layouts, models: dict[str, Path]) -> None:
+    calls = [("train_step", make_batch(LENGTHS), WeightedNLL()), ("with_weights", clones)]
+    metrics, after = run(layout, "qwen3", *calls, optimizer=SGD, max_grad_norm=0.01)
+    before = dict(plain_model(models["qwen3"]).named_parameters())
+    moved = torch.stack([(before[n] - after[n]).norm() for n in before]).norm()
+    assert metrics["grad_norm"] > 0.1
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_megatrons_own_sections_decay_all_but_biases_and_norms(run: Layouts, models: dict[str, Path]) -> None:
+    """A step without a gradient, at the second learning rate of a warm-up: 1 - 0.05 * 0.4 of each matrix is left."""
+    batch = make_batch(LENGTHS)
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    sections = {
+        "optimizer": {"optimizer": "sgd", "sgd_momentum": 0, "lr": 0.1, "weight_decay": 0.4},
+        "scheduler": {"lr_warmup_iters": 2, "lr_warmup_init": 0.0},
+    }
+    steps = [("train_step", batch, WeightedNLL())] * 2
+    first, second, weights = run("megatron tp 2 pp 2", "llama", *steps, ("with_weights", clones), megatron_cfg=sections)
+    assert (first["lr"], second["lr"]) == (0.0, pytest.approx(0.05))
+    for name, parameter in plain_model(models["llama"]).named_parameters():
+        left = 1.0 if parameter.ndim == 1 else 0.98
+        torch.testing.assert_close(weights[name], parameter.detach() * left, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["plain", "2 x tp 2", "megatron tp 2 pp 2"])
+def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: Layouts) -> None:
+    batch = make_batch(LENGTHS)
+    schedule = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
+    steps = [("train_step", batch, loss()) for loss in (Exploding, WeightedNLL, WeightedNLL)]
+    weights = ("with_weights", clones)
+    before, metrics, after, second, third = run(
+        layout, "llama", weights, steps[0], weights, *steps[1:], scheduler=schedule
+    )
+    assert metrics["num_skipped_steps"] == 1
+    assert metrics["num_optimizer_steps"] == 0
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert second["lr"] == 1e-2  # the schedule has not moved
+    assert third["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "megatron dp 2"])
+def test_batch_without_a_valid_token_is_skipped(layout: str, run: Layouts, models: dict[str, Path]) -> None:
+    batch = make_batch(LENGTHS)
+    batch["sample_mask"] = torch.zeros(len(LENGTHS))
+    metrics, after = run(layout, "llama", ("train_step", batch, WeightedNLL()), ("with_weights", clones))
+    assert (metrics["num_skipped_steps"], metrics["loss"]) == (1, 0)
+    assert all(torch.equal(after[n], p) for n, p in plain_model(models["llama"]).named_parameters())
+
+
+def test_loss_that_reads_a_missing_key_is_refused(run: Layouts) -> None:
+    with pytest.raises(PolicyError, match="advantages"):
+        run("plain", "llama", ("train_step", make_batch(LENGTHS).exclude("advantages"), WeightedNLL()))
