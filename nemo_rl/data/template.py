@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.openai_shape import openai_message
 from nemo_rl.types import Message
 
 
@@ -64,23 +65,12 @@ class ChatTemplate:
 
 def _openai(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, Any]:
     """The message as templates expect it; a tool's answer is told the name of its call."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": call.arguments if arguments_as_text else _arguments(call.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-        if message.tool_call_id in names:
-            fields["name"] = names[message.tool_call_id]
+    fields = openai_message(message)
+    if not arguments_as_text:
+        for call in fields.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    if message.tool_call_id is not None and message.tool_call_id in names:
+        fields["name"] = names[message.tool_call_id]
     return fields
 
 

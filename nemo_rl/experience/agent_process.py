@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO, Any
 
-from nemo_rl.types import AgentResult, Message, Prompt
+from nemo_rl.data.openai_shape import openai_message
+from nemo_rl.types import AgentResult, Prompt
 
 TAIL_BYTES = 64 * 1024  # of a program's output: as much as is looked at
 
@@ -64,19 +65,6 @@ def prompt_body(prompt: Prompt) -> dict[str, Any]:
         "env_state": dict(prompt.env_state),
         "tools": [dict(tool) for tool in prompt.tools],
     }
-
-
-def openai_message(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's shape."""
-    body: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        body["tool_call_id"] = message.tool_call_id
-    return body
 
 
 def result_of_output(name: str, output: str) -> AgentResult:

@@ -2,14 +2,14 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.openai_shape import openai_call, openai_message
 from nemo_rl.gateway.codec import Response
 from nemo_rl.gateway.sessions import Chain, Session
-from nemo_rl.types import Completion, Message, ToolCall
+from nemo_rl.types import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _message(answer: Answer) -> dict[str, Any]:
     said = answer.response.message
     body: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.tool_calls:
-        body["tool_calls"] = _calls(said.tool_calls)
+        body["tool_calls"] = [openai_call(call) for call in said.tool_calls]
         body["content"] = said.content or None
     if answer.response.reasoning is not None:
         body["reasoning_content"] = answer.response.reasoning
@@ -119,24 +119,8 @@ def _chain(chain: Chain) -> dict[str, Any]:
         "token_ids": ids,
         "token_mask": mask,
         "generation_logprobs": logprobs,
-        "messages": [_plain(each.message) for each in chain.message_log],
+        "messages": [openai_message(each.message) for each in chain.message_log],
         "weight_versions": chain.weight_versions,
         "weight_spans": spans,
         "rewards": chain.rewards,
     }
-
-
-def _plain(message: Message) -> Mapping[str, Any]:
-    body: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        body["tool_calls"] = _calls(message.tool_calls)
-    if message.tool_call_id is not None:
-        body["tool_call_id"] = message.tool_call_id
-    return body
-
-
-def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in calls
-    ]

@@ -9,11 +9,12 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from nemo_rl.data.openai_shape import openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.answers import as_they_finish
 from nemo_rl.interfaces import Generation, Weights
-from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest, Message
+from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest
 
 Api: TypeAlias = Literal["completions", "chat"]
 
@@ -99,7 +100,7 @@ def chat_body(request: GenerationRequest, model: str, limit_key: str) -> dict[st
     sampling = request.sampling
     return {
         **_sampling_body(request, model),
-        "messages": [_openai_message(message) for message in request.messages],
+        "messages": [openai_message(message) for message in request.messages],
         limit_key: sampling.max_new_tokens,
         **({"tools": list(request.tools)} if request.tools else {}),
         **({"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}),
@@ -173,18 +174,6 @@ def _call_text(call: Mapping[str, Any]) -> str:
     except ValueError:
         arguments = function.get("arguments")
     return f"<tool_call>\n{json.dumps({'name': function.get('name'), 'arguments': arguments})}\n</tool_call>"
-
-
-def _openai_message(message: Message) -> dict[str, Any]:
-    given: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        given["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        given["tool_call_id"] = message.tool_call_id
-    return given
 
 
 def _total_tokens(answer: Mapping[str, Any], estimated: int) -> int:
