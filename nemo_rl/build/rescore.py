@@ -1,18 +1,17 @@
 """Rescoring from a configuration: its data sets give the prompts, its scorers the rewards."""
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from nemo_rl.build.inputs import load_prompts
 from nemo_rl.build.scorers import open_scorers
 from nemo_rl.config.env import RewardModelEnvironmentSection
 from nemo_rl.config.master import TrainingConfig
-from nemo_rl.data.jsonl import read_jsonl
+from nemo_rl.data.jsonl import json_line, read_jsonl
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.rescoring import PromptKey, rescored
 from nemo_rl.types import Prompt
@@ -52,7 +51,7 @@ def rescore_file(config: TrainingConfig, rollouts: Path, output: Path) -> tuple[
     prompts = {(p.dataset, p.prompt_id): p for prompt_set in (train, *validation) for p in prompt_set.prompts}
     before, after = MeanReward(), MeanReward()
     unfinished = output.with_name(f".{output.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with unfinished.open("wb") as file:
         asyncio.run(_write(_counted(read_jsonl(rollouts), before), file, config, prompts, after))
     unfinished.replace(output)
     return before, after
@@ -60,7 +59,7 @@ def rescore_file(config: TrainingConfig, rollouts: Path, output: Path) -> tuple[
 
 async def _write(
     rows: Iterator[dict[str, Any]],
-    file: TextIO,
+    file: BinaryIO,
     config: TrainingConfig,
     prompts: Mapping[PromptKey, Prompt],
     mean: MeanReward,
@@ -70,7 +69,7 @@ async def _write(
         alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentSection)}
         limit_s = config.rollout.stall_timeout_s
         async for row in rescored(rows, prompts, scoring, scored_alone=alone, stall_timeout_s=limit_s):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_line(row))
             mean.add(row)
 
 

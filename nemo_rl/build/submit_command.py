@@ -21,6 +21,7 @@ from nemo_rl.collect.slurm.submit import (
     write_submission,
 )
 from nemo_rl.config.submit_loading import SubmitConfig, collect_yaml, load_submit_config
+from nemo_rl.errors import ConfigError
 
 LOGPROBS_MODE = "processed_logprobs"  # log_softmax(logits / temperature)
 
@@ -58,6 +59,7 @@ def make_submission(config: SubmitConfig) -> Submission:
     slurm, seeds = config.slurm, config.collect.all_seeds
     output_dir = Path(config.collect.output_dir).absolute()
     base = Path(slurm.directory).absolute() if slurm.directory else output_dir / "slurm"
+    _check_directory("slurm.directory" if slurm.directory else "collect.output_dir", base)
     missing = missing_tasks(slurm, output_dir, seeds)
     num_tasks = len(seeds) * slurm.num_chunks
     if len(missing) < num_tasks and not _is_that_of(latest_directory(base), config):
@@ -80,6 +82,12 @@ def engine_arguments(config: SubmitConfig) -> tuple[str, ...]:
     policy = config.policy
     length = ("--max-model-len", str(policy.max_total_sequence_length))
     return (*length, "--dtype", policy.precision, "--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE)
+
+
+def _check_directory(key: str, directory: Path) -> None:
+    """Logs lie in it: the pattern of their names is one line, in which a backslash would keep Slurm from reading it."""
+    if "\\" in str(directory) or not str(directory).isprintable():
+        raise ConfigError(key, str(directory), "must be one line of text without a backslash: Slurm names logs by it")
 
 
 def _is_that_of(directory: Path | None, config: SubmitConfig) -> bool:

@@ -1,6 +1,5 @@
 """A data set of the tasks that a model finds neither too easy nor too hard."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from nemo_rl.collect.profile import ALL, Profile
 from nemo_rl.collect.tasks import TASKS_FILE, read_tasks
 from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.data.jsonl import json_line
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,5 +47,5 @@ def write_curriculum(profile: Profile, path: Path, rewards: RewardRange, *, data
     with whole_file(path) as file:
         for index, task in enumerate(read_tasks(profile.directory)):
             if index < len(chosen) and chosen[index]:
-                file.write((json.dumps(task.row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace"))
+                file.write(json_line(task.row))
     return int(chosen.sum())

@@ -1,6 +1,7 @@
 """A merged collection in NeMo Gym's files, for its own tools: `gym eval profile` and `gym eval aggregate` read them."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -24,13 +25,15 @@ from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import StopReason
 
 Row = Mapping[str, Any]
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates: orjson, which Gym reads with, refuses a file that holds one
 
 
 def export_nemo_gym(merged: Path, rollouts: Path) -> GymFiles:
     """Write Gym's three files from `merged`, the rollouts.jsonl that `merge` wrote.
 
     Gym knows no seeds: the rollouts of the n-th seed go on counting behind those of the seeds before. A rollout of
-    ours becomes a Responses object of its messages; one that came from Gym is as it was. Holds one row at a time.
+    ours becomes a Responses object of its messages; one that came from Gym is as it was. Half a surrogate pair becomes
+    U+FFFD. Holds one row at a time.
     Raises ConfigError where the collection has kept no input.
     """
     directory, files = merged.parent, GymFiles(rollouts)
@@ -53,7 +56,7 @@ def export_nemo_gym(merged: Path, rollouts: Path) -> GymFiles:
 
 
 def _write(file: BinaryIO, row: Row) -> None:
-    file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace"))
+    file.write(HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", json.dumps(row, ensure_ascii=False) + "\n").encode())
 
 
 def _with_tasks(rows: Iterator[dict[str, Any]], directory: Path) -> Iterator[tuple[Row, Task]]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from nemo_rl.collect.compare import Comparison
 from nemo_rl.collect.profile import Profile, Summary, task_rows
 from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.data.jsonl import json_line
 
 PROFILE_FILE = "profile.json"
 TASKS_PROFILE_FILE = "profile_tasks.jsonl"
@@ -38,14 +39,14 @@ def write_profile(profile: Profile, directory: Path) -> None:
     write_json(summary_values(profile), directory / PROFILE_FILE)
     with whole_file(directory / TASKS_PROFILE_FILE) as file:
         for row in task_rows(profile):
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace"))
+            file.write(json_line(row))
 
 
 def write_json(values: Mapping[str, Any], path: Path) -> None:
     """A whole file of indented JSON."""
     with whole_file(path) as file:
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-        file.write(text.encode("utf-8", errors="replace"))
+        file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
 def summary_table(profile: Profile) -> Table:

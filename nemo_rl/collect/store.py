@@ -16,6 +16,7 @@ from nemo_rl.collect.keys import KeySpace, RolloutKey
 from nemo_rl.collect.lines import AppendedLines, read_lines
 from nemo_rl.collect.shards import ShardFiles, find_shards
 from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.data.jsonl import json_line
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure
 
@@ -202,7 +203,7 @@ class RolloutStore:
     def _line(self, key: RolloutKey, row: Mapping[str, Any]) -> bytes:
         stamp = {"task_index": key.task_index, "rollout_index": key.rollout_index, "seed": self.seed}
         values = {**stamp, **row, **stamp}  # the stamp first: read_lines looks for it there
-        return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", errors="replace")
+        return json_line(values, allow_nan=False)
 
 
 def _check_cut(directory: Path, seed: int, keys: KeySpace) -> None:

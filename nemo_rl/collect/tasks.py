@@ -1,7 +1,6 @@
 """The whole input of a collection, one line a task, beside its shards: profiles show it, curricula are cut from it."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.collect.whole_file import whole_file
-from nemo_rl.data.jsonl import read_jsonl
+from nemo_rl.data.jsonl import json_line, read_jsonl
 from nemo_rl.errors import ConfigError, DataError
 
 TASKS_FILE = "tasks.jsonl"
@@ -71,8 +70,7 @@ def read_tasks(directory: str | Path) -> Iterator[Task]:
 def _lines(tasks: Iterable[Task]) -> Iterator[bytes]:
     for index, task in enumerate(tasks):
         origin = {"prompt_id": task.prompt_id, "dataset": task.dataset, "task_name": task.task_name}
-        text = json.dumps({"task_index": index, **origin, "row": task.row}, ensure_ascii=False)
-        yield (text + "\n").encode("utf-8", errors="replace")
+        yield json_line({"task_index": index, **origin, "row": task.row})
 
 
 def _check(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash") -> int:

@@ -1,7 +1,7 @@
-"""JSON Lines files, read with the place of every fault."""
+"""JSON Lines: files read with the place of every fault, and lines written without losing any text."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text: {error.reason}") from error
+
+
+def json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
+    """`values` as one line of UTF-8 with its newline.
+
+    Half a surrogate pair, which a message may hold and UTF-8 cannot, stands as its JSON escape: Python's json reads it
+    back as it was, while stricter readers (orjson) refuse such a line. ValueError without `allow_nan` for NaN.
+    """
+    text = json.dumps(values, ensure_ascii=False, allow_nan=allow_nan)
+    return (text + "\n").encode("utf-8", errors="backslashreplace")  # only surrogates cannot be encoded
 
 
 def _object_of(line: str, place: str) -> dict[str, Any]:

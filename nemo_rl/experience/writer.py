@@ -1,12 +1,12 @@
 """Every rollout as a line of JSON in the run directory, written off the event loop."""
 
-import json
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from nemo_rl.data.jsonl import json_line
 from nemo_rl.experience.rollout_row import rollout_row
 from nemo_rl.types import Trajectory
 
@@ -45,9 +45,9 @@ class RolloutWriter:
 
     def _append(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         try:
-            lines = [json.dumps({"step": step, **self._row(t)}, ensure_ascii=False) + "\n" for t in trajectories]
+            lines = [json_line({"step": step, **self._row(t)}) for t in trajectories]
             with self.path.open("ab") as file:
-                file.write("".join(lines).encode("utf-8", errors="replace"))
+                file.write(b"".join(lines))
         except Exception:
             if not self._has_failed:
                 logger.exception("rollouts cannot be written to %s", self.path)

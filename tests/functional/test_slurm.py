@@ -47,7 +47,7 @@ class Case:
 
     @property
     def output(self) -> Path:
-        return self.folder / "out"
+        return self.folder / "out%a"  # which Slurm would take for the array task's number
 
     def submit(self, *overrides: str) -> Jobs:
         """A collection with the stand-in."""

@@ -54,7 +54,7 @@ def _collection_directives(submission: Submission) -> list[str]:
     slurm = submission.slurm
     at_once = f"%{slurm.max_running}" if slurm.max_running else ""
     words = [f"--job-name={slurm.job_name}", f"--array={_ranges(submission.missing)}{at_once}"]
-    words += [f"--nodes={slurm.nodes}", f"--output={submission.directory}/logs/collect-%a.log", "--open-mode=append"]
+    words += [f"--nodes={slurm.nodes}", f"--output={_logs(submission)}/collect-%a.log", "--open-mode=append"]
     words += ["--requeue" if slurm.requeue else "--no-requeue"]
     words += _options({"signal": f"B:USR1@{slurm.requeue_s_before_end}" if slurm.requeue_s_before_end else None})
     words += _options({"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time})
@@ -65,10 +65,15 @@ def _collection_directives(submission: Submission) -> list[str]:
 def _aggregation_directives(submission: Submission) -> list[str]:
     slurm, own = submission.slurm, submission.slurm.aggregation
     words = [f"--job-name={slurm.job_name}-aggregate", "--nodes=1", "--ntasks=1"]
-    words += [f"--output={submission.directory}/logs/aggregate.log", "--open-mode=append"]
+    words += [f"--output={_logs(submission)}/aggregate.log", "--open-mode=append"]
     words += _options({"partition": own.partition or slurm.partition, "account": slurm.account})
     words += _options({"qos": own.qos or slurm.qos, "time": own.time or slurm.time})
     return [*words, *own.sbatch_args]
+
+
+def _logs(submission: Submission) -> str:
+    """The folder as part of a pattern of Slurm's, in which %% is one %."""
+    return str(submission.directory / "logs").replace("%", "%%")
 
 
 def _options(values: Mapping[str, str | int | None]) -> Iterator[str]:

@@ -60,6 +60,13 @@ def test_array_and_aggregation_are_submitted_and_tied(folder: Path, capsys: pyte
     ]
 
 
+@pytest.mark.parametrize("key", ["collect.output_dir", "slurm.directory"])
+def test_a_backslash_in_the_logs_folder_is_refused(key: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(f"++{key}='a\\b'") == 2
+    assert f"{key} = '{folder}/a" in capsys.readouterr().err
+    assert not calls(folder)
+
+
 def test_the_jobs_configuration_is_that_of_a_collection(folder: Path) -> None:
     assert submit("collect.seeds=3,4", SERVER, "server.model=m", "collect.num_repeats=7") == 0
     path = folder / "out/slurm/0001/collect.yaml"

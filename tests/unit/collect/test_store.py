@@ -28,10 +28,10 @@ def rows(store: RolloutStore) -> list[dict]:
 
 def test_a_row_is_kept_under_its_key(tmp_path):
     with opened(tmp_path, seed=7) as store:
-        store.append(RolloutKey(1, 0), {"reward": 0.5, "answer": "größer\n\u2028"})
+        store.append(RolloutKey(1, 0), {"reward": 0.5, "answer": "größer\n\u2028 \ud83d"})
     assert store.files.rollouts.name == "rollouts-rs7.jsonl"
     assert rows(store) == [
-        {"task_index": 1, "rollout_index": 0, "seed": 7, "reward": 0.5, "answer": "größer\n\u2028"},
+        {"task_index": 1, "rollout_index": 0, "seed": 7, "reward": 0.5, "answer": "größer\n\u2028 \ud83d"},
     ]
 
 
@@ -215,6 +215,7 @@ from nemo_rl.types import Failure, FailureClass
 
 with RolloutStore.open(sys.argv[1], seed=0, keys=KeySpace(60, 4), identity={"model": "m"}, max_attempts=200) as store:
     for key in store.missing():
+        sys.stdin.readline()  # until it is allowed, so that it is never done before it is killed
         length = (key.task_index * 7919 + key.rollout_index * 104729) % 200_000
         store.append_failure(key, Failure(FailureClass.INFRA, "once"))
         store.append(key, {"text": "x" * length})
@@ -228,16 +229,27 @@ def test_killed_at_random_points_the_union_is_complete_and_no_key_is_there_twice
     reported: list[str] = []
     for _ in range(6):
         process = subprocess.Popen(
-            [sys.executable, "-c", COLLECTOR, str(tmp_path)], stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-c", COLLECTOR, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
+        assert process.stdin is not None
         assert process.stdout is not None
-        reported += [process.stdout.readline().strip() for _ in range(draw.randrange(1, 40))]
+        count = draw.randrange(1, 38)
+        process.stdin.write("\n" * (count + 2))
+        process.stdin.flush()
+        reported += [process.stdout.readline().strip() for _ in range(count)]
         process.send_signal(signal.SIGKILL)
         reported += process.stdout.read().split("\n")[:-1]  # what it had said before the signal arrived
         assert process.wait() == -signal.SIGKILL
         finished = set(kept_keys(tmp_path))
         assert {tuple(map(int, line.split())) for line in reported} <= finished  # nothing that was appended is lost
-    subprocess.run([sys.executable, "-c", COLLECTOR, str(tmp_path)], check=True, capture_output=True)
+        process.stdin.close()
+    subprocess.run(
+        [sys.executable, "-c", COLLECTOR, str(tmp_path)], check=True, capture_output=True, stdin=subprocess.DEVNULL
+    )
     keys = kept_keys(tmp_path)
     assert sorted(keys) == [(task, repeat) for task in range(60) for repeat in range(4)]
 

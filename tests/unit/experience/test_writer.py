@@ -131,6 +131,7 @@ def test_every_line_is_strict_json_whatever_was_sampled(tmp_path):
 
     message = json.loads(line, parse_constant=refuse)["messages"][0]
     assert message["generation_logprobs"] == [None]
+    assert message["content"] == "\ud800 \u2028 \x00"
 
 
 def test_file_that_cannot_be_written_is_reported_once_and_stops_nothing(tmp_path, caplog):

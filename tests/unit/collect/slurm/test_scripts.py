@@ -59,12 +59,12 @@ def test_shellcheck_finds_nothing_in_the_script_of_every_layout(name: str) -> No
 
 
 def test_the_array_is_of_seeds_times_chunks_and_slurm_is_told_what_was_asked() -> None:
-    made = submission(Path("/o ut"), seeds=(0, 2, 5), **EVERYTHING)
+    made = submission(Path("/o ut%j"), seeds=(0, 2, 5), **EVERYTHING)
     assert directives(collection_script(made)) == [
         "--job-name=eval-1",
         "--array=0-11%3",
         "--nodes=2",
-        "--output=/o ut/slurm/0001/logs/collect-%a.log",
+        "--output=/o ut%%j/slurm/0001/logs/collect-%a.log",
         "--open-mode=append",
         "--requeue",
         "--signal=B:USR1@90",
@@ -81,7 +81,7 @@ def test_the_array_is_of_seeds_times_chunks_and_slurm_is_told_what_was_asked() -
         "--job-name=eval-1-aggregate",
         "--nodes=1",
         "--ntasks=1",
-        "--output=/o ut/slurm/0001/logs/aggregate.log",
+        "--output=/o ut%%j/slurm/0001/logs/aggregate.log",
         "--open-mode=append",
         "--partition=cpu",
         "--account=me",
