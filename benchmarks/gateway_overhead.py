@@ -139,7 +139,7 @@ async def measure(engine: Engine, model_path: str, num_tokens: int) -> str:
 
 
 async def main() -> None:
-    model_path = resolve_model(QUICKSTART_MODEL)
+    model_path = await resolve_model(QUICKSTART_MODEL)
     section = GenerationSection(
         vllm_cfg=VllmCfg(max_num_seqs=NUM_AGENTS, enable_prefix_caching=False),
         vllm_kwargs={"hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN}},

@@ -145,7 +145,7 @@ async def one_round(context: RolloutContext, turns: int) -> tuple[float, float]:
 
 
 async def main(*, is_profiled: bool) -> None:
-    codec = Codec(ChatEncoder(load_tokenizer(Tokenizer(), resolve_model(QUICKSTART_MODEL))))
+    codec = Codec(ChatEncoder(load_tokenizer(Tokenizer(), await resolve_model(QUICKSTART_MODEL))))
     print(f"{NUM_ROLLOUTS} rollouts at once, medians of {ROUNDS} rounds")
     print(f"| calls a rollout | tokens a call | CPU ms a call [{BAR_MS}] | calls/s |\n|---|---|---|---|", flush=True)
     for turns, num_tokens in ((1, 64), (1, 256), (3, 64), (3, 256)):

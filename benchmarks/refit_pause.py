@@ -133,7 +133,7 @@ async def measure(engine: WatchedGeneration, policy: Weights, num_requests: int,
 
 
 async def main(rounds: int, numbers: Iterable[int]) -> None:
-    model_path = resolve_model("nemo_rl/quickstart")
+    model_path = await resolve_model("nemo_rl/quickstart")
     policy = Weights(model_path)
     print("| requests | keys and values | pause ms | load | resume | held (worst) | gap | step | at most 50 |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)

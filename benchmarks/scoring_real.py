@@ -93,7 +93,7 @@ def save_reward_model(folder: Path) -> str:
 
     from nemo_rl.build.models import resolve_model
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("nemo_rl/quickstart"))
+    tokenizer = AutoTokenizer.from_pretrained(asyncio.run(resolve_model("nemo_rl/quickstart")))
     sizes: dict[str, Any] = {"num_labels": 1, "pad_token_id": None}
     config = LlamaConfig(
         **sizes,

@@ -117,7 +117,7 @@ class Figures:
 async def measure(work: Work, num_steps: int) -> Figures:
     figures = Figures([], [], [], [], [])
     with tempfile.TemporaryDirectory() as log_dir:
-        model_path = resolve_model("nemo_rl/quickstart")
+        model_path = await resolve_model("nemo_rl/quickstart")
         if work.is_untrained:
             model_path = untrained(model_path, f"{log_dir}/model")
         own = (f"policy.model_name={model_path}", f"policy.generation.ignore_eos={not work.is_untrained}")

@@ -19,7 +19,7 @@ _MODELS = {"quickstart": student, "quickstart-teacher": teacher, "quickstart-pai
 _NAME = re.compile(r"nemo_rl/(quickstart(?:-pairs)?(?:-teacher)?)(?:-([0-9]+))?")
 
 
-def resolve_model(model_name: str) -> str:
+async def resolve_model(model_name: str) -> str:
     """The path or hub name to load. The quickstart's models are made at their first use, in half a minute."""
     if not model_name.startswith(QUICKSTART_MODEL):
         return model_name
@@ -29,7 +29,7 @@ def resolve_model(model_name: str) -> str:
         allowed = f"allowed: {names}, or {QUICKSTART_MODEL}-N for a seed N"
         raise ConfigError("policy.model_name", model_name, allowed)
     kind, seed = match[1], int(match[2] or 0)
-    return str(prepare_model(cache_directory() / f"{kind}-{seed}", _MODELS[kind](seed)))
+    return str(await prepare_model(cache_directory() / f"{kind}-{seed}", _MODELS[kind](seed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class ModelFiles:
     tokenizer: str
 
 
-def find_model(model_name: str) -> ModelFiles:
+async def find_model(model_name: str) -> ModelFiles:
     """As `resolve_model`; a checkpoint's folder, `step_N`, is the policy that was saved in it."""
     policy = Path(model_name) / POLICY_DIRECTORY
     if (policy / "weights").is_dir():
         return ModelFiles(str(policy / "weights"), str(policy / "tokenizer"))
-    path = resolve_model(model_name)
+    path = await resolve_model(model_name)
     return ModelFiles(path, path)

@@ -5,13 +5,12 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.config.data import Dataset
 from nemo_rl.config.policy import Optimizer, Policy, SchedulerStage
@@ -36,41 +35,43 @@ MAX_TOKENS = 64  # of a question with its spelling
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
 
 
-def prepare_model(folder: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
+async def prepare_model(folder: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
     """Make `folder` a Hugging Face model with tokenizer and chat template; one that is complete is kept.
 
-    Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it. May be
-    called inside an event loop, which stands still meanwhile.
+    Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it. When
+    cancelled, it stops after the step that it is at, and nothing is left.
     """
     marker = folder / COMPLETE
     if marker.is_file() and marker.read_text() == recipe.text:
         return folder
     logger.info("making the quickstart's model in %s: half a minute, once", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    thread, progress = PolicyThread("quickstart"), _Steps(on_step)
+    thread, interrupt = PolicyThread("quickstart"), Interrupt()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         try:
             with torch.random.fork_rng(devices=[]):
-                made = thread.run_blocking(_train, recipe, Path(scratch), progress)
+                made = await thread.run(_train, recipe, Path(scratch), _Steps(on_step), interrupt)
         finally:
-            progress.stop.set()  # where this was interrupted
+            interrupt.request()  # where this was cancelled
             thread.close()
         (made / COMPLETE).write_text(recipe.text)
         _put_in_place(made, folder, recipe.text)
     return folder
 
 
-def _train(recipe: Recipe, scratch: Path, progress: Progress) -> Path:
-    return asyncio.run(_trained(recipe, scratch, progress))
+def _train(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+    return asyncio.run(_trained(recipe, scratch, progress, interrupt))
 
 
-async def _trained(recipe: Recipe, scratch: Path, progress: Progress) -> Path:
-    """Train fresh weights; the folder with what became of them."""
+async def _trained(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+    """Train fresh weights; the folder with what became of them. Raises Interrupted soon after a stop is asked for."""
     tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
     make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
     train, _ = quickstart_prompts()
+    _check(interrupt)
     learnt = ConversationSet("spellings", spellings(train.prompts, recipe))
     samples = encode_set(ChatEncoder(tokenizer), learnt, max_tokens=MAX_TOKENS, overlong="truncate").samples
+    _check(interrupt)
     config = _config(recipe, str(scratch / "fresh"))
     policy = FSDP2Policy(
         config.policy,
@@ -92,14 +93,20 @@ async def _trained(recipe: Recipe, scratch: Path, progress: Progress) -> Path:
             checkpoints=None,
             logger=CompositeLogger({}),
             progress=progress,
-            interrupt=Interrupt(),
+            interrupt=interrupt,
         )
         await train_sft(run)
+        _check(interrupt)
         await policy.save(scratch, save_optimizer=False)
         await policy.finish_save()
     finally:
         await policy.close()
     return scratch / "weights"
+
+
+def _check(interrupt: Interrupt) -> None:
+    if interrupt.requested:
+        raise Interrupted("the making of the quickstart's model")
 
 
 def _config(recipe: Recipe, model_path: str) -> SFTConfig:
@@ -136,13 +143,10 @@ class _Steps(Progress):
 
     def __init__(self, on_step: OnStep | None) -> None:
         super().__init__()
-        self.stop = threading.Event()
         self._on_step = on_step
 
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         self._advance(step)
-        if self.stop.is_set():
-            raise KeyboardInterrupt
         if self._on_step is not None:
             self._on_step(step, self._total, metrics["loss"])
 

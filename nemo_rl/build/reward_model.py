@@ -1,5 +1,6 @@
 """A run of examples/run_rm.py from its configuration: data, model, training, and the Hugging Face folder at its end."""
 
+import asyncio
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nemo_rl.algorithms.interrupt import cancelled_by_sigterm
 from nemo_rl.algorithms.reward_model import TokenPair, evaluate, num_steps, train_steps
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.records import open_console, open_records
@@ -98,12 +100,17 @@ def _open_model(config: RewardModelConfig) -> tuple[PreTrainedModel, Conversatio
         tokenizer = make_tokenizer()
         model: PreTrainedModel = make_classifier(tokenizer, seed=config.rm.seed)
     else:
-        path = resolve_model(policy.model_name)
+        path = asyncio.run(_resolved(policy.model_name))
         torch.manual_seed(config.rm.seed)  # of the fresh head
         model = load_classifier("policy.model_name", path, fresh_head=True)
         tokenizer = load_tokenizer(policy.tokenizer, path)
     tokens = ConversationTokens(tokenizer, max_length=max_tokens(model, policy.max_total_sequence_length))
     return model.to(device), tokens  # pyright: ignore[reportArgumentType]
+
+
+async def _resolved(model_name: str) -> str:
+    with cancelled_by_sigterm():  # the quickstart's model is made at its first use
+        return await resolve_model(model_name)
 
 
 def _pairs(name: str, dataset: PreferenceDataset, tokens: ConversationTokens) -> list[TokenPair]:

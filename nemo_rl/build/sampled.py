@@ -50,7 +50,7 @@ async def load_sampled_inputs(config: SampledConfig, stack: AsyncExitStack) -> S
     input_set = load_input(config.data, config.collection.limit)
     prompt_set = PromptSet("input", input_set.prompts)
     check_tasks(config, (prompt_set,))
-    files = find_model(config.policy.model_name) if config.server.address is None else _served_files(config)
+    files = await (find_model(config.policy.model_name) if config.server.address is None else _served_files(config))
     encoder = _encoder(config, files)
     served = None
     if config.server.address is not None:
@@ -95,10 +95,10 @@ def _engine_section(config: SampledConfig, files: ModelFiles) -> GenerationSecti
     return section.model_copy(update={"vllm_kwargs": {**beside, **section.vllm_kwargs}})
 
 
-def _served_files(config: SampledConfig) -> ModelFiles:
+async def _served_files(config: SampledConfig) -> ModelFiles:
     """A server that takes messages needs no files here, so that the model's name may be one of the server's alone."""
     name = config.policy.model_name
-    return ModelFiles(name, name) if config.server.api == "chat" else find_model(name)
+    return ModelFiles(name, name) if config.server.api == "chat" else await find_model(name)
 
 
 def _encoder(config: SampledConfig, files: ModelFiles) -> ChatEncoder | None:

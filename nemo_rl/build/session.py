@@ -59,9 +59,9 @@ def _prepare(config: TrainingConfig) -> Prepared:
     layout = find_layout(config)
     check_optimizer(config.policy)
     prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
-    model_path = resolve_model(config.policy.model_name)
+    model_path = await resolve_model(config.policy.model_name)
     check_model(config.policy, model_path)
-    teacher_paths = resolve_teachers(config)
+    teacher_paths = await resolve_teachers(config)
     inputs = load_inputs(config, model_path, prompts)
     check_teachers_fit(config, inputs, teacher_paths)
     translators = make_translators(config, inputs, teacher_paths) if crosses_tokenizers(config) else None

@@ -52,7 +52,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
     layout = find_layout(config)
     check_optimizer(config.policy)
     conversations = load_conversations(config.data, config.sft.seed)
-    model_path = resolve_model(config.policy.model_name)
+    model_path = await resolve_model(config.policy.model_name)
     model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
     check_context_length(config.policy, model)
     check_model(config.policy, model_path)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.placement import Reservation
 
 
-def resolve_teachers(config: TrainingConfig) -> dict[str, str]:
+async def resolve_teachers(config: TrainingConfig) -> dict[str, str]:
     """The path or hub name of each teacher's model, by key; the quickstart's is made at its first use."""
     if not reads_teachers(config):
         return {}
-    return {key: resolve_model(section.model_name) for key, section in config.teacher_sections.items()}
+    return {key: await resolve_model(section.model_name) for key, section in config.teacher_sections.items()}
 
 
 def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Mapping[str, str]) -> None:

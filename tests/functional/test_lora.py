@@ -1,5 +1,6 @@
 """LoRA through the command line: real vLLM, the quickstart's model, a few steps, packed, and on from a checkpoint."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_the_engine_holds_the_merged_weights_at_every_step(run: Run) -> None:
 
 
 def test_the_checkpoint_is_a_merged_model_and_an_adapter_of_the_base(run: Run) -> None:
-    base = AutoModelForCausalLM.from_pretrained(resolve_model("nemo_rl/quickstart"), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(asyncio.run(resolve_model("nemo_rl/quickstart")), dtype=torch.float32)
     adapter = checkpoint(run, 2) / "adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 16
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()

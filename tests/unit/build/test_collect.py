@@ -104,7 +104,7 @@ def test_a_model_is_told_by_its_weights(model_folder: Path, tmp_path: Path) -> N
 
 def test_a_checkpoint_is_the_policy_that_was_saved_in_it(tmp_path: Path) -> None:
     (tmp_path / "step_5" / "policy" / "weights").mkdir(parents=True)
-    found = find_model(str(tmp_path / "step_5"))
+    found = asyncio.run(find_model(str(tmp_path / "step_5")))
     assert found.weights == str(tmp_path / "step_5/policy/weights")
     assert found.tokenizer == str(tmp_path / "step_5/policy/tokenizer")
 

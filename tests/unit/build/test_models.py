@@ -1,3 +1,4 @@
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, Re
     """Folder and recipe of the quickstart's models that would have been made."""
     calls: list[tuple[Path, Recipe]] = []
 
-    def prepare_model(folder: Path, recipe: Recipe) -> Path:
+    async def prepare_model(folder: Path, recipe: Recipe) -> Path:
         calls.append((folder, recipe))
         return folder
 
@@ -25,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, Re
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "/some/folder", "nemo_rl"])
 def test_names_of_others_are_left_to_transformers(name: str, made: list[tuple[Path, Recipe]]) -> None:
-    assert resolve_model(name) == name
+    assert asyncio.run(resolve_model(name)) == name
     assert made == []
 
 
@@ -41,14 +42,14 @@ def test_names_of_others_are_left_to_transformers(name: str, made: list[tuple[Pa
 def test_the_quickstarts_models_are_made_in_the_cache_by_their_recipe(
     name: str, folder: str, recipe: Recipe, made: list[tuple[Path, Recipe]], tmp_path: Path
 ) -> None:
-    assert resolve_model(name) == str(tmp_path / folder)
+    assert asyncio.run(resolve_model(name)) == str(tmp_path / folder)
     assert made == [(tmp_path / folder, recipe)]
 
 
 @pytest.mark.parametrize("suffix", ["2", "-", "-x", "--1", "-1.5", "-²", "-teacher-x", "-teachers"])
 def test_other_names_of_ours_are_refused(suffix: str, made: list[tuple[Path, Recipe]]) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name.*nemo_rl/quickstart-N for a seed N"):
-        resolve_model(f"nemo_rl/quickstart{suffix}")
+        asyncio.run(resolve_model(f"nemo_rl/quickstart{suffix}"))
     assert made == []
 
 
