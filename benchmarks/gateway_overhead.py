@@ -16,7 +16,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from nemo_rl.build.models import QUICKSTART_MODEL, resolve_model
+from nemo_rl.build.model_names import QUICKSTART_MODEL
+from nemo_rl.build.models import resolve_model
 from nemo_rl.config.generation import GenerationSection, VllmCfg
 from nemo_rl.config.policy import Tokenizer
 from nemo_rl.config.run import Gateway

@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Sequence
 import aiohttp
 from aiohttp import web
 
-from nemo_rl.build.models import QUICKSTART_MODEL, resolve_model
+from nemo_rl.build.model_names import QUICKSTART_MODEL
+from nemo_rl.build.models import resolve_model
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.config.policy import Tokenizer
 from nemo_rl.config.run import Gateway

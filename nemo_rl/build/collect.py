@@ -95,7 +95,8 @@ def open_stores(config: SampledConfig, inputs: SampledInputs, stack: AsyncExitSt
         chunk = Chunk(*collection.chunk_index_and_count)
     keys = KeySpace(tasks.num_tasks, collection.num_repeats, chunk)
     served_model = None if inputs.served is None else inputs.served.model
-    identity = run_identity(config, tasks, inputs.files, engine=engine_name(config, inputs), served_model=served_model)
+    engine = engine_name(config, inputs)
+    identity = run_identity(config, tasks, inputs.model_path, engine=engine, served_model=served_model)
     return [
         stack.enter_context(
             RolloutStore.open(

@@ -31,6 +31,12 @@ def run(arguments: Sequence[str]) -> int:
     )
 
 
+def _plan(config: CollectConfig) -> str:
+    from nemo_rl.build.placement import sampled_placement_plan  # torch looks for devices
+
+    return f"\n{sampled_placement_plan(config)}\n"
+
+
 def _collect(config: CollectConfig, command: str) -> int:
     from nemo_rl.build.collect import run_collection  # torch and the engine load only for a valid configuration
 
@@ -60,4 +66,4 @@ def report(collected: "Collected") -> str:
     return "\n".join(lines)
 
 
-COLLECT_JOB = Job(load_collect_config, _collect)
+COLLECT_JOB = Job(load_collect_config, _collect, _plan)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl.build.model_names import check_model_names
 from nemo_rl.config.loading import load_config, load_distillation_config, load_sft_config, resolved_yaml
 from nemo_rl.config.master import TrainingConfig
 from nemo_rl.config.sft import SFTConfig
@@ -39,6 +40,7 @@ def run_command(
     parsed = _parser(description, program).parse_intermixed_args(arguments)
     try:
         config = job.load(parsed.config or default_config, parsed.overrides)
+        check_model_names(config)
         if not parsed.dry_run:
             return job.run(config, _command(parsed))
         sys.stdout.write(resolved_yaml(config) + job.plan(config))

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 LOG_COLUMNS = 160  # in a log, where there is no width to fit
 
 
+def _plan(config: EvalConfig) -> str:
+    from nemo_rl.build.placement import sampled_placement_plan  # torch looks for devices
+
+    return f"\n{sampled_placement_plan(*config.models)}\n"
+
+
 def _evaluate(config: EvalConfig, command: str) -> int:
     """One model after the other, each in the folder that its name gives it, then the tables."""
     from nemo_rl.build.collect import run_collection  # torch and the engine load only for a valid configuration
@@ -59,4 +65,4 @@ def headline(config: EvalConfig, collected: "Collected", measured: Profile) -> s
     return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{failed}: {where}"
 
 
-EVAL_JOB = Job(load_eval_config, _evaluate)
+EVAL_JOB = Job(load_eval_config, _evaluate, _plan)

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from nemo_rl.build.workers import engine_dtype, find_layout
+from nemo_rl.config.collect import SampledConfig
 from nemo_rl.config.env import AgentSection
 from nemo_rl.config.layout import Layout, Place
-from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.master import RolloutConfig, TrainingConfig
 from nemo_rl.config.parallel import ParallelModel
 from nemo_rl.config.sft import SFTConfig
+from nemo_rl.distributed.device import resolve_device
 from nemo_rl.weight_sync.make import choose_transport
 
 
@@ -22,14 +24,43 @@ def placement_plan(config: TrainingConfig | SFTConfig) -> str:
 
 
 def _rollout_lines(config: TrainingConfig, layout: Layout) -> list[str]:
-    agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
     return [
         f"#   reference policy: {_reference(config)}",
         *(f"#   {key}: {_teacher(key, config, layout)}" for key in config.teacher_sections),
         f"#   generation: {_engines(config, layout)}, {engine_dtype(config)}",
+        *_environment_lines(config),
+        f"#   weight sync: {choose_transport(config.weight_sync.transport, layout).replace('_', ' ')}",
+    ]
+
+
+def sampled_placement_plan(*configs: SampledConfig) -> str:
+    """The same of collections of one model each, which differ in nothing else; nothing is trained."""
+    config = configs[0]
+    models = ", then ".join(each.policy.model_name for each in configs)
+    lines = [
+        "# placement",
+        f"#   model{'s' if len(configs) > 1 else ''}: {models}",
+        f"#   generation: {_sampled_engine(config)}",
+        *_environment_lines(config),
+    ]
+    return "\n".join(lines)
+
+
+def _sampled_engine(config: SampledConfig) -> str:
+    server = config.server
+    if server.address is not None:
+        return f"{server.model or 'the one model'} behind {', '.join(server.addresses)}, api: {server.api}"
+    copies = {"tensor parallel": server.tensor_parallel_size, "data parallel": server.data_parallel_size}
+    split = [f"{size} {name}" for name, size in copies.items() if size > 1]
+    parts = [f"{server.backend} on {resolve_device(config.policy.device).type}", "started by the driver", *split]
+    return ", ".join([*parts, config.policy.precision])
+
+
+def _environment_lines(config: RolloutConfig) -> list[str]:
+    agents = sorted(name for name, section in config.env.items() if isinstance(section, AgentSection))
+    return [
         f"#   environments: {', '.join(sorted(config.env.keys() - set(agents))) or 'none'}",
         *([f"#   agents: {', '.join(agents)}; gateway on {config.gateway.host}"] if agents else []),
-        f"#   weight sync: {choose_transport(config.weight_sync.transport, layout).replace('_', ' ')}",
     ]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.build.models import ModelFiles
 from nemo_rl.collect.tasks import Tasks
 from nemo_rl.config.collect import SampledConfig
 from nemo_rl.config.section import Section
@@ -42,7 +41,7 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # of a weight file that are read for its 
 
 
 def run_identity(
-    config: SampledConfig, tasks: Tasks, files: ModelFiles, *, engine: str, served_model: str | None
+    config: SampledConfig, tasks: Tasks, model_path: str, *, engine: str, served_model: str | None
 ) -> dict[str, Any]:
     """For `RolloutStore.open`: the same for all seeds and chunks.
 
@@ -66,7 +65,7 @@ def run_identity(
         },
         "model": {
             "name": policy.model_name,
-            "digest": model_digest(Path(files.weights)),
+            "digest": model_digest(Path(model_path)),
             "engine": engine,
             **_of_engine(config, served_model),
         },

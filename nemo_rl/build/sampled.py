@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from nemo_rl.build.agents import agent_sections
 from nemo_rl.build.inputs import check_context_length, check_tasks
-from nemo_rl.build.models import ModelFiles, find_model
+from nemo_rl.build.models import resolve_model
 from nemo_rl.build.nemo_gym import gym_sections
 from nemo_rl.build.served import ServedEngine, connect
 from nemo_rl.config.collect import SampledConfig
-from nemo_rl.config.generation import GenerationSection
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import PromptSet, check_prompt_lengths
 from nemo_rl.data.input import InputSet, load_input
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 class SampledInputs:
     input_set: InputSet
     encoder: ChatEncoder
-    files: ModelFiles
+    model_path: str  # a folder or a hub name
     served: ServedEngine | None  # None: an engine is to be started
 
     @property
@@ -50,8 +49,8 @@ async def load_sampled_inputs(config: SampledConfig, stack: AsyncExitStack) -> S
     input_set = load_input(config.data, config.collection.limit)
     prompt_set = PromptSet("input", input_set.prompts)
     check_tasks(config, (prompt_set,))
-    files = await (find_model(config.policy.model_name) if config.server.address is None else _served_files(config))
-    encoder = _encoder(config, files)
+    model_path = await _model_path(config)
+    encoder = _encoder(config, model_path)
     served = None
     if config.server.address is not None:
         served = await connect(config, encoder)
@@ -61,22 +60,21 @@ async def load_sampled_inputs(config: SampledConfig, stack: AsyncExitStack) -> S
             encoder = UnrenderedMessages()
     else:
         trusted = config.server.trust_remote_code
-        model = load_config(files.weights, {}, trust_remote_code=trusted).get_text_config()
+        model = load_config(model_path, {}, trust_remote_code=trusted).get_text_config()
         check_context_length(config.policy, model)
     assert encoder is not None  # a server that takes tokens was asked with them
     if config.data.max_input_seq_length is not None:
         check_prompt_lengths((prompt_set,), encoder, config.data.max_input_seq_length)
-    return SampledInputs(input_set, encoder, files, served)
+    return SampledInputs(input_set, encoder, model_path, served)
 
 
 async def open_engine(config: SampledConfig, inputs: SampledInputs, stack: AsyncExitStack) -> Generation:
     """The server's client, or an engine started now and closed with `stack`."""
     if inputs.served is not None:
         return inputs.served.generation
-    section = _engine_section(config, inputs.files)
     generation = await make_generation(
-        section,
-        model_path=inputs.files.weights,
+        config.server.engine(config.policy.generation),
+        model_path=inputs.model_path,
         dtype=config.policy.precision,
         max_model_len=config.policy.max_total_sequence_length,
         device=resolve_device(config.policy.device).type,
@@ -86,28 +84,19 @@ async def open_engine(config: SampledConfig, inputs: SampledInputs, stack: Async
     return generation
 
 
-def _engine_section(config: SampledConfig, files: ModelFiles) -> GenerationSection:
-    """A checkpoint's tokenizer lies beside its weights; vLLM needs it for stop strings."""
-    section = config.server.engine(config.policy.generation)
-    if section.backend == "hf" or files.tokenizer == files.weights:
-        return section
-    beside = {"tokenizer": files.tokenizer, "skip_tokenizer_init": False}
-    return section.model_copy(update={"vllm_kwargs": {**beside, **section.vllm_kwargs}})
-
-
-async def _served_files(config: SampledConfig) -> ModelFiles:
+async def _model_path(config: SampledConfig) -> str:
     """A server that takes messages needs no files here, so that the model's name may be one of the server's alone."""
     name = config.policy.model_name
-    return ModelFiles(name, name) if config.server.api == "chat" else await find_model(name)
+    return name if config.server.address is not None and config.server.api == "chat" else await resolve_model(name)
 
 
-def _encoder(config: SampledConfig, files: ModelFiles) -> ChatEncoder | None:
+def _encoder(config: SampledConfig, model_path: str) -> ChatEncoder | None:
     """None where messages are all that a server can be sent."""
     if config.server.api == "chat":
         return None
     try:
         tokenizer = load_tokenizer(
-            config.policy.tokenizer, files.tokenizer, trust_remote_code=config.server.trust_remote_code
+            config.policy.tokenizer, model_path, trust_remote_code=config.server.trust_remote_code
         )
         encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
         encoder.check()

@@ -54,7 +54,7 @@ class Prepared:
     translators: Mapping[str, Translator] | None  # None: all teachers have the policy's tokenizer
 
 
-def _prepare(config: TrainingConfig) -> Prepared:
+async def _prepare(config: TrainingConfig) -> Prepared:
     """What can be refused is refused here."""
     layout = find_layout(config)
     check_optimizer(config.policy)
@@ -72,7 +72,7 @@ def _prepare(config: TrainingConfig) -> Prepared:
 async def open_run(config: TrainingConfig) -> AsyncIterator[TrainingRun]:
     """Everything that the loop uses; what can be refused is refused before a model is loaded."""
     console = open_console()
-    ready = _prepare(config)
+    ready = await _prepare(config)
     inputs = ready.inputs
     async with AsyncExitStack() as stack:
         surroundings = await open_surroundings(config, inputs.encoder, ready.layout, stack)

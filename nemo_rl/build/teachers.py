@@ -31,7 +31,10 @@ async def resolve_teachers(config: TrainingConfig) -> dict[str, str]:
     """The path or hub name of each teacher's model, by key; the quickstart's is made at its first use."""
     if not reads_teachers(config):
         return {}
-    return {key: await resolve_model(section.model_name) for key, section in config.teacher_sections.items()}
+    return {
+        key: await resolve_model(section.model_name, key=f"{key}.model_name")
+        for key, section in config.teacher_sections.items()
+    }
 
 
 def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Mapping[str, str]) -> None:

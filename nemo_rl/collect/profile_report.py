@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +70,30 @@ def summary_table(profile: Profile) -> Table:
 
 
 def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
-    """A row a data set and quantity; `first` and `second` name the columns."""
+    """A row a data set and quantity; `first` and `second` are the paths or names of what is compared."""
     how = "task by task" if comparison.are_paired else "of means: the tasks are not the same"
     table = Table(title=escape(f"{second} against {first}, differences {how}"))
     for name in ("data set", "quantity"):
         table.add_column(name)
-    for name in (first, second, "difference", "better", "worse"):
+    for name in (*_told_apart(first, second), "difference", "better", "worse"):
         table.add_column(escape(name), justify="right", overflow="fold")
     for row in comparison.differences:
+        counts = (row.num_better, row.num_worse)
         numbers = [
             _text(row.quantity, row.first),
             _text(row.quantity, row.second),
             _text(row.quantity, row.difference, row.standard_error, sign="+"),
-            *("" if count is None else str(count) for count in (row.num_better, row.num_worse)),
+            *("" if count is None or row.quantity == "tokens" else str(count) for count in counts),
         ]
         table.add_row(escape(row.dataset), escape(row.quantity), *numbers)
     return table
+
+
+def _told_apart(first: str, second: str) -> tuple[str, str]:
+    """Without the folders above that both share. Example: runs/a/step_5 and runs/a/step_9 are step_5 and step_9."""
+    one, other = first.split("/"), second.split("/")
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1], strict=False)))
+    return "/".join(one[shared:]), "/".join(other[shared:])
 
 
 def _rows(summaries: Sequence[Summary]) -> Sequence[tuple[str, list[str]]]:
@@ -111,5 +120,5 @@ def _text(quantity: str, value: float | None, error: float | None = None, *, sig
     if value is None:
         return ""
     digits = 1 if quantity == "tokens" else 4
-    text = f"{value:{sign}.{digits}f}"
+    text = f"{value:{sign}z.{digits}f}"
     return text if error is None else f"{text} ± {error:.{digits}f}"

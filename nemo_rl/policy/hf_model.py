@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        problem = f"no Hugging Face model can be read there ({str(error).splitlines()[0]})"
+        reason = str(error).splitlines()[0]
+        problem = f"no Hugging Face model can be read there ({reason})"
+        if not Path(model_path).exists():
+            problem = f"is no folder here, and the hub gives no model of that name ({reason})"
         raise ConfigError(f"{section}.model_name", model_path, problem) from error
     _check_overrides(config, overrides, f"{section}.hf_config_overrides")
     if not overrides:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from nemo_rl.build import collect, collect_command, evaluate
 from nemo_rl.build.collect import Collected, run_collection
-from nemo_rl.build.models import find_model
 from nemo_rl.build.run_identity import model_digest
 from nemo_rl.collect.tasks import read_tasks
 from nemo_rl.config.loading import load_collect_config
@@ -100,13 +99,6 @@ def test_a_model_is_told_by_its_weights(model_folder: Path, tmp_path: Path) -> N
     (copied / "model.safetensors").write_bytes(weights)
     assert model_digest(copied) != model_digest(model_folder)
     assert model_digest(tmp_path / "a-name-on-a-hub") is None
-
-
-def test_a_checkpoint_is_the_policy_that_was_saved_in_it(tmp_path: Path) -> None:
-    (tmp_path / "step_5" / "policy" / "weights").mkdir(parents=True)
-    found = asyncio.run(find_model(str(tmp_path / "step_5")))
-    assert found.weights == str(tmp_path / "step_5/policy/weights")
-    assert found.tokenizer == str(tmp_path / "step_5/policy/tokenizer")
 
 
 def test_rollouts_that_fail_each_time_are_told_and_make_the_command_fail(

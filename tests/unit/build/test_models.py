@@ -53,6 +53,11 @@ def test_other_names_of_ours_are_refused(suffix: str, made: list[tuple[Path, Rec
     assert made == []
 
 
+def test_a_checkpoint_is_the_policy_that_was_saved_in_it(tmp_path: Path) -> None:
+    (tmp_path / "step_5" / "policy" / "weights").mkdir(parents=True)
+    assert asyncio.run(resolve_model(str(tmp_path / "step_5"))) == str(tmp_path / "step_5/policy/weights")
+
+
 def test_without_the_variable_the_cache_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEMO_RL_CACHE", raising=False)
     assert cache_directory() == Path.home() / ".cache" / "nemo_rl"

@@ -1,6 +1,11 @@
+from pathlib import Path
+
 import pytest
 
-from nemo_rl.build.placement import placement_plan
+import nemo_rl.quickstart
+from nemo_rl.build.placement import placement_plan, sampled_placement_plan
+from nemo_rl.config.collect import CollectConfig
+from nemo_rl.config.loading import load_collect_config, load_eval_config
 from tests.unit.build.conftest import Recipe
 
 
@@ -84,3 +89,46 @@ def test_reference_under_adapters_is_the_policy_itself(recipe: Recipe) -> None:
     adapters = "policy.dtensor_cfg={lora_cfg: {enabled: true}}"
     lines = placement_plan(recipe("loss_fn.reference_policy_kl_penalty=0.1", adapters)).splitlines()
     assert "#   reference policy: the policy without its adapters" in lines
+
+
+QUICKSTART = Path(nemo_rl.quickstart.__path__[0]) / "collect.yaml"
+EVALUATION = Path(__file__).parents[3] / "examples" / "configs" / "eval.yaml"
+
+
+def collection(*overrides: str) -> CollectConfig:
+    return load_collect_config(QUICKSTART, ("++policy.device=cpu", *overrides))
+
+
+def test_the_plan_of_a_collection_has_its_model_and_engine() -> None:
+    assert sampled_placement_plan(collection()).splitlines() == [
+        "# placement",
+        "#   model: nemo_rl/quickstart",
+        "#   generation: vllm on cpu, started by the driver, float32",
+        "#   environments: reasoning_gym",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("server.tensor_parallel_size=2", "server.data_parallel_size=4"),
+            "#   generation: vllm on cpu, started by the driver, 2 tensor parallel, 4 data parallel, float32",
+        ),
+        (("server.backend=hf",), "#   generation: hf on cpu, started by the driver, float32"),
+        (
+            ("server.address=[http://a:1,http://b:1]", "server.api=chat"),
+            "#   generation: the one model behind http://a:1, http://b:1, api: chat",
+        ),
+        (("server.address=http://a:1", "server.model=m"), "#   generation: m behind http://a:1, api: auto"),
+        (("++env.asker={type: agent, command: [cat]}",), "#   agents: asker; gateway on 127.0.0.1"),
+    ],
+)
+def test_the_plan_of_a_collection_follows_its_configuration(overrides: tuple[str, ...], line: str) -> None:
+    assert line in sampled_placement_plan(collection(*overrides)).splitlines()
+
+
+def test_the_plan_of_a_comparison_names_both_models_in_turn() -> None:
+    config = load_eval_config(EVALUATION, ("eval.baseline=nemo_rl/quickstart-1",))
+    plan = sampled_placement_plan(*config.models).splitlines()
+    assert plan[1] == "#   models: nemo_rl/quickstart-1, then nemo_rl/quickstart"

@@ -12,12 +12,13 @@ from types import ModuleType
 import pytest
 
 from nemo_rl.config.data import Data, Dataset
-from nemo_rl.config.loading import load_config, resolved_yaml
+from nemo_rl.config.loading import load_collect_config, load_config, resolved_yaml
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.data.datasets import load_datasets
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nemo_gym"
-RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+COLLECTION = "collect.yaml"
+TRAINING = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != COLLECTION)
 FILES = ("quickstart", "math", "workplace_assistant", "mix")
 SHELLCHECK = shutil.which("shellcheck")
 
@@ -42,14 +43,15 @@ def make_rows() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*TRAINING, COLLECTION])
 def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(
     name: str, rows_folder: Path, tmp_path: Path
 ) -> None:
-    config = load_config(FOLDER / name)
+    load = load_collect_config if name == COLLECTION else load_config
+    config = load(FOLDER / name)
     path = tmp_path / "config.yaml"
     path.write_text(resolved_yaml(config))
-    assert load_config(path) == config
+    assert load(path) == config
     section = config.env["nemo_gym"]
     assert isinstance(section, NemoGymSection)
     assert section.config_paths
@@ -58,7 +60,7 @@ def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(
 
 
 def test_recipes_name_the_agents_of_rows_that_name_none(rows_folder: Path) -> None:
-    defaults = {name: load_config(FOLDER / name).data.default.agent_name for name in RECIPES}
+    defaults = {name: load_config(FOLDER / name).data.default.agent_name for name in TRAINING}
     assert defaults == {
         "grpo_math.yaml": "math_with_judge_simple_agent",
         "grpo_mix.yaml": "workplace_assistant_simple_agent",
