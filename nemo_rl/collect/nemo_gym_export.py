@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from nemo_rl.collect.nemo_gym_files import (
     AGENT,
+    ANSWER,
     FAILURE_CLASS,
     GYMS_ROW,
     PARAMETERS,
@@ -100,7 +101,8 @@ def _rollout(row: Row, task: Task) -> Row:
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "usage": {"input_tokens": total - generated, "output_tokens": generated, "total_tokens": total},
     }
-    return {PARAMETERS: parameters, RESPONSE: response, "reward": row["reward"], AGENT: given[AGENT]}
+    answer = {} if row.get("answer") is None else {ANSWER: row["answer"]}
+    return {PARAMETERS: parameters, RESPONSE: response, "reward": row["reward"], **answer, AGENT: given[AGENT]}
 
 
 def _first_generated(messages: Sequence[Row], num_turns: int) -> int:

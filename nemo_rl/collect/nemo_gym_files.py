@@ -5,6 +5,7 @@ from pathlib import Path
 
 TASK_INDEX = "_ng_task_index"
 ROLLOUT_INDEX = "_ng_rollout_index"
+ANSWER = "extracted_answer"  # of environments that look for one in the reply
 FAILURE_CLASS = "_ng_failure_class"
 AGENT = "agent_ref"
 PARAMETERS = "responses_create_params"

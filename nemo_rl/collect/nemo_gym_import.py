@@ -7,6 +7,7 @@ from typing import Any
 from nemo_rl.collect.keys import KeySpace, RolloutKey
 from nemo_rl.collect.nemo_gym_files import (
     AGENT,
+    ANSWER,
     FAILURE_CLASS,
     GYMS_ROW,
     RESPONSE,
@@ -72,7 +73,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
         "stop_reason": StopReason.TRUNCATED if is_cut else StopReason.DONE,
         "reward": reward,
         "rewards": {} if reward is None else {"reward": reward},
-        "answer": row.get("extracted_answer"),
+        "answer": row.get(ANSWER),
         "num_tokens": usage.get("total_tokens", _num_generated(response)),
         "num_generated_tokens": usage.get("output_tokens", _num_generated(response)),
         "messages": [],  # of Gym's shape below

@@ -1,19 +1,26 @@
-"""NeMo Gym's own servers, trained through the command line: real vLLM, the quickstart's model."""
+"""NeMo Gym's own servers, trained on and collected from through the command line: the quickstart's model."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_rl import cli
+from nemo_rl.collect.profile import profile, task_rows
 from tests.contracts.real_gym import MCQA, REASONING_GYM, real_gym, unused_port
-from tests.functional.cli import ROOT, Run, environment, run_command_line
+from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line
 
 pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym and makes the quickstart's model
 
 SCRIPT = ROOT / "examples" / "nemo_gym" / "run_grpo_nemo_gym.py"
+COLLECTION = "examples/nemo_gym/collect.yaml"
+NUM_TASKS, NUM_REPEATS = 40, 2
 SMALL = (
     "++data.shuffle=false",  # then the environments take turns
     "grpo.max_num_steps=2",
@@ -53,11 +60,16 @@ def check(run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def reached() -> Iterator[tuple[str, ...]]:
+    """Overrides that lead to a stack that runs already."""
     port = unused_port()
     with real_gym(f"http://127.0.0.1:{port}/v1") as head_url:
-        reached = ("env.nemo_gym.config_paths=null", f"++env.nemo_gym.head_url={head_url}", f"++gateway.port={port}")
-        yield train(rows, tmp_path_factory.mktemp("logs"), *reached)
+        yield "env.nemo_gym.config_paths=null", f"++env.nemo_gym.head_url={head_url}", f"++gateway.port={port}"
+
+
+@pytest.fixture(scope="module")
+def run(rows: Path, reached: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(rows, tmp_path_factory.mktemp("logs"), *reached)
 
 
 def test_a_stack_that_runs_already_is_trained_on(run: Run) -> None:
@@ -71,6 +83,64 @@ def test_rollouts_are_written_with_the_answer_that_gym_understood(run: Run) -> N
     assert all([message["role"] for message in row["messages"]] == ["user", "assistant"] for row in written)
     assert all(row["rewards"].keys() == {"nemo_gym"} for row in written)
     assert any(row["answer"] for row in written)
+
+
+def test_an_interrupted_collection_goes_on_and_survives_the_way_through_gyms_files(
+    rows: Path, reached: tuple[str, ...], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    shard = output / "rollouts-rs0.jsonl"
+    first = start_collection(rows, output, "collect.concurrency=1", *reached)
+    ends_at = time.monotonic() + DEADLINE_S
+    while not (shard.exists() and shard.read_bytes().count(b"\n") >= 4):
+        assert first.poll() is None
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+    first.send_signal(signal.SIGTERM)
+    said, _ = first.communicate(timeout=DEADLINE_S)
+    assert first.returncode == 130, said
+    stored = shard.read_bytes()
+    assert 4 <= stored.count(b"\n") < NUM_TASKS * NUM_REPEATS
+
+    second = start_collection(rows, output, *reached)
+    said, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, said
+    assert shard.read_bytes().startswith(stored)
+    assert (output / "rollouts-rs0_failures.jsonl").read_bytes() == b""
+
+    gyms, again = output / "gym" / "run.jsonl", tmp_path / "again"
+    assert cli.run(["merge", str(output), "--to-nemo-gym", str(gyms)]) == 0
+    merged = [json.loads(line) for line in (output / "rollouts.jsonl").read_text().splitlines()]
+    every = [(task, repeat) for task in range(NUM_TASKS) for repeat in range(NUM_REPEATS)]
+    assert [(row["task_index"], row["rollout_index"]) for row in merged] == every
+    exported = [json.loads(line) for line in gyms.read_text().splitlines()]
+    assert [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in exported] == every
+    assert {row["agent_ref"]["name"] for row in exported} == {REASONING_GYM, MCQA}
+    said_in_gym = [row["response"]["output"][0]["content"][0]["text"] for row in exported]
+    assert said_in_gym == [row["messages"][-1]["content"] for row in merged]
+
+    assert cli.run(["merge", str(again), "--from-nemo-gym", str(gyms)]) == 0
+    ours, back = ([*task_rows(profile(folder))] for folder in (output, again))
+    assert [statistics_of(row) for row in back] == [statistics_of(row) for row in ours]
+    assert any(reward > 0 for row in ours for reward in row["rollout_rewards"])
+
+
+def start_collection(rows: Path, output: Path, *overrides: str) -> "subprocess.Popen[str]":
+    counts = (f"collect.limit={NUM_TASKS}", f"collect.num_repeats={NUM_REPEATS}", f"collect.output_dir={output}")
+    return subprocess.Popen(
+        [sys.executable, "-m", "nemo_rl", "collect", "--config", COLLECTION, *counts, "server.backend=hf", *overrides],
+        cwd=ROOT,
+        env={**environment(), "NEMO_GYM_DATA": str(rows)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def statistics_of(task: dict[str, Any]) -> dict[str, Any]:
+    """Without what names the task and its data."""
+    of_data = ("prompt_id", "dataset", "task_name", "row")
+    return {name: value for name, value in task.items() if name not in of_data}
 
 
 @pytest.mark.slow

@@ -173,15 +173,20 @@ def test_a_rollout_of_ours_becomes_a_response(tmp_path):
     assert message["generation_log_probs"] == [-0.1, -0.2, -0.3]
 
 
+MESSAGES = [{"role": "user", "content": "\ude00 😀"}]
+
+
 def test_half_a_surrogate_pair_is_replaced_since_gyms_reader_would_refuse_the_file(tmp_path):
     write_tasks(tmp_path, [Task("p0", "sums", "sums", {"question": "1 + \ud83d"})])
     with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(1, 1), identity={}) as store:
-        store.append(RolloutKey(0, 0), {**rollout_row(ROLLOUT), "messages": [{"role": "user", "content": "\ude00 😀"}]})
+        store.append(RolloutKey(0, 0), {**rollout_row(ROLLOUT), "answer": "2", "messages": MESSAGES})
     merged = merge(tmp_path).rollouts
     assert rows(merged)[0]["messages"][0]["content"] == "\ude00 😀"
     files = export_nemo_gym(merged, tmp_path / "run.jsonl")
     assert rows(files.inputs)[0]["question"] == "1 + \ufffd"
-    assert rows(files.rollouts)[0]["responses_create_params"]["input"][0]["content"] == "\ufffd 😀"
+    (row,) = rows(files.rollouts)
+    assert row["responses_create_params"]["input"][0]["content"] == "\ufffd 😀"
+    assert row["extracted_answer"] == "2"
 
 
 def test_a_collection_without_its_input_cannot_be_exported(tmp_path):
