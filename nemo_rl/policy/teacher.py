@@ -65,9 +65,6 @@ class RankTeacher(ReadingRank):
         else:
             self.module.to(self.device)
 
-    def close(self) -> None:
-        """The process stays in its group."""
-
     def _scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:

@@ -16,7 +16,7 @@ from nemo_rl.interfaces import TopK
 from nemo_rl.policy.megatron.make import megatron_teacher
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.teacher import RankTeacher
-from tests.contracts.layouts import FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
+from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
 from tests.unit.policy.tiny import VOCABULARY, make_batch
@@ -24,7 +24,7 @@ from tests.unit.policy.tiny import VOCABULARY, make_batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 K, TEMPERATURE = 6, 0.7
-BATCHING: dict[str, dict[str, Any]] = {
+TEACHER_BATCHING: dict[str, dict[str, Any]] = {
     "samples": {"logprob_batch_size": 2},
     "packed": {"sequence_packing": {"enabled": True, "logprob_mb_tokens": 16}},
     "padded by tokens": {"dynamic_batching": {"enabled": True, "logprob_mb_tokens": 24}},
@@ -34,12 +34,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "reverse, zero outside": {"kl_type": "reverse", "zero_outside_topk": True},  # reads the entropy too
 }
 LEARNT = [
-    *((layout, loss, k) for layout in ("plain", *FSDP2) for loss in LOSSES for k in (K, VOCABULARY)),
-    ("megatron dp 2", "mixed", K),
-    ("megatron tp 2", "reverse, zero outside", K),
-    ("megatron pp 2", "mixed", VOCABULARY),
-    ("megatron tp 2 pp 2", "mixed", K),
-    ("megatron tp 2 pp 2", "reverse, zero outside", VOCABULARY),
+    *((layout, "samples", loss, k) for layout in ("plain", *FSDP2) for loss in LOSSES for k in (K, VOCABULARY)),
+    ("2 x tp 2", "packed", "reverse, zero outside", K),
+    ("megatron dp 2", "samples", "mixed", K),
+    ("megatron tp 2", "samples", "reverse, zero outside", K),
+    ("megatron pp 2", "packed", "mixed", VOCABULARY),
+    ("megatron tp 2 pp 2", "samples", "mixed", K),
+    ("megatron tp 2 pp 2", "packed", "reverse, zero outside", VOCABULARY),
 ]
 
 
@@ -73,7 +74,7 @@ def test_a_teacher_says_what_plain_hugging_face_says(
 ) -> None:
     batch, path = make_batch(UNEVEN), models["llama"]
     calls = [("logprobs",), ("topk_logprobs", K)]
-    arguments: dict[str, Any] = {"path": path, "batch": batch, "calls": calls, **BATCHING[batching]}
+    arguments: dict[str, Any] = {"path": path, "batch": batch, "calls": calls, **TEACHER_BATCHING[batching]}
     if layout == "plain":
         answers = ask(ALONE, **arguments)
     else:
@@ -91,9 +92,9 @@ def test_a_teacher_says_what_plain_hugging_face_says(
     assert torch.equal(topk.ids[asked], ids[asked])
 
 
-@pytest.mark.parametrize(("layout", "loss", "k"), LEARNT)
+@pytest.mark.parametrize(("layout", "batching", "loss", "k"), LEARNT)
 def test_loss_and_gradients_are_those_of_whole_distributions(
-    layout: str, loss: str, k: int, run: Layouts, models: dict[str, Path]
+    layout: str, batching: str, loss: str, k: int, run: Layouts, models: dict[str, Path]
 ) -> None:
     batch = make_batch(UNEVEN)
     with torch.no_grad():
@@ -102,7 +103,7 @@ def test_loss_and_gradients_are_those_of_whole_distributions(
     batch[keys.TEACHER_TOPK_IDS], batch[keys.TEACHER_TOPK_LOGPROBS] = ids, logprobs
     options = {"kl_type": "mixed", **LOSSES[loss]}
     loss_fn = DistillationLoss(LossConfig.model_validate(options), is_on_policy=False)
-    config: dict[str, Any] = {"optimizer": SGD, "temperature": TEMPERATURE, "train_micro_batch_size": 2}
+    config: dict[str, Any] = {"optimizer": SGD, "temperature": TEMPERATURE, **BATCHING[batching]}
     calls = [("with_weights", clones), ("train_step", batch, loss_fn), ("with_weights", clones)]
     before, metrics, after = run(layout, "qwen2", *calls, **config)
 

@@ -178,3 +178,15 @@ def test_the_plan_shows_the_teachers(distillation_recipe: DistillationRecipe, te
     lines = placement_plan(config).splitlines()
     assert f"#   teacher: {teacher_folder}, FSDP2, 1 rank on cpu, float32" in lines
     assert "#   teachers.letters: m behind http://h:1" in lines
+
+
+def test_the_plan_shows_a_teacher_on_stages_and_one_that_they_do_not_divide_is_refused(
+    distillation_recipe: DistillationRecipe, teacher_folder: Path
+) -> None:
+    stages = "++teacher.megatron_cfg={enabled: true, pipeline_model_parallel_size: %s}"
+    plan = placement_plan(distillation_recipe(stages % 2))
+    ranks = "Megatron, 2 ranks (1 data x 2 pipeline x 1 tensor parallel) on cpu: node 0"
+    assert f"#   teacher: {teacher_folder}, {ranks}, float32" in plan.splitlines()
+    said = refusal(distillation_recipe(stages % 7))
+    assert "teacher.megatron_cfg.pipeline_model_parallel_size" in said
+    assert "must divide the model's" in said
