@@ -47,7 +47,7 @@ def load_input(config: InputData, limit: int | None = None) -> InputSet:
 def _load_part(section: Dataset, name: str, *, seed: int, key: str) -> FilePrompts:
     """One set; what is no file is held as rows."""
     if section.dataset_name == NEMO_GYM:
-        return open_gym_rows(section, name, key=key)
+        return open_gym_rows(section, section.name or "", key=key)  # a blend of agents is measured agent by agent
     make_prompt = prompt_maker(section, key=key)
     if section.dataset_name == "jsonl" and section.data_path is not None:
         rows = RowFile(Path(section.data_path), limit=section.size)

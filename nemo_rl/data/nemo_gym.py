@@ -28,6 +28,7 @@ HONOURED_TOOL_CHOICES = (None, "auto", "none")  # a forced call is no sample of 
 def open_gym_rows(section: Dataset, dataset: str, *, key: str) -> FilePrompts:
     """The prompts of `section.data_path`, one a row; the file's rows are not kept in memory.
 
+    `dataset` is the set's name; empty: each prompt's is that of its agent.
     Raises DataError naming file:line for the first row that no agent could run; `key` is the section's place.
     """
     if section.data_path is None:
@@ -44,7 +45,7 @@ class GymRows:
 
     task_name: str
     default_agent: str  # of rows without agent_ref; empty: they are refused
-    dataset: str
+    dataset: str  # empty: the row's agent
     noted: set[str] = field(default_factory=set)
 
     def __call__(self, row: Mapping[str, Any]) -> Prompt:
@@ -61,7 +62,7 @@ class GymRows:
             tuple(_messages(parameters.get("input"))),
             {"row": sent},
             tuple(_tools(parameters.get("tools"))),
-            dataset=self.dataset,
+            dataset=self.dataset or agent_name,
             agent_name=agent_name,
         )
 
@@ -81,7 +82,7 @@ class GymRows:
             self.noted.update(unnoted)
             logger.info(
                 "%s: %s of responses_create_params dropped: the policy decides what it samples",
-                self.dataset,
+                self.dataset or NEMO_GYM,
                 ", ".join(sorted(unnoted)),
             )
         return {name: value for name, value in parameters.items() if name not in dropped} if dropped else parameters

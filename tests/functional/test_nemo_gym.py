@@ -116,6 +116,7 @@ def test_an_interrupted_collection_goes_on_and_survives_the_way_through_gyms_fil
     exported = [json.loads(line) for line in gyms.read_text().splitlines()]
     assert [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in exported] == every
     assert {row["agent_ref"]["name"] for row in exported} == {REASONING_GYM, MCQA}
+    assert {row["dataset"] for row in merged} == {REASONING_GYM, MCQA}
     said_in_gym = [row["response"]["output"][0]["content"][0]["text"] for row in exported]
     assert said_in_gym == [row["messages"][-1]["content"] for row in merged]
 
@@ -139,7 +140,7 @@ def start_collection(rows: Path, output: Path, *overrides: str) -> "subprocess.P
 
 def statistics_of(task: dict[str, Any]) -> dict[str, Any]:
     """Without what names the task and its data."""
-    of_data = ("prompt_id", "dataset", "task_name", "row")
+    of_data = ("prompt_id", "task_name", "row")
     return {name: value for name, value in task.items() if name not in of_data}
 
 

@@ -9,6 +9,7 @@ from nemo_rl.config.data import Data, Dataset, InputData
 from nemo_rl.data.datasets import load_datasets
 from nemo_rl.data.input import load_input
 from nemo_rl.errors import ConfigError, DataError
+from tests.fakes.gym_stack import row_of
 
 
 def written(path: Path, *rows: dict[str, str]) -> Dataset:
@@ -49,6 +50,15 @@ def test_rows_of_a_file_are_read_when_they_are_asked_for(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(DataError, match="cannot be read"):
         loaded.prompts[1]
+
+
+@pytest.mark.parametrize(("name", "expected"), [(None, ["spell", "play"]), ("words", ["words", "words"])])
+def test_rows_of_nemo_gym_without_a_name_of_their_set_are_measured_by_agent(
+    tmp_path: Path, name: str | None, expected: list[str]
+) -> None:
+    (tmp_path / "gym.jsonl").write_text("".join(json.dumps(row_of("a", agent)) + "\n" for agent in ("spell", "play")))
+    section = Dataset(dataset_name="nemo_gym", data_path=str(tmp_path / "gym.jsonl"), name=name)
+    assert [prompt.dataset for prompt in load_input(InputData(input=section)).prompts] == expected
 
 
 def test_a_row_that_cannot_be_used_is_named_by_its_line(tmp_path: Path) -> None:
