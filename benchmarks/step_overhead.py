@@ -53,6 +53,18 @@ WORKS = (
         1.0,
         is_untrained=True,
     ),
+    # Five more tokens end a response, so that few are cut at the limit.
+    Work(
+        "8 x 8, lengths that end by themselves, packed against a padded T",
+        (
+            *FIXED,
+            "grpo.num_prompts_per_step=8",
+            "policy.sequence_packing.enabled=true",
+            "policy.generation.stop_token_ids=[20,21,22,23,24]",
+        ),
+        1.0,
+        is_untrained=True,
+    ),
     Work(
         "8 x 8 x 64, each reward a blocking 10 ms",
         (*FIXED[:1], "++env.length.type=rewards:slow_reward", "grpo.num_prompts_per_step=8"),
