@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
-SHARE, LONGEST_S = 0.95, 300.0
+LONGEST_S = 300.0
 TEACHER_ALONE = ("distillation.max_num_steps=1", "distillation.val_at_end=false")
 
 
@@ -30,6 +30,7 @@ class Way:
     script: str = "examples/run_distillation.py"
     section: str = "distillation"
     overrides: tuple[str, ...] = ()
+    share: float = 0.95  # of the teacher's accuracy, asked of the student
 
 
 WAYS = {
@@ -41,7 +42,12 @@ WAYS = {
             "distillation.async_rollouts.in_flight_weight_updates=true",
         )
     ),
-    "opd": Way("examples/run_grpo.py", "grpo", ("grpo.adv_estimator.name=opd", "++teacher.precision=float32")),
+    "opd": Way(
+        "examples/run_grpo.py",
+        "grpo",
+        ("grpo.adv_estimator.name=opd", "++teacher.precision=float32"),
+        share=0.9,  # what the teacher says of the sampled token alone teaches less than its distribution
+    ),
 }
 
 
@@ -76,7 +82,7 @@ def run(way: Way, seed: int) -> bool:
     teacher = values(of_teacher, "validation/teacher_accuracy")[0]
     student, greedy = values(rows, "validation/accuracy"), values(rows, "validation/greedy_accuracy")
     share = student[-1] / teacher
-    passes = share >= SHARE and seconds <= LONGEST_S
+    passes = share >= way.share and seconds <= LONGEST_S
     print(
         f"| seed {seed} | {teacher:.3f} | {student[0]:.3f} -> {student[-1]:.3f} | {greedy[0]:.3f} -> {greedy[-1]:.3f} "
         f"| {share:.3f} | {seconds:.0f} | {passes} |",
