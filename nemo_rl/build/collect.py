@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancelled_by_sigterm
+from nemo_rl.build.records import open_console
 from nemo_rl.build.rollouts import make_context
 from nemo_rl.build.run_identity import run_identity
 from nemo_rl.build.sampled import SampledInputs, engine_name, load_sampled_inputs, open_engine
@@ -25,7 +25,6 @@ from nemo_rl.config.collect import SampledConfig
 from nemo_rl.experience.rollouts import RolloutContext
 from nemo_rl.interfaces import Generation
 from nemo_rl.observability.collection_progress import CollectionProgress, make_collection_progress
-from nemo_rl.observability.logging_setup import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,7 @@ async def run_collection(config: SampledConfig, console: Console | None = None) 
     Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
     configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
     """
-    console = console or configure_logging()
-    disable_progress_bar()  # transformers' own, which would break the display
+    console = console or open_console()
     interrupt, interrupted = Interrupt(), False
     async with AsyncExitStack() as stack:
         with cancelled_by_sigterm():

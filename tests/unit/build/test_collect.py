@@ -24,8 +24,7 @@ from tests.unit.build.test_nemo_gym import unused_port
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch, process_state: None) -> None:
-    monkeypatch.setattr(collect, "configure_logging", lambda: Console(file=io.StringIO()))
-    monkeypatch.setattr(collect, "disable_progress_bar", lambda: None)
+    monkeypatch.setattr(collect, "open_console", lambda: Console(file=io.StringIO()))
 
 
 @pytest.fixture
