@@ -39,7 +39,7 @@ async def run_training(config: TrainingConfig, command: str) -> Training:
         async with open_run(config) as run:
             with run.interrupt.listen():
                 training = await train(run)
-    write_summary(run, reward_results, command, lambda step: _to_go_on(config, step))
+    write_summary(run, reward_results, command, lambda step: _to_go_on(run, step))
     return training
 
 
@@ -146,8 +146,9 @@ def _num_steps(algorithm: RolloutTraining, num_prompts: int) -> int:
     return min(algorithm.max_num_steps, of_the_data)
 
 
-def _to_go_on(config: TrainingConfig, step: int) -> str:
-    """Behind the last step that was asked for: as many again."""
-    if step < config.algorithm.max_num_steps:
-        return ""
-    return f" {config.algorithm_key}.max_num_steps={2 * step}"
+def _to_go_on(run: TrainingRun, step: int) -> str:
+    """Behind the last step: as many again, or as many epochs where the data ended first."""
+    section, key = run.config.algorithm, run.config.algorithm_key
+    if step >= section.max_num_steps:
+        return f" {key}.max_num_steps={2 * step}"
+    return f" {key}.max_num_epochs={2 * section.max_num_epochs}" if step >= run.num_steps else ""

@@ -52,6 +52,16 @@ def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
     assert f"Continue    uv run train.py checkpointing.checkpoint_dir={checkpoints} grpo.max_num_steps=2\n" in out
 
 
+def test_a_run_whose_data_ended_goes_on_with_more_epochs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("checkpointing.enabled=true", "grpo.max_num_steps=100")
+    num_steps = trained(recipe, *overrides, "grpo.max_num_epochs=1").position.step
+    assert 0 < num_steps < 100
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Continue"))
+    *_, checkpoints, epochs = line.split()
+    assert epochs == "grpo.max_num_epochs=2"
+    assert trained(recipe, *overrides, checkpoints, epochs).position.step == 2 * num_steps
+
+
 def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     Closing.closed.clear()
 
