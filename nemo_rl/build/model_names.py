@@ -2,6 +2,8 @@
 
 import difflib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,6 +13,7 @@ from nemo_rl.config.master import RolloutConfig, TrainingConfig
 from nemo_rl.config.reward_model import RewardModelConfig
 from nemo_rl.config.scorers import RewardModelSection
 from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.teacher import Teacher
 from nemo_rl.errors import ConfigError
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
@@ -53,34 +56,55 @@ def check_model_names(config: AnyConfig) -> None:
         check_model_name("eval.baseline", config.eval.baseline)
     if isinstance(config, TrainingConfig):
         for key, section in config.teacher_sections.items():
-            check = check_model_name if section.server is None else check_folder  # a served one's tokenizer alone
-            check(f"{key}.model_name", section.model_name)
+            _check_teacher(key, section)
     if isinstance(config, RolloutConfig):
         for name, scorer in config.scorers.items():
             if isinstance(scorer, RewardModelSection):
                 check_model_name(f"scorers.{name}.model_name", scorer.model_name)
 
 
+def _check_teacher(key: str, section: Teacher) -> None:
+    """Of one behind a server the tokenizer alone is loaded here."""
+    if section.server is None:
+        check_model_name(f"{key}.model_name", section.model_name)
+    elif section.tokenizer.name is None:
+        check_folder(f"{key}.model_name", section.model_name)
+    if section.tokenizer.name is not None:
+        check_folder(f"{key}.tokenizer.name", section.tokenizer.name)
+
+
 def check_model_name(key: str, name: str) -> None:
     """Raise ConfigError for a path that leads to no model, neither in a Hugging Face folder nor in a checkpoint."""
-    if quickstart_model(key, name) is not None or checkpoint_weights(name) is not None:
-        return
-    check_folder(key, name)
-    folder = Path(name)
-    if not folder.is_dir() or (folder / MODEL_FILE).is_file():
-        return
-    checkpoints = [str(path) for path in folder.glob("step_*")]
+    with _readable(key, name):
+        if quickstart_model(key, name) is not None or checkpoint_weights(name) is not None:
+            return
+        check_folder(key, name)
+        folder = Path(name)
+        if not folder.is_dir() or (folder / MODEL_FILE).is_file():
+            return
+        checkpoints = [str(path) for path in folder.glob("step_*")]
     raise ConfigError(key, name, f"the folder has no {MODEL_FILE}, so it is no model", known=checkpoints)
 
 
 def check_folder(key: str, name: str) -> None:
     """Raise ConfigError for what is written as a path and is no folder."""
     folder = Path(name)
-    if folder.is_dir() or not _is_path(name):
-        return
-    problem = "is no folder" if folder.exists() else "there is no such folder"
+    with _readable(key, name):
+        if folder.is_dir() or not _is_path(name):
+            return
+        problem = "is no folder" if folder.exists() else "there is no such folder"
+        similar = _similar(folder)
     expected = "a folder of a model, or a name on the hub (organisation/name), was expected"
-    raise ConfigError(key, name, f"{problem}; {expected}", known=_similar(folder))
+    raise ConfigError(key, name, f"{problem}; {expected}", known=similar)
+
+
+@contextmanager
+def _readable(key: str, name: str) -> Iterator[None]:
+    """A path that this user may not look into, or that is too long, is a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(key, name, f"cannot be read: {error.strerror}") from error
 
 
 def _is_path(name: str) -> bool:

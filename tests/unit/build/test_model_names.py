@@ -1,5 +1,6 @@
 """What is written as a path must lead to a model, before anything is loaded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def test_a_folder_is_a_model_when_it_has_a_configuration(tmp_path: Path) -> None
         check_model_name(KEY, str(tmp_path / "config.json"))
 
 
+@pytest.mark.parametrize("check", [check_model_name, check_folder])
+def test_a_path_that_cannot_be_read_says_why(check: Callable[[str, str], None]) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.model_name = '/x*': cannot be read: File name too long"):
+        check(KEY, "/" + "x" * 300)
+
+
 def test_a_checkpoint_is_a_model_and_the_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
     (tmp_path / "step_5/policy/weights").mkdir(parents=True)
     check_model_name(KEY, f"{tmp_path}/step_5")
@@ -52,6 +59,7 @@ def test_a_checkpoint_is_a_model_and_the_folder_of_checkpoints_names_them(tmp_pa
 
 
 SCORER = "++scorers={judge: {type: reward_model, model_name: /nope}}"
+SERVED = "++teacher.server={base_urls: ['http://127.0.0.1:9'], model: theirs}"
 NO_ENGINE = ("server.address=http://127.0.0.1:9", "policy.model_name=/models/theirs")
 
 
@@ -62,6 +70,8 @@ NO_ENGINE = ("server.address=http://127.0.0.1:9", "policy.model_name=/models/the
         (GRPO_JOB, "quickstart", ("++policy.tokenizer.name=/nope",), "policy.tokenizer.name"),
         (GRPO_JOB, "quickstart", (SCORER, "++env.reasoning_gym.scorers=[judge]"), "scorers.judge.model_name"),
         (DISTILLATION_JOB, "distillation", ("teacher.model_name=/nope",), "teacher.model_name"),
+        (DISTILLATION_JOB, "distillation", ("teacher.model_name=/nope", SERVED), "teacher.model_name"),
+        (DISTILLATION_JOB, "distillation", ("++teacher.tokenizer.name=/nope",), "teacher.tokenizer.name"),
         (SFT_JOB, "sft_quickstart", ("policy.model_name=/nope",), "policy.model_name"),
         (REWARD_MODEL_JOB, "rm_quickstart", ("policy.model_name=/nope",), "policy.model_name"),
         (EVAL_JOB, "eval", ("policy.model_name=/nope",), "policy.model_name"),
@@ -87,4 +97,13 @@ def test_every_command_refuses_it_at_its_start(
 
 def test_a_server_may_call_its_model_as_it_likes(capsys: pytest.CaptureFixture[str]) -> None:
     assert collect_command.run([*NO_ENGINE, "--dry-run"]) == 0
+    assert "model_name: /models/theirs" in capsys.readouterr().out
+
+
+def test_a_served_teacher_with_another_tokenizer_is_called_as_its_server_likes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides = [SERVED, "teacher.model_name=/models/theirs", "++teacher.tokenizer.name=nemo_rl/quickstart"]
+    recipe = CONFIGS / "distillation.yaml"
+    assert run_command([*overrides, "--dry-run"], description="", default_config=recipe, job=DISTILLATION_JOB) == 0
     assert "model_name: /models/theirs" in capsys.readouterr().out
