@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from nemo_rl.distributed.ports import unused_ports
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("n1", "n2")
 CPUS_OF_A_NODE = 4
@@ -143,7 +145,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def _configuration(folder: Path) -> str:
-    ports = _free_ports(1 + len(NODES))
+    ports = unused_ports(1 + len(NODES))
     host = socket.gethostname().split(".")[0]
     nodes = [
         f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS_OF_A_NODE} State=UNKNOWN"
@@ -186,14 +188,6 @@ def _end(daemons: list[subprocess.Popen[bytes]], configuration: Path) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait(DEADLINE_S)
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def _without_slurm(environment: Mapping[str, str]) -> dict[str, str]:

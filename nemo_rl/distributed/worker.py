@@ -7,7 +7,6 @@ import asyncio
 import faulthandler
 import logging
 import os
-import socket
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.distributed.node import node_ip
+from nemo_rl.distributed.ports import unused_port
 
 MAX_KEPT_RECORDS = 10_000  # until somebody reads them; the oldest go first
 
@@ -45,9 +45,7 @@ class Worker:
 
     def endpoint(self) -> tuple[str, int]:
         """An address of this machine and a port that was free a moment ago."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return node_ip(), probe.getsockname()[1]
+        return node_ip(), unused_port("")
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._target = target(*args, **kwargs)

@@ -15,7 +15,7 @@ from nemo_rl.quickstart.model import make_model
 from nemo_rl.quickstart.recipes import student
 from nemo_rl.quickstart.tokenizer import make_tokenizer
 from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
-from tests.contracts.layouts import Layouts
+from tests.contracts.layouts import MULTIPLE, Layouts
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME, openai_server
 from tests.contracts.openai_server import MAX_MODEL_LEN as SERVED_MODEL_LEN
 from tests.contracts.rank_pool import RankPool
@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="package")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    running = RankPool(tmp_path_factory.mktemp("ranks"))
+    running = RankPool(tmp_path_factory.mktemp("ranks"), MULTIPLE.values())
     yield running
     running.close()
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from nemo_rl.distributed.ports import unused_port
 from nemo_rl.generation.vllm_start import environment
 
 START_S = 240.0
@@ -21,9 +21,7 @@ MAX_LOGPROBS, MAX_MODEL_LEN = 8, 65
 @contextlib.contextmanager
 def openai_server(model: Path, log: Path, options: Mapping[str, object]) -> Iterator[str]:
     """Its root, once it answers; `log` is its output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     options = {"--model": model, "--host": "127.0.0.1", "--port": port, "--kv-cache-memory-bytes": 2**25, **options}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     with log.open("w") as output:

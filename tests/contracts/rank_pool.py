@@ -1,12 +1,14 @@
 """Processes that are the ranks of a policy, kept for a whole test session.
 
 Importing torch and transformers takes seconds, so one process imports them and forks all ranks; each then waits for
-jobs. A job is a function of a layout, called on all of its ranks at once.
+jobs. A job is a function of a layout, called on all of its ranks at once. As in a run, a process has one layout: no
+process group is ever given back, and with hundreds of them a process has a thousand threads and files.
 """
 
+import faulthandler
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -49,13 +51,13 @@ class Mesh:
 
 
 class RankPool:
-    """Groups of 2 and of 4 ranks, forked together and used in turn."""
+    """A group of ranks for each mesh, all forked together and used in turn."""
 
-    def __init__(self, folder: Path, world_sizes: tuple[int, ...] = (2, 4)) -> None:
+    def __init__(self, folder: Path, meshes: Iterable[Mesh]) -> None:
         self._folder = folder
         context = get_context("spawn")
-        pipes = {size: [context.Pipe() for _ in range(size)] for size in world_sizes}
-        self._connections = {size: [ours for ours, _ in pairs] for size, pairs in pipes.items()}
+        pipes = {mesh: [context.Pipe() for _ in range(mesh.world_size)] for mesh in meshes}
+        self._connections = {mesh: [ours for ours, _ in pairs] for mesh, pairs in pipes.items()}
         theirs = [connection for pairs in pipes.values() for _, connection in pairs]
         self._parent = context.Process(target=_fork_ranks, args=(theirs,))
         self._parent.start()
@@ -64,7 +66,7 @@ class RankPool:
 
     def run(self, mesh: Mesh, job: Job, **arguments: Any) -> list[Any]:
         """What the job returned on each rank; the first rank that raised raises here, and its group is gone."""
-        connections = self._connections[mesh.world_size]
+        connections = self._connections[mesh]
         for rank, connection in enumerate(connections):
             connection.send_bytes(pickle.dumps((job, self._layout(mesh, rank), arguments)))
         return [self._answer(mesh, connection) for connection in connections]
@@ -81,16 +83,19 @@ class RankPool:
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
             pipeline_parallel_size=mesh.pipeline_parallel_size,
-            init_method=f"file://{self._folder}/group-of-{mesh.world_size}",
+            init_method=f"file://{self._folder}/group-{list(self._connections).index(mesh)}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )
 
     def _answer(self, mesh: Mesh, connection: Connection) -> Any:
         if not connection.poll(JOB_TIMEOUT_S):
             raise TimeoutError(f"a rank of {mesh} did not answer in {JOB_TIMEOUT_S} s")
-        is_good, value = pickle.loads(connection.recv_bytes())
+        try:
+            is_good, value = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            is_good, value = False, "it has ended; where is written to standard error"
         if not is_good:
-            for one in self._connections[mesh.world_size]:
+            for one in self._connections[mesh]:
                 one.close()
             raise RuntimeError(f"on a rank of {mesh}:\n{value}")
         return value
@@ -117,6 +122,7 @@ def _serve(own: Connection, all_connections: list[Connection]) -> None:
     for connection in all_connections:
         if connection is not own:
             connection.close()
+    faulthandler.enable()
     torch.set_num_threads(1)
     while True:
         try:

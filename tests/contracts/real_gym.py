@@ -6,7 +6,6 @@ The environment is the one that runs use, in the cache; the first test that asks
 
 import contextlib
 import json
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.distributed.ports import unused_ports
 from nemo_rl.environments.nemo_gym.python_env import GymPython, base_interpreters, gym_python
 from nemo_rl.environments.nemo_gym.workspace import find_configs, requirements_of
 from nemo_rl.errors import ConfigError
@@ -39,7 +39,7 @@ END_TIMEOUT_S = 60.0
 @contextlib.contextmanager
 def real_gym(policy_base_url: str, **settings: Any) -> Iterator[str]:
     """The address of the head server; whoever connects waits for the servers. `settings`: more keys for Gym."""
-    python, *ports = gym_environment().python, *_free_ports(NUM_SERVERS + 1)
+    python, *ports = gym_environment().python, *unused_ports(NUM_SERVERS + 1)
     given = {
         "config_paths": list(CONFIG_PATHS),
         "policy_base_url": policy_base_url,
@@ -92,16 +92,3 @@ def _environment() -> GymPython | str:
         return gym_python(None, requirements_of(configs.values(), site_packages))
     except ConfigError as error:
         return str(error)
-
-
-def unused_port() -> int:
-    """For a gateway whose address a stack is told before it listens."""
-    return _free_ports(1)[0]
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -12,6 +12,7 @@ import torch
 from nemo_rl.config.nemo_gym import NemoGymSection
 from nemo_rl.config.run import Gateway
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.distributed.ports import unused_port
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits
@@ -21,7 +22,7 @@ from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import Message, MessageLog, Prompt, SamplingParams, Trajectory
 from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, exact_logprobs, tiny_model
-from tests.contracts.real_gym import BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, real_gym, unused_port
+from tests.contracts.real_gym import BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, real_gym
 from tests.contracts.test_weight_sync import published
 from tests.templates import byte_tokenizer
 

@@ -13,7 +13,8 @@ import pytest
 
 from nemo_rl import cli
 from nemo_rl.collect.profile import profile, task_rows
-from tests.contracts.real_gym import MCQA, REASONING_GYM, real_gym, unused_port
+from nemo_rl.distributed.ports import unused_port
+from tests.contracts.real_gym import MCQA, REASONING_GYM, real_gym
 from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line
 
 pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym and makes the quickstart's model

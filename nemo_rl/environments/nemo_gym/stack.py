@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import aiohttp
 from omegaconf import OmegaConf
 
 from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.distributed.ports import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.environments.nemo_gym.discovery import discover, silent_servers
 from nemo_rl.environments.nemo_gym.errors import GymError, GymUnavailable
@@ -95,7 +95,7 @@ class GymStack:
             python = gym_python(None, requirements_of(parts, python.site_packages), key=f"{key}.python")
         if not python.is_virtual:
             raise ConfigError(f"{key}.python", section.python, "must be the Python of a virtual environment")
-        head_port = _free_port()
+        head_port = unused_port()
         settings = {
             "config_paths": list(configs),
             **policy,
@@ -195,9 +195,3 @@ def _marked(marker: str) -> list[int]:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

@@ -6,24 +6,25 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_rl.errors import PolicyError
 from nemo_rl.policy.megatron.cpu import answer_for_cuda
 from nemo_rl.policy.ranks import RankLayout, join
 
 
 def make_groups(layout: RankLayout, device: torch.device) -> None:
-    """Join the other ranks and let Megatron know the layout, which replaces the last one.
+    """Join the other ranks and let Megatron know the layout, the same one whenever a process asks.
 
     Raises:
-        PolicyError: the others did not come before the deadline.
+        PolicyError: the process has another layout, or the others did not come before the deadline.
     """
     if device.type == "cpu":
         answer_for_cuda()
     join(layout, device)
     sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     if parallel_state.is_initialized():
-        if sizes == _current_sizes():
-            return
-        parallel_state.destroy_model_parallel()
+        if sizes != _current_sizes():
+            raise PolicyError(f"tensor, pipeline, data parallel = {sizes} in a process of {_current_sizes()}")
+        return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,

@@ -16,10 +16,10 @@ from nemo_rl.build.collect import Collected, run_collection
 from nemo_rl.build.run_identity import model_digest
 from nemo_rl.collect.tasks import read_tasks
 from nemo_rl.config.loading import load_collect_config
+from nemo_rl.distributed.ports import unused_port
 from nemo_rl.errors import ConfigError, RolloutError
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of
 from tests.unit.build.scoring import Closing
-from tests.unit.build.test_nemo_gym import unused_port
 
 
 @pytest.fixture(autouse=True)

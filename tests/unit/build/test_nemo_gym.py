@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_rl.build.session import run_training
+from nemo_rl.distributed.ports import unused_port
 from nemo_rl.errors import ConfigError
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of
 from tests.unit.build.conftest import Recipe
-
-
-def unused_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def train(recipe: Recipe, folder: Path, rows: Sequence[Any], *overrides: str) -> FakeGymStack:

@@ -1,11 +1,9 @@
-import socket
-
 import pytest
+
+from nemo_rl.distributed import ports
 
 
 @pytest.fixture
 def unused_port() -> int:
     """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return ports.unused_port()
