@@ -1,5 +1,6 @@
 """A frozen model of the policy's backend: it is asked for log-probs, and has neither optimizer nor gradients."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,14 +22,11 @@ from nemo_rl.policy.thread import PolicyThread
 from nemo_rl.types import TrainingBatch
 
 
-class RankTeacher(ReadingRank):
-    """The teacher on one rank of a layout.
-
-    Weights are in `precision`; FSDP2 holds them among several ranks and for `cpu_offload`, else they are whole. Dropout
-    is off.
+class BaseTeacher(ReadingRank):
+    """The teacher on one rank of a layout, whichever backend computes; weights are in `precision`, dropout is off.
 
     Args:
-        config: a section `teacher`; `layout`, not `dtensor_cfg`, says how many ranks there are.
+        config: a section `teacher`; `layout`, not the section, says how many ranks there are.
         section: its key, for errors.
         layout: this rank's place, and how it finds the others.
         model_path: a Hugging Face name or a folder that every rank can read.
@@ -46,6 +44,19 @@ class RankTeacher(ReadingRank):
         self._section = section
         self.layout = layout
         self.device = resolve_device(config.device)
+        self._make(model_path, temperature=temperature)
+
+    @abstractmethod
+    def _make(self, model_path: str, *, temperature: float) -> None:
+        """The model: the last step of the constructor."""
+
+
+class RankTeacher(BaseTeacher):
+    """A teacher by FSDP2 and DTensor. FSDP2 holds the weights among several ranks and for `cpu_offload`, else they are
+    whole. Arguments and errors are those of `BaseTeacher`."""
+
+    def _make(self, model_path: str, *, temperature: float) -> None:
+        config, layout, section = self.config, self.layout, self._section
         if layout.tensor_parallel_size > 1:
             model_config = load_config(model_path, config.hf_config_overrides, section=section)
             check_tensor_parallel(layout.tensor_parallel_size, model_config, section=section)
@@ -82,7 +93,7 @@ class LocalTeacher:
     """A `RankTeacher` in this process, on a thread of its own; satisfies `interfaces.Teacher`."""
 
     def __init__(self, config: Teacher, *, layout: RankLayout = ALONE, **arguments: Any) -> None:
-        """`arguments` are those of `RankTeacher`."""
+        """`arguments` are those of `BaseTeacher`."""
         self._thread = PolicyThread("teacher")
         try:
             self._rank = self._thread.run_blocking(partial(RankTeacher, config, layout=layout, **arguments))

@@ -15,8 +15,7 @@ from nemo_rl.interfaces import TopK
 from nemo_rl.policy.group import CALL_S
 from nemo_rl.policy.megatron.make import megatron_teacher
 from nemo_rl.policy.ranks import RankLayout
-from nemo_rl.policy.reading import ReadingRank
-from nemo_rl.policy.teacher import RankTeacher
+from nemo_rl.policy.teacher import BaseTeacher, RankTeacher
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class TeacherGroup:
         log_dir: Path | None = None,
         **arguments: Any,
     ) -> "TeacherGroup":
-        """A rank on each seat; `arguments` are those of `RankTeacher` but its layout.
+        """A rank on each seat; `arguments` are those of `BaseTeacher` but its layout.
 
         Ranks write to `log_dir/<section>_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """
@@ -90,7 +89,7 @@ class _MakeRank:
 
     def __call__(
         self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
-    ) -> ReadingRank:
+    ) -> BaseTeacher:
         address = f"{master_address}:{master_port}"
         layout = RankLayout.of_worker(self._config, rank=rank, world_size=world_size, address=address)
         teacher = megatron_teacher() if self._config.megatron_cfg.enabled else RankTeacher

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.config.teacher import Teacher
-from nemo_rl.distributed.device import resolve_device
 from nemo_rl.interfaces import ScoresNeeded, TokenScores
 from nemo_rl.policy.hf_model import load_config, load_model
 from nemo_rl.policy.megatron.checks import check_model
@@ -16,27 +14,21 @@ from nemo_rl.policy.megatron.parallel import make_groups
 from nemo_rl.policy.megatron.pipeline import score
 from nemo_rl.policy.megatron.stages import frozen_stage
 from nemo_rl.policy.micro_batches import teacher_batches
-from nemo_rl.policy.ranks import RankLayout
-from nemo_rl.policy.reading import ReadingRank
+from nemo_rl.policy.teacher import BaseTeacher
 from nemo_rl.types import TrainingBatch
 
 
-class MegatronTeacher(ReadingRank):
-    """The teacher on one rank of a layout: tensor, pipeline and data parallel, in a process of its own.
+class MegatronTeacher(BaseTeacher):
+    """A teacher by tensor, pipeline and data parallelism, in a process of its own.
 
-    Arguments and errors are those of `RankTeacher`; weights are in `precision`.
+    Arguments and errors are those of `BaseTeacher`.
     """
 
-    def __init__(
-        self, config: Teacher, *, section: str, layout: RankLayout, model_path: str, temperature: float
-    ) -> None:
-        self.config = config
-        self._section = section
-        self.layout = layout
-        self.device = resolve_device(config.device)
+    def _make(self, model_path: str, *, temperature: float) -> None:
+        config, section = self.config, self._section
         model_config = load_config(model_path, config.hf_config_overrides, section=section)
         check_model(config.megatron_cfg, model_config, key=f"{section}.megatron_cfg")
-        make_groups(layout, self.device)
+        make_groups(self.layout, self.device)
         model = load_model(model_path, config.hf_config_overrides, section=section)
         self.module = frozen_stage(model, config, temperature=temperature, device=self.device)
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
