@@ -199,6 +199,15 @@ class FakeGymStack:
         return output_items(choice["message"]), cut
 
 
+def spell_and_play(policy_port: int) -> FakeGymStack:
+    """An agent of one turn and one of two before the policy at this port; a reward is the answer's length."""
+    return FakeGymStack(
+        ("spell", "play"),
+        lambda agent, row: Script(turns=2 if agent == "play" else 1, reward=lambda text: float(len(text))),
+        policy_base_url=f"http://127.0.0.1:{policy_port}/v1",
+    )
+
+
 class PolicyFailed(Exception):
     """The policy's endpoint answered with an error."""
 

@@ -18,7 +18,7 @@ from nemo_rl.collect.tasks import read_tasks
 from nemo_rl.config.loading import load_collect_config
 from nemo_rl.distributed.ports import unused_port
 from nemo_rl.errors import ConfigError, RolloutError
-from tests.fakes.gym_stack import FakeGymStack, Script, row_of
+from tests.fakes.gym_stack import row_of, spell_and_play
 from tests.unit.build.scoring import Closing
 
 
@@ -181,11 +181,7 @@ def test_rows_of_nemo_gym_are_collected_with_their_tokens(path: Path, tmp_path: 
 
     async def main() -> Collected:
         port = unused_port()
-        stack = FakeGymStack(
-            ("spell", "play"),
-            lambda agent, row: Script(turns=2 if agent == "play" else 1, reward=lambda text: float(len(text))),
-            policy_base_url=f"http://127.0.0.1:{port}/v1",
-        )
+        stack = spell_and_play(port)
         async with stack:
             overrides = (
                 f"++env.gym={{type: nemo_gym, head_url: '{stack.head_url}', start_timeout_s: 60}}",

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.build.session import run_training
 from nemo_rl.distributed.ports import unused_port
 from nemo_rl.errors import ConfigError
-from tests.fakes.gym_stack import FakeGymStack, Script, row_of
+from tests.fakes.gym_stack import FakeGymStack, row_of, spell_and_play
 from tests.unit.build.conftest import Recipe
 
 
@@ -21,11 +21,7 @@ def train(recipe: Recipe, folder: Path, rows: Sequence[Any], *overrides: str) ->
 
     async def main() -> FakeGymStack:
         port = unused_port()
-        stack = FakeGymStack(
-            ("spell", "play"),
-            lambda agent, row: Script(turns=2 if agent == "play" else 1, reward=lambda text: float(len(text))),
-            policy_base_url=f"http://127.0.0.1:{port}/v1",
-        )
+        stack = spell_and_play(port)
         async with stack:
             config = recipe(
                 f"++env.gym={{type: nemo_gym, head_url: '{stack.head_url}', start_timeout_s: 60}}",
