@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
@@ -169,7 +169,7 @@ async def measure(setting: Setting) -> tuple[float, float]:
         max_age_steps=setting.age,
         stale_groups="wait",
         max_generation_failures=0,
-        failures=Rollout(),
+        failures=RolloutConfig(),
     )
     clock, handed_out, cpu = asyncio.get_running_loop().time, [], time.process_time()
     for version in range(setting.num_steps):

@@ -23,7 +23,7 @@ from nemo_rl.collect.keys import KeySpace
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, write_tasks
-from nemo_rl.config.data import Dataset, InputData
+from nemo_rl.config.data import DatasetConfig, InputDataConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.input import load_input
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
@@ -92,7 +92,7 @@ def write_rows(path: Path, count: int) -> None:
 
 async def collect(folder: Path, num_tasks: int, num_repeats: int, concurrency: int) -> dict[str, float]:
     """All rollouts of the file; the watch runs from its opening to the mark that the collection is done."""
-    section = Dataset(dataset_name="jsonl", data_path=str(folder / "rows.jsonl"), env_name="simulated")
+    section = DatasetConfig(dataset_name="jsonl", data_path=str(folder / "rows.jsonl"), env_name="simulated")
     encoder = ChatEncoder(make_tokenizer())
     encoder.check()
     context = RolloutContext(
@@ -104,7 +104,7 @@ async def collect(folder: Path, num_tasks: int, num_repeats: int, concurrency: i
         seed=0,
     )
     watch = Watch()
-    input_set = load_input(InputData(input=section))
+    input_set = load_input(InputDataConfig(input=section))
     rows = (Task(prompt.prompt_id, prompt.dataset, prompt.task_name, row) for prompt, row in input_set.rows())
     tasks = write_tasks(folder / "out", rows)
     opened = watch.figures()

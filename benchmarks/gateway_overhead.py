@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from nemo_rl.build.model_names import QUICKSTART_MODEL
 from nemo_rl.build.models import resolve_model
-from nemo_rl.config.generation import GenerationSection, VllmCfg
-from nemo_rl.config.policy import Tokenizer
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import TokenizerConfig
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.gateway.codec import Codec
@@ -108,10 +108,10 @@ async def over_gateway(manager: GatewayManager, client: asyncio.subprocess.Proce
 async def measure(engine: Engine, model_path: str, num_tokens: int) -> str:
     """One line of the table."""
     recorded = Recorded(engine)
-    codec = Codec(ChatEncoder(load_tokenizer(Tokenizer(), model_path)), tool_parser_name="hermes")
+    codec = Codec(ChatEncoder(load_tokenizer(TokenizerConfig(), model_path)), tool_parser_name="hermes")
     sampling = SamplingParams(num_tokens)  # without stop tokens: all responses are equally long
     rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, seed=1, max_concurrent_calls=256, timeout_s=600)
-    manager = await GatewayManager.start(recorded, codec, rules, Gateway())  # type: ignore[arg-type]
+    manager = await GatewayManager.start(recorded, codec, rules, GatewayConfig())  # type: ignore[arg-type]
     pipe = asyncio.subprocess.PIPE
     client = await asyncio.create_subprocess_exec(sys.executable, __file__, "agents", stdin=pipe, stdout=pipe)
     figures: list[tuple[float, ...]] = []
@@ -141,8 +141,8 @@ async def measure(engine: Engine, model_path: str, num_tokens: int) -> str:
 
 async def main() -> None:
     model_path = await resolve_model(QUICKSTART_MODEL)
-    section = GenerationSection(
-        vllm_cfg=VllmCfg(max_num_seqs=NUM_AGENTS, enable_prefix_caching=False),
+    section = GenerationConfig(
+        vllm_cfg=VllmConfig(max_num_seqs=NUM_AGENTS, enable_prefix_caching=False),
         vllm_kwargs={"hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN}},
     )
     engine = await VllmGeneration.create(

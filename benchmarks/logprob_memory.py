@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.interfaces import ScoresNeeded
+from nemo_rl.interfaces import RequiredScores
 from nemo_rl.policy.logprobs import CausalLogprobs
 
 VOCABULARY, LENGTH = 151_936, 1024
@@ -53,7 +53,7 @@ def scored(model: Qwen2ForCausalLM, token_ids: torch.Tensor, *, chunk: int | Non
         total = logprobs.gather(-1, token_ids[:, 1:, None]).sum()
         return total - (logprobs.exp() * logprobs).sum() if entropy else total
     module = CausalLogprobs(model, temperature=1.0, chunk_size=chunk)
-    scores = module(token_ids, torch.ones_like(token_ids, dtype=torch.bool), ScoresNeeded(entropy=entropy))
+    scores = module(token_ids, torch.ones_like(token_ids, dtype=torch.bool), RequiredScores(entropy=entropy))
     return scores.logprobs.sum() + scores.entropy.sum() if scores.entropy is not None else scores.logprobs.sum()
 
 

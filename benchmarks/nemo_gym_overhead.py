@@ -20,9 +20,9 @@ from aiohttp import web
 
 from nemo_rl.build.model_names import QUICKSTART_MODEL
 from nemo_rl.build.models import resolve_model
-from nemo_rl.config.nemo_gym import NemoGymSection
-from nemo_rl.config.policy import Tokenizer
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.policy import TokenizerConfig
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.environments.nemo_gym.client import GymClient
@@ -102,12 +102,14 @@ async def measure(codec: Codec, turns: int, num_tokens: int, profile: cProfile.P
     engine = AnswersAtOnce()
     sampling = SamplingParams(num_tokens)
     rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, seed=1, max_concurrent_calls=4096, timeout_s=600)
-    manager = await GatewayManager.start(engine, codec, rules, Gateway())  # type: ignore[arg-type]
+    manager = await GatewayManager.start(engine, codec, rules, GatewayConfig())  # type: ignore[arg-type]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--serve", manager.plain_url, stdout=pipe)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--serve", manager.default_base_url, stdout=pipe
+    )
     assert process.stdout is not None
     head_url = f"http://127.0.0.1:{int(await process.stdout.readline())}"
-    client = GymClient(NemoGymSection(head_url=head_url, max_concurrency=NUM_ROLLOUTS))
+    client = GymClient(NemoGymConfig(head_url=head_url, max_concurrency=NUM_ROLLOUTS))
     await client.connect(["agent"])
     runtime = GymRuntime(client, manager, max_concurrency=NUM_ROLLOUTS)
     limits = RolloutLimits(max_turns=turns, max_total_length=MAX_MODEL_LEN)
@@ -146,7 +148,7 @@ async def one_round(context: RolloutContext, turns: int) -> tuple[float, float]:
 
 
 async def main(*, is_profiled: bool) -> None:
-    codec = Codec(ChatEncoder(load_tokenizer(Tokenizer(), await resolve_model(QUICKSTART_MODEL))))
+    codec = Codec(ChatEncoder(load_tokenizer(TokenizerConfig(), await resolve_model(QUICKSTART_MODEL))))
     print(f"{NUM_ROLLOUTS} rollouts at once, medians of {ROUNDS} rounds")
     print(f"| calls a rollout | tokens a call | CPU ms a call [{BAR_MS}] | calls/s |\n|---|---|---|---|", flush=True)
     for turns, num_tokens in ((1, 64), (1, 256), (3, 64), (3, 256)):

@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import MicroBatching, PackedTokens, PaddedTokens, SampleCount
 from nemo_rl.policy.packing import ALGORITHMS, first_fit_decreasing, packs_of_ranks
@@ -75,7 +75,7 @@ class NLL:
     """The mean of -advantage * log-prob."""
 
     required_keys = frozenset({"advantages"})
-    scores_needed = ScoresNeeded()
+    required_scores = RequiredScores()
 
     def __call__(
         self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.generation import GenerationSection, VllmCfg
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.make import make_generation
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -59,7 +59,7 @@ class Weights:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.named)
 
-    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return await asyncio.to_thread(use, iter(self.named))
 
     def copy(self) -> float:
@@ -101,13 +101,13 @@ async def generate(engine: Any, tag: int) -> None:
 
 async def measure(dtype: str, num_replicas: int, *, is_busy: bool) -> tuple[int, list[float], list[float], Any]:
     model = make_model(getattr(torch, dtype))
-    cfg = VllmCfg(kv_cache_memory_bytes=2**28, max_num_seqs=NUM_RUNNING)
-    section = GenerationSection(vllm_cfg=cfg, num_replicas=num_replicas)
+    cfg = VllmConfig(kv_cache_memory_bytes=2**28, max_num_seqs=NUM_RUNNING)
+    section = GenerationConfig(vllm_cfg=cfg, num_replicas=num_replicas)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         engine = await make_generation(section, model_path=folder, dtype=dtype, max_model_len=2048, device="cpu")
     policy, transport = Weights(model), TimedSharedMemory()
-    sync = TransportWeightSync([], WeightSync(), dtype, transport=transport)
+    sync = TransportWeightSync([], WeightSyncConfig(), dtype, transport=transport)
     refits, copies = [], []
     running = asyncio.create_task(generate(engine, 0)) if is_busy else None
     try:

@@ -23,8 +23,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from nemo_rl import interfaces
 from nemo_rl.build.models import resolve_model
-from nemo_rl.config.generation import GenerationSection
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -81,7 +81,7 @@ class Weights:
     def __init__(self, model_path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
-    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return use((name, tensor.detach()) for name, tensor in self.model.named_parameters())
 
 
@@ -94,7 +94,7 @@ async def keep_asking(engine: WatchedGeneration, names: Iterable[int]) -> None:
 
 async def measure(engine: WatchedGeneration, policy: Weights, num_requests: int, rounds: int, keep_cache: bool) -> str:
     """One row: medians over the rounds."""
-    sync = TransportWeightSync([], WeightSync(), "float32", keep_cache=keep_cache)
+    sync = TransportWeightSync([], WeightSyncConfig(), "float32", keep_cache=keep_cache)
     sync._verified.add(engine)  # not verified: that is no part of an update
     names = itertools.count()
     askers = [asyncio.create_task(keep_asking(engine, names)) for _ in range(num_requests)]
@@ -138,7 +138,7 @@ async def main(rounds: int, numbers: Iterable[int]) -> None:
     print("| requests | keys and values | pause ms | load | resume | held (worst) | gap | step | at most 50 |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     engine = await WatchedGeneration.create(
-        GenerationSection(), model_path=model_path, dtype="float32", max_model_len=128, device="cpu"
+        GenerationConfig(), model_path=model_path, dtype="float32", max_model_len=128, device="cpu"
     )
     assert isinstance(engine, WatchedGeneration)
     for num_requests, keep_cache in itertools.product(numbers, (False, True)):

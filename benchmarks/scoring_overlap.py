@@ -23,7 +23,7 @@ from rollout_schedule import (
     simulate,
 )
 
-from nemo_rl.config.environment import Batching
+from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.environments.scorers.contract import BatchedScorer
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
@@ -51,7 +51,7 @@ async def measured(num_samples: int, places: int, seconds_each: float) -> tuple[
     """Seconds of all rollouts with their scores, and the mean size of a batch."""
     trace = draw_trace(num_samples, 1, "heavy-tailed")
     trace = replace(trace, environment_s=[[0.0]] * num_samples)
-    batching = Batching(enabled=True, max_batch_size=BATCH, max_wait_ms=20, max_calls=1)
+    batching = BatchingConfig(enabled=True, max_batch_size=BATCH, max_wait_ms=20, max_calls=1)
     scorer = BatchedScorer(SimulatedRewardModel(seconds_each), batching, timeout_s=None)
     context = context_of(SimulatedEngine(trace, places), SimulatedEnvironment(1, lambda sample, turn: 0.0), 1)
     context = replace(context, scoring=Scoring({"game": (WeightedScorer("rm", scorer, 1.0),)}))

@@ -23,8 +23,8 @@ from paired import RECIPE, Recorder, bare_engine
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nemo_rl.algorithms.loop import Training, train_one_step
-from nemo_rl.algorithms.resuming import Saves, restore
+from nemo_rl.algorithms.loop import TrainingProgress, train_one_step
+from nemo_rl.algorithms.resuming import CheckpointWriter, restore
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
@@ -138,7 +138,7 @@ async def measure(work: Work, num_steps: int) -> Figures:
             recorder = Recorder(run)
             kwargs = copy.deepcopy(config.policy.optimizer.kwargs)
             bare = BareTrainer(model_path, kwargs, config.policy.train_micro_batch_size)
-            training = Training(await restore(run), Saves(run))
+            training = TrainingProgress(await restore(run), CheckpointWriter(run))
             await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
             for index in range(WARM_UP_STEPS + num_steps):
                 recorder.requests.clear()

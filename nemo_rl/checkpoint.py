@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl.config.run import Checkpointing
+from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -72,30 +72,32 @@ class CheckpointStore:
     Example: `path = store.begin(10)`, then write into `path`, then `store.commit(path, info)` gives `step_10`.
     """
 
-    def __init__(self, config: Checkpointing, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: CheckpointingConfig, directory: Path, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`checkpoint_must_save_by` counts from here. Raises ConfigError for a metric without its prefix."""
         if config.metric_name is not None and not config.metric_name.startswith(("val:", "train:")):
             raise ConfigError("checkpointing.metric_name", config.metric_name, 'must begin with "val:" or "train:"')
         self.directory = directory
         self._config = config
         must_save_by = config.checkpoint_must_save_by
-        self._deadline = SaveDeadline(duration_s(must_save_by), clock) if must_save_by else None
+        self._deadline = SaveDeadline(parse_duration_s(must_save_by), clock) if must_save_by else None
 
     def should_save(self, step: int, *, is_last: bool = False) -> bool:
         """Whether to save now; to be asked once after each step, since it measures how long steps take."""
-        is_urgent = self._deadline is not None and self._deadline.is_due()
-        return self._config.enabled and (is_last or is_urgent or step % self._config.save_period == 0)
+        deadline_reached = self._deadline is not None and self._deadline.is_due()
+        return self._config.enabled and (is_last or deadline_reached or step % self._config.save_period == 0)
 
     @property
-    def is_urgent(self) -> bool:
+    def deadline_reached(self) -> bool:
         """Whether `checkpoint_must_save_by` has asked for a save."""
-        return self._deadline is not None and self._deadline.is_served
+        return self._deadline is not None and self._deadline.has_fired
 
     def begin(self, step: int) -> Path:
         """An empty directory to write the checkpoint of `step` into; what interrupted saves left is removed."""
-        with _as_checkpoint_error(f"the checkpoint of step {step} cannot be begun in {self.directory}"):
+        with _raise_checkpoint_error(f"the checkpoint of step {step} cannot be begun in {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._tidy()
+            self._recover_interrupted()
             path = self.directory / f"tmp_step_{step}"
             path.mkdir()
         return path
@@ -109,15 +111,15 @@ class CheckpointStore:
         if path != self.directory / f"tmp_step_{info.step}":
             raise CheckpointError(f"{path} was not begun for step {info.step}")
         final = self.directory / f"step_{info.step}"
-        with _as_checkpoint_error(f"{final} cannot be written"):
+        with _raise_checkpoint_error(f"{final} cannot be written"):
             (path / INFO_FILE).write_text(_to_json(info))
-            _sync_tree(path)
+            _fsync_tree(path)
             if final.exists():
                 os.rename(final, self.directory / f"old_step_{info.step}")
             os.rename(path, final)
-            _sync(self.directory)
-            self._tidy()
-            self._retain(info)
+            _fsync(self.directory)
+            self._recover_interrupted()
+            self._apply_retention(info)
         return Checkpoint(final, info)
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -126,8 +128,8 @@ class CheckpointStore:
             return ()
         found: dict[int, Checkpoint] = {}
         for kind in ("old_", ""):  # the plain name wins
-            for step, path in self._paths(kind).items():
-                checkpoint = _read(path)
+            for step, path in self._directories_by_step(kind).items():
+                checkpoint = _read_checkpoint(path)
                 if checkpoint is not None:
                     found[step] = checkpoint
         return tuple(found[step] for step in sorted(found))
@@ -150,7 +152,7 @@ class CheckpointStore:
 
         return sorted(self.checkpoints(), key=rank, reverse=True)
 
-    def _retain(self, committed: TrainingInfo) -> None:
+    def _apply_retention(self, committed: TrainingInfo) -> None:
         ranked = self._ranked()
         self._check_metric(ranked, committed)
         if self._config.keep_top_k is None:
@@ -158,9 +160,9 @@ class CheckpointStore:
         newest = max(c.step for c in ranked)
         for checkpoint in ranked[self._config.keep_top_k :]:
             if checkpoint.step not in (newest, committed.step):
-                doomed = self.directory / f"tmp_step_{checkpoint.step}"
-                os.rename(checkpoint.path, doomed)
-                shutil.rmtree(doomed)
+                trash_path = self.directory / f"tmp_step_{checkpoint.step}"
+                os.rename(checkpoint.path, trash_path)
+                shutil.rmtree(trash_path)
 
     def _check_metric(self, checkpoints: list[Checkpoint], committed: TrainingInfo) -> None:
         """A metric no checkpoint has is unknown, once the committed one has others of its kind (val: or train:).
@@ -176,20 +178,20 @@ class CheckpointStore:
             raise ConfigError("checkpointing.metric_name", name, f"unknown metric; known: {', '.join(sorted(known))}")
         logger.warning("%s was not measured at step %d: its checkpoint ranks last", name, committed.step)
 
-    def _paths(self, kind: str) -> dict[int, Path]:
+    def _directories_by_step(self, kind: str) -> dict[int, Path]:
         """Directories by step; kind is "tmp_", "old_" or "" (final)."""
         matches = ((_DIRECTORY.fullmatch(path.name), path) for path in self.directory.iterdir() if path.is_dir())
         return {int(match[2]): path for match, path in matches if match is not None and match[1] == kind}
 
-    def _tidy(self) -> None:
+    def _recover_interrupted(self) -> None:
         """Finish what an interrupted commit left: bring an old step back where the new one is missing."""
-        for step, path in self._paths("old_").items():
+        for step, path in self._directories_by_step("old_").items():
             final = self.directory / f"step_{step}"
             if final.exists():
                 shutil.rmtree(path)
             else:
                 os.rename(path, final)
-        for path in self._paths("tmp_").values():
+        for path in self._directories_by_step("tmp_").values():
             shutil.rmtree(path)
 
 
@@ -202,7 +204,7 @@ class SaveDeadline:
         self._deadline = self._last + must_save_by_s
         self._longest_s = 0.0  # of a step, all that lies between two calls included
         self._calls = 0
-        self.is_served = False
+        self.has_fired = False
 
     def is_due(self) -> bool:
         """To be called after each step. True once: when now plus the longest step so far is past the deadline.
@@ -210,16 +212,16 @@ class SaveDeadline:
         What came before the first call holds the start of the engine; it counts only until there is another step.
         """
         now = self._clock()
-        passed, self._last = now - self._last, now
-        self._longest_s = passed if self._calls < 2 else max(self._longest_s, passed)
+        elapsed_s, self._last = now - self._last, now
+        self._longest_s = elapsed_s if self._calls < 2 else max(self._longest_s, elapsed_s)
         self._calls += 1
-        if self.is_served or now + self._longest_s < self._deadline:
+        if self.has_fired or now + self._longest_s < self._deadline:
             return False
-        self.is_served = True
+        self.has_fired = True
         return True
 
 
-def duration_s(text: str) -> float:
+def parse_duration_s(text: str) -> float:
     """Seconds of `[DD:]HH:MM:SS`.
 
     Example: "00:03:30:00" is 12600.
@@ -232,7 +234,7 @@ def duration_s(text: str) -> float:
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write plain values and tensors; raises CheckpointError for anything that `load_state` would refuse."""
-    with _as_checkpoint_error(f"{path} cannot be written"):
+    with _raise_checkpoint_error(f"{path} cannot be written"):
         torch.save(dict(state), path)
     load_state(path)
 
@@ -250,7 +252,7 @@ def save_rng_state(path: Path) -> None:
     numpy_state: Any = np.random.get_state(legacy=False)
     state = {
         "python": random.getstate(),
-        "numpy": {**numpy_state, "state": {k: _plain(v) for k, v in numpy_state["state"].items()}},
+        "numpy": {**numpy_state, "state": {k: _to_builtin(v) for k, v in numpy_state["state"].items()}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -269,7 +271,7 @@ def restore_rng_state(path: Path) -> None:
         torch.cuda.set_rng_state(device_state, device)
 
 
-def _plain(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -284,7 +286,7 @@ def _to_json(info: TrainingInfo) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _read(path: Path) -> Checkpoint | None:
+def _read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a directory; None, with a warning, where it is not whole."""
     try:
         content = json.loads((path / INFO_FILE).read_text())
@@ -296,15 +298,15 @@ def _read(path: Path) -> Checkpoint | None:
     return Checkpoint(path, info)
 
 
-def _sync_tree(root: Path) -> None:
+def _fsync_tree(root: Path) -> None:
     """Bring all files and directories below `root` onto the disk."""
     for directory, _, files in os.walk(root):
         for name in files:
-            _sync(Path(directory) / name)
-        _sync(Path(directory))
+            _fsync(Path(directory) / name)
+        _fsync(Path(directory))
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -313,7 +315,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _as_checkpoint_error(problem: str) -> Iterator[None]:
+def _raise_checkpoint_error(problem: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

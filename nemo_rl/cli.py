@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl.errors import suggestion
+from nemo_rl.errors import suggest_name
 
 EXIT_BAD_USAGE = 2  # as argparse
 
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if arguments else EXIT_BAD_USAGE
     name, *rest = arguments
     if name not in COMMANDS:
-        sys.stderr.write(f"no such command: {name!r}{suggestion(name, COMMANDS)}\n{usage()}")
+        sys.stderr.write(f"no such command: {name!r}{suggest_name(name, COMMANDS)}\n{usage()}")
         return EXIT_BAD_USAGE
     return importlib.import_module(COMMANDS[name].module).run(rest)
 

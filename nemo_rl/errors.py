@@ -4,7 +4,7 @@ NemoRLError
 ├── ConfigError         a key of the configuration: raised before a model loads
 ├── DataError           a data set's file, row or template
 ├── GenerationError     the engine did not answer a request (infra: retried)
-├── EnvironmentFault    an environment broke its contract or raised
+├── EnvironmentContractError    an environment broke its contract or raised
 ├── PolicyError         the training backend
 ├── WeightSyncError     the engine does not hold the policy's weights
 ├── CheckpointError     a checkpoint that cannot be written or read
@@ -37,7 +37,7 @@ class ConfigError(NemoRLError):
         self.value = value
         self.problem = problem
         self.known = tuple(known)
-        super().__init__(f"{key} = {value!r}: {problem}{suggestion(key, self.known, value)}")
+        super().__init__(f"{key} = {value!r}: {problem}{suggest_name(key, self.known, value)}")
 
     def under(self, prefix: str) -> "ConfigError":
         """The same error seen from further out, where its key lies below `prefix`."""
@@ -52,7 +52,7 @@ class GenerationError(NemoRLError):
     """The generation engine failed a request, or died."""
 
 
-class EnvironmentFault(NemoRLError):
+class EnvironmentContractError(NemoRLError):
     """An environment broke its contract: a wrong number of results, a wrong type."""
 
 
@@ -84,7 +84,7 @@ class WorkerDied(WorkerError):
     """The process itself is gone; what it was asked will never be answered."""
 
 
-def suggestion(key: str, known: Iterable[str], value: object = None) -> str:
+def suggest_name(key: str, known: Iterable[str], value: object = None) -> str:
     """The end of an error's sentence: the known name nearest to the key's last part or to a text value, else all."""
     names = sorted(known)
     if not names:
@@ -97,7 +97,7 @@ def suggestion(key: str, known: Iterable[str], value: object = None) -> str:
     return f"; known: {', '.join(names)}"
 
 
-def one_line(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """An error's type and the first line of its text: the cause of a failure."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

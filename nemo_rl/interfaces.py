@@ -114,16 +114,16 @@ class Generation(Protocol):
 
 
 @runtime_checkable
-class Replicated(Protocol):
+class HasReplicas(Protocol):
     """A Generation that stands before several engines."""
 
     @property
     def replicas(self) -> "Sequence[Generation]": ...
 
 
-def replicas_of(generation: Generation) -> Sequence[Generation]:
+def engine_replicas(generation: Generation) -> Sequence[Generation]:
     """The engines that hold weights of their own: those behind a router, else the engine itself."""
-    return generation.replicas if isinstance(generation, Replicated) else (generation,)
+    return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class TopK(NamedTuple):
     logprobs: "torch.Tensor"  # [B, T, K] float32, of the whole vocabulary's log_softmax; 0 where nobody asked
 
 
-class ScoresNeeded(NamedTuple):
+class RequiredScores(NamedTuple):
     """What is read of the next-token distributions, beside the log-probs of the tokens themselves."""
 
     candidates: str | None = None  # key of the batch: ids [B, T, K] whose log-probs are wanted; those below 0 are none
@@ -239,7 +239,7 @@ class Policy(Protocol):
         """All optimizer steps of one batch; returns metrics: those of the loss, `loss`, `grad_norm`, `lr`."""
         ...
 
-    async def with_weights(self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]") -> ResultT:
+    async def run_with_weights(self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]") -> ResultT:
         """Call `use` with (Hugging Face name, tensor) pairs where the weights live, in the dtype engines want."""
         ...
 
@@ -309,7 +309,7 @@ class LossFn(Protocol):
         ...
 
     @property
-    def scores_needed(self) -> ScoresNeeded:
+    def required_scores(self) -> RequiredScores:
         """What it reads of the model beside log-probs."""
         ...
 

@@ -16,7 +16,7 @@ from typing import Any
 import reasoning_gym
 
 from nemo_rl.data.jsonl import read_jsonl
-from nemo_rl.data.sources import json_able
+from nemo_rl.data.sources import to_jsonable
 from nemo_rl.errors import DataError
 from nemo_rl.quickstart.words import quickstart_prompts
 from nemo_rl.types import Prompt
@@ -86,7 +86,7 @@ def make_tasks(parsed: argparse.Namespace) -> None:
 
 
 def reasoning_gym_row(entry: Row) -> Row:
-    scored = {name: json_able(entry[name]) for name in ("question", "answer", "metadata")}
+    scored = {name: to_jsonable(entry[name]) for name in ("question", "answer", "metadata")}
     return {**asking(entry["question"], REASONING_GYM), **scored}
 
 

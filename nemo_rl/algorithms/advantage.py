@@ -13,18 +13,18 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.group_statistics import baseline_and_std, divide_by_std, unbiased_std
 from nemo_rl.algorithms.kl import kl_estimate
 from nemo_rl.algorithms.opd import TeacherAdvantages
-from nemo_rl.config.algorithm import AdvEstimator
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.interfaces import AdvantageEstimator
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_TOKEN_VARIANCE = 1e-8  # of reinforce_plus_plus's whitening
+MIN_TOKEN_VARIANCE = 1e-8  # of reinforce_plus_plus's whitening
 
 
 def make_advantage_estimator(
-    adv: AdvEstimator, loss: LossFn, *, clip_low: float | None = None, clip_high: float | None = None
+    adv: AdvantageEstimatorConfig, loss: LossConfig, *, clip_low: float | None = None, clip_high: float | None = None
 ) -> AdvantageEstimator:
     """The estimator of `grpo.adv_estimator`; the bounds are `grpo.advantage_clip_low` and `advantage_clip_high`."""
     if adv.name == "opd":
@@ -44,8 +44,8 @@ class RewardAdvantages:
     reinforce_plus_plus before the whitening, for the others at the end. Clipping comes last.
     """
 
-    adv: AdvEstimator
-    loss: LossFn
+    adv: AdvantageEstimatorConfig
+    loss: LossConfig
     clip_low: float | None = None
     clip_high: float | None = None
 
@@ -65,9 +65,11 @@ class RewardAdvantages:
 
     @torch.no_grad()
     def __call__(self, batch: TrainingBatch) -> torch.Tensor:
-        trajectories = Trajectories.of(batch)
-        of_trajectory = self._of_trajectories(trajectories)  # [N]
-        advantages = of_trajectory[trajectories.place][:, None].expand_as(batch[keys.TOKEN_MASK])  # [B, T]
+        trajectories = TrajectoryIndex.of(batch)
+        trajectory_advantages = self._trajectory_advantages(trajectories)  # [N]
+        advantages = trajectory_advantages[trajectories.trajectory_index][:, None].expand_as(
+            batch[keys.TOKEN_MASK]
+        )  # [B, T]
         if self._kl_in_reward:
             kl = kl_estimate(batch[keys.PREV_LOGPROBS], batch[keys.REFERENCE_LOGPROBS], self.loss)
             advantages = advantages - self.loss.reference_policy_kl_penalty * kl
@@ -77,50 +79,50 @@ class RewardAdvantages:
             advantages = advantages.clamp(self.clip_low, self.clip_high)
         return advantages.float().contiguous()
 
-    def _of_trajectories(self, trajectories: "Trajectories") -> torch.Tensor:
+    def _trajectory_advantages(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
         if self.adv.name == "gdpo":
             return self._gdpo(trajectories)
         rewards = trajectories.first(keys.REWARD)
         if self.adv.name == "grpo":
-            return self._relative(rewards, trajectories.group)
+            return self._group_relative(rewards, trajectories.group)
         if not self.adv.minus_baseline:
             return rewards
         baseline, _ = baseline_and_std(rewards, trajectories.group, leave_one_out=False)
         return rewards - baseline
 
-    def _relative(self, rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    def _group_relative(self, rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
         """Each reward relative to its group's: [N]."""
         baseline, std = baseline_and_std(rewards, group, leave_one_out=self.adv.use_leave_one_out_baseline)
         advantages = rewards - baseline
         return divide_by_std(advantages, std) if self.adv.normalize_rewards else advantages
 
-    def _gdpo(self, trajectories: "Trajectories") -> torch.Tensor:
+    def _gdpo(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
         names = sorted(str(name) for name, _ in trajectories.batch[keys.REWARD_COMPONENTS].items())
         if absent := sorted(set(self.adv.reward_weights) - set(names)):
             logger.warning("no reward of this batch is named %s, of adv_estimator.reward_weights", ", ".join(absent))
         total = torch.zeros(len(trajectories.group), dtype=torch.float64, device=trajectories.group.device)
         for name in names:
-            relative = self._relative(trajectories.first((keys.REWARD_COMPONENTS, name)), trajectories.group)
+            relative = self._group_relative(trajectories.first((keys.REWARD_COMPONENTS, name)), trajectories.group)
             total += self.adv.reward_weights.get(name, 1.0) * relative
         return divide_by_std(total - total.mean(), unbiased_std(total))
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectories:
+class TrajectoryIndex:
     """The trajectories of a batch, N of them, each seen through its first sample."""
 
     batch: TrainingBatch
-    place: torch.Tensor  # [B]: the trajectory of each sample, 0..N-1
+    trajectory_index: torch.Tensor  # [B]: the trajectory of each sample, 0..N-1
     first_sample: torch.Tensor  # [N]
     group: torch.Tensor  # [N]: 0..P-1
 
     @classmethod
-    def of(cls, batch: TrainingBatch) -> "Trajectories":
-        ids, place = torch.unique(batch[keys.TRAJECTORY_ID], return_inverse=True)
-        rows = torch.arange(len(place), device=place.device)
-        first_sample = torch.full_like(ids, len(place)).scatter_reduce_(0, place, rows, "amin")
+    def of(cls, batch: TrainingBatch) -> "TrajectoryIndex":
+        ids, trajectory_index = torch.unique(batch[keys.TRAJECTORY_ID], return_inverse=True)
+        rows = torch.arange(len(trajectory_index), device=trajectory_index.device)
+        first_sample = torch.full_like(ids, len(trajectory_index)).scatter_reduce_(0, trajectory_index, rows, "amin")
         _, group = torch.unique(batch[keys.GROUP_ID][first_sample], return_inverse=True)
-        return cls(batch, place, first_sample, group)
+        return cls(batch, trajectory_index, first_sample, group)
 
     def first(self, key: str | tuple[str, str]) -> torch.Tensor:
         """A [B] entry of the batch, one value a trajectory: [N] float64."""
@@ -133,4 +135,4 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     count = mask.sum().clamp(min=1)
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / count
-    return (values - mean) * variance.clamp(min=SMALLEST_TOKEN_VARIANCE).rsqrt()
+    return (values - mean) * variance.clamp(min=MIN_TOKEN_VARIANCE).rsqrt()

@@ -15,16 +15,16 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRow, TeacherRows
+from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRenderer, TeacherRow
 from nemo_rl.algorithms.cross_tokenizer_targets import (
-    NONE,
+    NO_TOKEN_ID,
     Targets,
     TeacherScores,
     TokenMap,
     identical_targets,
     prefix_targets,
 )
-from nemo_rl.algorithms.teachers import Row, Teachers
+from nemo_rl.algorithms.teachers import BatchRow, Teachers
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.interfaces import Teacher, TopK
 from nemo_rl.types import TrainingBatch
@@ -41,7 +41,7 @@ class ResponseTargets:
     num_teacher_tokens: int  # of the same response
 
 
-class Translator:
+class TeacherTargetBuilder:
     """Between the student and one teacher: asks it in its own tokens, and has its answers in the student's."""
 
     def __init__(
@@ -55,30 +55,30 @@ class Translator:
     ) -> None:
         """`tokenizer` and `encoder` are the teacher's, `max_length` the tokens that it takes."""
         self.token_map = token_map
-        self._rows = TeacherRows(token_map.student, token_map.teacher, tokenizer, encoder, max_length=max_length)
-        self._targets_of = prefix_targets if matching == "prefix" else identical_targets
+        self._rows = TeacherRenderer(token_map.student, token_map.teacher, tokenizer, encoder, max_length=max_length)
+        self._compute_targets = prefix_targets if matching == "prefix" else identical_targets
 
-    async def targets(self, teacher: Teacher, rows: Sequence[Row], k: int) -> list[list[ResponseTargets]]:
+    async def targets(self, teacher: Teacher, rows: Sequence[BatchRow], k: int) -> list[list[ResponseTargets]]:
         """Of each row its responses, in their order; a response that the teacher has no room for is left out."""
         teacher_rows = await asyncio.to_thread(self._render, rows)
         topk = await teacher.topk_logprobs(teacher_batch(teacher_rows), k)
-        return await asyncio.to_thread(self._of_rows, teacher_rows, topk)
+        return await asyncio.to_thread(self._build_targets, teacher_rows, topk)
 
-    def _render(self, rows: Sequence[Row]) -> list[TeacherRow]:
+    def _render(self, rows: Sequence[BatchRow]) -> list[TeacherRow]:
         return [self._rows.row(row.message_log, row.prompt.tools) for row in rows]
 
-    def _of_rows(self, rows: Sequence[TeacherRow], topk: TopK) -> list[list[ResponseTargets]]:
+    def _build_targets(self, rows: Sequence[TeacherRow], topk: TopK) -> list[list[ResponseTargets]]:
         ids, logprobs = topk.ids.numpy(), topk.logprobs.numpy()
-        return [self._of_row(row, ids[place], logprobs[place]) for place, row in enumerate(rows)]
+        return [self._build_row_targets(row, ids[row_index], logprobs[row_index]) for row_index, row in enumerate(rows)]
 
-    def _of_row(self, row: TeacherRow, ids: np.ndarray, logprobs: np.ndarray) -> list[ResponseTargets]:
-        found = []
+    def _build_row_targets(self, row: TeacherRow, ids: np.ndarray, logprobs: np.ndarray) -> list[ResponseTargets]:
+        row_targets = []
         for response in row.responses:
             own = slice(response.teacher_start, response.teacher_start + len(response.teacher_ids))
-            targets = self._targets_of(response, TeacherScores(ids[own], logprobs[own]), self.token_map)
+            targets = self._compute_targets(response, TeacherScores(ids[own], logprobs[own]), self.token_map)
             num_teacher_tokens = len(response.teacher_ids) - 1 + response.is_ended
-            found.append(ResponseTargets(response.student_start, targets, num_teacher_tokens))
-        return found
+            row_targets.append(ResponseTargets(response.student_start, targets, num_teacher_tokens))
+        return row_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +86,27 @@ class CrossTokenizerStage:
     """Adds what CrossTokenizerLoss reads; satisfies teachers.TeacherStage."""
 
     teachers: Teachers
-    translators: Mapping[str, Translator]  # by the teacher's key
+    target_builders: Mapping[str, TeacherTargetBuilder]  # by the teacher's key
     k: int
 
-    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
-        async def ask(key: str, teacher: Teacher, own: torch.Tensor) -> list[list[ResponseTargets]]:
-            return await self.translators[key].targets(teacher, [rows[place] for place in own.tolist()], self.k)
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
+        async def query(key: str, teacher: Teacher, own: torch.Tensor) -> list[list[ResponseTargets]]:
+            return await self.target_builders[key].targets(
+                teacher, [rows[row_index] for row_index in own.tolist()], self.k
+            )
 
         shape = (*batch[keys.TOKEN_IDS].shape, self.k + 1)
-        batch[keys.TEACHER_TOPK_IDS] = torch.full(shape, NONE)
+        batch[keys.TEACHER_TOPK_IDS] = torch.full(shape, NO_TOKEN_ID)
         batch[keys.TEACHER_TOPK_LOGPROBS] = torch.zeros(shape)
         batch[keys.TEACHER_UNMATCHED] = torch.zeros(shape)
         batch[keys.SPAN_LENGTHS] = torch.zeros(shape[:2], dtype=torch.int64)
-        placed: list[ResponseTargets] = []
-        for own, answers in await self.teachers.ask_each(rows, ask):
+        written: list[ResponseTargets] = []
+        for own, answers in await self.teachers.query_each(rows, query):
             for row, responses in zip(own.tolist(), answers, strict=True):
                 for response in responses:
-                    _place(batch, row, response)
-                placed += responses
-        return alignment_metrics(placed, num_tokens=int((batch[keys.TOKEN_MASK] > 0).sum()))
+                    _write_response(batch, row, response)
+                written += responses
+        return alignment_metrics(written, num_tokens=int((batch[keys.TOKEN_MASK] > 0).sum()))
 
 
 def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
@@ -112,10 +114,10 @@ def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
     lengths = torch.tensor([max(len(row.token_ids), 1) for row in rows])
     width = int(lengths.max())
     token_ids, mask = torch.zeros((len(rows), width), dtype=torch.int64), torch.zeros(len(rows), width)
-    for place, row in enumerate(rows):
-        token_ids[place, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int64)
+    for row_index, row in enumerate(rows):
+        token_ids[row_index, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.int64)
         for response in row.responses:
-            mask[place, response.teacher_start : response.teacher_start + len(response.teacher_ids)] = 1.0
+            mask[row_index, response.teacher_start : response.teacher_start + len(response.teacher_ids)] = 1.0
     tensors = {keys.TOKEN_IDS: token_ids, keys.TOKEN_MASK: mask, keys.LENGTHS: lengths}
     return TensorDict(tensors, batch_size=[len(rows)])
 
@@ -123,8 +125,8 @@ def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
 def alignment_metrics(responses: Iterable[ResponseTargets], *, num_tokens: int) -> dict[str, float]:
     """Means over the `num_tokens` that the student sampled; docs/metrics.md says of what."""
     responses, count = list(responses), max(num_tokens, 1)
-    num_with_target = sum(int((one.targets.ids != NONE).any(-1).sum()) for one in responses)
-    mass = sum(float(np.exp(one.targets.logprobs[one.targets.ids != NONE]).sum()) for one in responses)
+    num_with_target = sum(int((one.targets.ids != NO_TOKEN_ID).any(-1).sum()) for one in responses)
+    mass = sum(float(np.exp(one.targets.logprobs[one.targets.ids != NO_TOKEN_ID]).sum()) for one in responses)
     return {
         "cross_tokenizer/with_target": num_with_target / count,
         "cross_tokenizer/target_mass": mass / count,
@@ -133,7 +135,7 @@ def alignment_metrics(responses: Iterable[ResponseTargets], *, num_tokens: int) 
     }
 
 
-def _place(batch: TrainingBatch, row: int, response: ResponseTargets) -> None:
+def _write_response(batch: TrainingBatch, row: int, response: ResponseTargets) -> None:
     targets = response.targets
     size, width = targets.ids.shape
     at = slice(response.student_start, response.student_start + size)

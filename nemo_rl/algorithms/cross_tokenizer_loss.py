@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.loss_metrics import engine_metrics
-from nemo_rl.config.loss import DistillationLoss
-from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.algorithms.loss_metrics import engine_mismatch_metrics
+from nemo_rl.config.loss import DistillationLossConfig
+from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
@@ -29,7 +29,7 @@ class CrossTokenizerLoss:
 
     def __init__(
         self,
-        config: DistillationLoss,
+        config: DistillationLossConfig,
         *,
         topk: int = 0,
         student_unmatched: torch.Tensor | None = None,
@@ -48,12 +48,12 @@ class CrossTokenizerLoss:
     @property
     def required_keys(self) -> frozenset[str]:
         read = {keys.TOKEN_MASK, keys.SAMPLE_MASK} | ({keys.GENERATION_LOGPROBS} if self._is_on_policy else set())
-        of_spans = {keys.TEACHER_UNMATCHED, keys.SPAN_LENGTHS} if self._compares_spans else set()
-        return frozenset(read | of_spans | {keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS})
+        span_keys = {keys.TEACHER_UNMATCHED, keys.SPAN_LENGTHS} if self._compares_spans else set()
+        return frozenset(read | span_keys | {keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS})
 
     @property
-    def scores_needed(self) -> ScoresNeeded:
-        return ScoresNeeded(candidates=keys.TEACHER_TOPK_IDS, topk=self._topk)
+    def required_scores(self) -> RequiredScores:
+        return RequiredScores(candidates=keys.TEACHER_TOPK_IDS, topk=self._topk)
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
@@ -71,7 +71,7 @@ class CrossTokenizerLoss:
             "num_valid_samples": Metric(batch[keys.SAMPLE_MASK].sum(), "count"),
         }
         if self._is_on_policy:
-            metrics |= engine_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, count)
+            metrics |= engine_mismatch_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, count)
         if not self._topk or later is None:
             return divergence, metrics
         unmatched = (self._unmatched(scores, batch, later) * mask).sum() / count
@@ -90,8 +90,10 @@ class CrossTokenizerLoss:
         """[B, T]: the L1 distance between both sides' unmatched probabilities, each sorted; 0 but at spans."""
         assert scores.topk is not None
         assert self._student_unmatched is not None
-        has_none = F.pad(self._student_unmatched, (0, 1)).to(scores.topk.ids.device)  # the last is for ids beyond it
-        is_unmatched = has_none[scores.topk.ids.clamp(max=len(has_none) - 1)]
+        lacks_counterpart = F.pad(self._student_unmatched, (0, 1)).to(
+            scores.topk.ids.device
+        )  # the last is for ids beyond it
+        is_unmatched = lacks_counterpart[scores.topk.ids.clamp(max=len(lacks_counterpart) - 1)]
         student = (scores.topk.logprobs + later[..., None]).exp() * is_unmatched
         teacher = batch[keys.TEACHER_UNMATCHED]
         width = max(student.shape[-1], teacher.shape[-1])

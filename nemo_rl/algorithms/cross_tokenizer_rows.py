@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.alignment import Span, align, valid_prefix
+from nemo_rl.data.alignment import Span, align, valid_utf8_prefix
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.token_bytes import TURN_END, Vocabulary, encoded_pieces
+from nemo_rl.data.token_bytes import TURN_END, Vocabulary, encode_with_pieces
 from nemo_rl.types import Message, MessageLog, TokenizedMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class AlignedResponse:
     """One sampled message in both tokenizations.
 
     The teacher's tokens are those of the text and one that ends the turn, which is there also where the student's
@@ -45,10 +45,10 @@ class TeacherRow:
     """A conversation as the teacher reads it."""
 
     token_ids: tuple[int, ...]
-    responses: tuple[Response, ...]
+    responses: tuple[AlignedResponse, ...]
 
 
-class TeacherRows:
+class TeacherRenderer:
     """Renders the student's histories for the teacher."""
 
     def __init__(
@@ -71,7 +71,7 @@ class TeacherRows:
         """A history with its sampled messages; raises ConfigError when the teacher's template refuses a role."""
         log: MessageLog = ()
         context: list[Message] = []
-        responses: list[Response] = []
+        responses: list[AlignedResponse] = []
         student_start = teacher_start = 0
         for message in message_log:
             if not message.is_generated:
@@ -84,20 +84,20 @@ class TeacherRows:
                 teacher_start += len(response.teacher_ids)
                 if self._max_length is not None and teacher_start > self._max_length:
                     break
-                log = (*log, *segment, TokenizedMessage(_as_text(message, response), response.teacher_ids))
+                log = (*log, *segment, TokenizedMessage(_with_teacher_text(message, response), response.teacher_ids))
                 context = []
                 responses.append(response)
             student_start += len(message.token_ids)
         return TeacherRow(flat_token_ids(log), tuple(responses))
 
-    def _response(self, message: TokenizedMessage, student_start: int, teacher_start: int) -> Response:
+    def _response(self, message: TokenizedMessage, student_start: int, teacher_start: int) -> AlignedResponse:
         pieces = self._student.response_pieces(message.token_ids)
         is_ended = bool(pieces) and pieces[-1] == TURN_END
         if is_ended:
             pieces[-1] = b""
-        num_aligned, text = _text_of(pieces[:-1] if is_ended else pieces)
-        teacher_ids, teacher_pieces = encoded_pieces(self._tokenizer, self._teacher, text)
-        return Response(
+        num_aligned, text = _decode_valid_prefix(pieces[:-1] if is_ended else pieces)
+        teacher_ids, teacher_pieces = encode_with_pieces(self._tokenizer, self._teacher, text)
+        return AlignedResponse(
             student_start=student_start,
             student_ids=message.token_ids,
             student_pieces=tuple(pieces),
@@ -109,18 +109,18 @@ class TeacherRows:
         )
 
 
-def _text_of(pieces: Sequence[bytes]) -> tuple[int, str]:
+def _decode_valid_prefix(pieces: Sequence[bytes]) -> tuple[int, str]:
     """How many tokens, from the first, are whole characters, and their text."""
     data = b"".join(pieces)
-    valid = valid_prefix(data)
+    valid = valid_utf8_prefix(data)
     ends = [0, *accumulate(map(len, pieces))]
     for number in range(len(pieces), 0, -1):
-        if ends[number] <= len(valid) and valid_prefix(data[: ends[number]]) == data[: ends[number]]:
+        if ends[number] <= len(valid) and valid_utf8_prefix(data[: ends[number]]) == data[: ends[number]]:
             return number, data[: ends[number]].decode()
     return 0, ""
 
 
-def _as_text(message: TokenizedMessage, response: Response) -> Message:
+def _with_teacher_text(message: TokenizedMessage, response: AlignedResponse) -> Message:
     """The message with the text that the teacher reads, in place of what was parsed from it."""
     text = b"".join(response.teacher_pieces).decode()
     return Message("assistant", text, message.message.tool_calls)

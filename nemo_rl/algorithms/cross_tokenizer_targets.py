@@ -12,11 +12,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from nemo_rl.algorithms.cross_tokenizer_rows import Response
+from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
 from nemo_rl.data.token_bytes import SPECIAL, Vocabulary
 
-NONE = -1  # an id that is no token
-LEAST = 1e-30  # probability that something is divided by
+NO_TOKEN_ID = -1  # an id that is no token
+MIN_PROBABILITY = 1e-30  # probability that something is divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class TokenMap:
     @cached_property
     def beginning(self) -> np.ndarray:
         """[V teacher] int64: the longest student token that the teacher's token begins with, or -1."""
-        return self._table(self.student.beginning)
+        return self._map_to_student(self.student.beginning)
 
     @cached_property
     def identical(self) -> np.ndarray:
         """[V teacher] int64: the student's token of the same bytes, or -1."""
-        return self._table(self.student.ids.get)
+        return self._map_to_student(self.student.ids.get)
 
     @cached_property
     def student_unmatched(self) -> np.ndarray:
@@ -64,14 +64,16 @@ class TokenMap:
     @cached_property
     def teacher_starts(self) -> np.ndarray:
         """[V teacher, 2] int64: the first byte and the length of each token; -1 and 0 of those without bytes."""
-        return np.array([(piece[0] if piece else NONE, len(piece)) for piece in self.teacher.pieces], dtype=np.int64)
+        return np.array(
+            [(piece[0] if piece else NO_TOKEN_ID, len(piece)) for piece in self.teacher.pieces], dtype=np.int64
+        )
 
-    def _table(self, find) -> np.ndarray:
+    def _map_to_student(self, find) -> np.ndarray:
         found = (find(piece) if piece else None for piece in self.teacher.pieces)
-        return np.array([NONE if token_id is None else token_id for token_id in found], dtype=np.int64)
+        return np.array([NO_TOKEN_ID if token_id is None else token_id for token_id in found], dtype=np.int64)
 
 
-def prefix_targets(response: Response, scores: TeacherScores, token_map: TokenMap) -> Targets:
+def prefix_targets(response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> Targets:
     """The teacher's distribution over what the student writes next, before each of its tokens.
 
     Before a student's token at byte o, the last teacher token that begins at or before o has distribution q; r are the
@@ -82,13 +84,13 @@ def prefix_targets(response: Response, scores: TeacherScores, token_map: TokenMa
     teacher's, it gets what the chain rule gives its text along the teacher's tokens, and the token that would have had
     this share gives it up. W is K + 1.
     """
-    return _PrefixTargets(response, scores, token_map).targets()
+    return _PrefixTargetBuilder(response, scores, token_map).targets()
 
 
-class _PrefixTargets:
+class _PrefixTargetBuilder:
     """One response on its way to its targets."""
 
-    def __init__(self, response: Response, scores: TeacherScores, token_map: TokenMap) -> None:
+    def __init__(self, response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> None:
         self.response, self.scores, self.map = response, scores, token_map
         self.student_starts = [0, *accumulate(map(len, response.student_pieces))]  # in bytes; [M + 1]
         self.teacher_starts = np.array([0, *accumulate(map(len, response.teacher_pieces[:-1]))])  # [N]
@@ -104,48 +106,52 @@ class _PrefixTargets:
         plain = known & (self.teacher_starts[places] == starts)
         if self.map.student.strips_leading_space or self.map.teacher.strips_leading_space:
             plain &= starts > 0
-        ids, probs = np.full((size, self.width), NONE, dtype=np.int64), np.zeros((size, self.width))
+        ids, probs = np.full((size, self.width), NO_TOKEN_ID, dtype=np.int64), np.zeros((size, self.width))
         ids[plain, :-1] = at(self.map.beginning, self.scores.ids[places[plain]])
         probs[plain, :-1] = np.exp(self.scores.logprobs[places[plain]].astype(np.float64))
-        unmatched = _sorted(np.where(ids == NONE, probs, 0.0))
-        merge_same(ids, probs)
+        unmatched = _sort_descending(np.where(ids == NO_TOKEN_ID, probs, 0.0))
+        merge_duplicate_ids(ids, probs)
         for row in np.flatnonzero(known):
-            plainly = dict(_tokens(ids[row], probs[row])) if plain[row] else None
-            changed = self._changed(int(row), int(places[row]), plainly)
-            if changed is not None:
-                _write(changed, ids[row], probs[row])
-        logprobs = np.where(ids == NONE, 0.0, np.log(np.maximum(probs, 1e-38)))
+            plain_distribution = dict(_tokens(ids[row], probs[row])) if plain[row] else None
+            adjusted = self._adjust_distribution(int(row), int(places[row]), plain_distribution)
+            if adjusted is not None:
+                _write_top_tokens(adjusted, ids[row], probs[row])
+        logprobs = np.where(ids == NO_TOKEN_ID, 0.0, np.log(np.maximum(probs, 1e-38)))
         return Targets(ids, logprobs.astype(np.float32), unmatched.astype(np.float32), np.zeros(size, dtype=np.int64))
 
-    def _changed(self, row: int, place: int, plain: dict[int, float] | None) -> dict[int, float] | None:
+    def _adjust_distribution(
+        self, row: int, teacher_position: int, plain: dict[int, float] | None
+    ) -> dict[int, float] | None:
         """The row's distribution where it is not the `plain` one, of the teacher's tokens at that place alone."""
         piece, start = self.response.student_pieces[row], self.student_starts[row]
         longer = self.longer.get(start, ())
-        reaches_beyond = bool(piece) and row < self.response.num_aligned and self._end(row) > self._teacher_end(place)
+        reaches_beyond = (
+            bool(piece) and row < self.response.num_aligned and self._end(row) > self._teacher_end(teacher_position)
+        )
         if plain is not None and not longer and not reaches_beyond:
             return None
-        share, found = (1.0, plain) if plain is not None else self._behind(start, place)
+        share, found = (1.0, plain) if plain is not None else self._continuations(start, teacher_position)
         for rest, weight in longer:
             share += weight
-            if rest and (token_id := self._beginning(rest, is_first=False)) is not None:
+            if rest and (token_id := self._longest_student_token(rest, is_first=False)) is not None:
                 found[token_id] = found.get(token_id, 0.0) + weight
         if share <= 0:
             return {}
         found = {token_id: prob / share for token_id, prob in found.items()}
         if reaches_beyond:
-            self._move_chain(row, place, found, share)
+            self._apply_chain_rule(row, teacher_position, found, share)
         return found
 
-    def _behind(self, start: int, place: int) -> tuple[float, dict[int, float]]:
+    def _continuations(self, start: int, teacher_position: int) -> tuple[float, dict[int, float]]:
         """The share of the teacher's tokens that begin with what was seen of theirs, and what they go on with."""
-        seen = self.text[self.teacher_starts[place] : start]
+        seen = self.text[self.teacher_starts[teacher_position] : start]
         share, found = 0.0, dict[int, float]()
-        for piece, prob in self._pieces(place):
+        for piece, prob in self._pieces(teacher_position):
             if not piece.startswith(seen):
                 continue
             share += prob
             rest = piece[len(seen) :]
-            token_id = self._beginning(rest, is_first=start == 0) if rest else None
+            token_id = self._longest_student_token(rest, is_first=start == 0) if rest else None
             if token_id is not None:
                 found[token_id] = found.get(token_id, 0.0) + prob
         return share, found
@@ -158,15 +164,17 @@ class _PrefixTargets:
         tell the student that `h` is wrong wherever it sampled something else.
         """
         starts, found = set(self.student_starts[:-1]), dict[int, list[tuple[bytes, float]]]()
-        for place in range(len(self.teacher_starts) - 1):
-            begin, read = int(self.teacher_starts[place]), self.response.teacher_pieces[place]
-            for piece, prob in self._pieces(place, self._may_go_on[place]):
+        for teacher_position in range(len(self.teacher_starts) - 1):
+            begin, read = int(self.teacher_starts[teacher_position]), self.response.teacher_pieces[teacher_position]
+            for piece, prob in self._pieces(teacher_position, self._may_continue[teacher_position]):
                 if not read or len(piece) <= len(read) or not piece.startswith(read):
                     continue
-                weight, passed = prob, place
+                weight, passed = prob, teacher_position
                 for end in range(begin + len(read), begin + len(piece) + 1):
                     while passed + 1 < len(self.teacher_starts) and self.teacher_starts[passed + 1] <= end:
-                        weight /= max(self._observed(passed), LEAST)  # relative to the tokens that were read
+                        weight /= max(
+                            self._observed_probability(passed), MIN_PROBABILITY
+                        )  # relative to the tokens that were read
                         passed += 1
                     if end in starts:
                         found.setdefault(end, []).append((piece[end - begin :], weight))
@@ -175,60 +183,64 @@ class _PrefixTargets:
         return found
 
     @cached_property
-    def _may_go_on(self) -> np.ndarray:
+    def _may_continue(self) -> np.ndarray:
         """[N, K] bool: a longer token than the one that was read, with the same first byte."""
-        read = np.array([(piece[0] if piece else NONE, len(piece)) for piece in self.response.teacher_pieces])
+        read = np.array([(piece[0] if piece else NO_TOKEN_ID, len(piece)) for piece in self.response.teacher_pieces])
         likely = self.map.teacher_starts[np.minimum(self.scores.ids, len(self.map.teacher_starts) - 1)]
         may = (likely[..., 0] == read[:, None, 0]) & (likely[..., 1] > read[:, None, 1])
         if self.map.teacher.strips_leading_space:
             may[0] = True  # its tokens begin with another byte than the text
         return may
 
-    def _beginning(self, text: bytes, *, is_first: bool) -> int | None:
+    def _longest_student_token(self, text: bytes, *, is_first: bool) -> int | None:
         """The student's token that a text begins with; at the start of a response it may come with a space."""
         with_space = is_first and self.map.student.strips_leading_space and not text.startswith(SPECIAL)
         return self.map.student.beginning(b" " + text if with_space else text)
 
-    def _pieces(self, place: int, wanted: np.ndarray | None = None) -> Iterator[tuple[bytes, float]]:
+    def _pieces(self, teacher_position: int, wanted: np.ndarray | None = None) -> Iterator[tuple[bytes, float]]:
         """The teacher's most likely tokens as bytes, without the space that begins a text, and their probabilities."""
-        strips, pieces = place == 0 and self.map.teacher.strips_leading_space, self.map.teacher.pieces
-        ids, logprobs = self.scores.ids[place], self.scores.logprobs[place]
+        strips, pieces = teacher_position == 0 and self.map.teacher.strips_leading_space, self.map.teacher.pieces
+        ids, logprobs = self.scores.ids[teacher_position], self.scores.logprobs[teacher_position]
         if wanted is not None:
             ids, logprobs = ids[wanted], logprobs[wanted]
         for token_id, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True):
             piece = pieces[token_id] if token_id < len(pieces) else b""
             yield piece[1:] if strips and piece.startswith(b" ") else piece, math.exp(logprob)
 
-    def _move_chain(self, row: int, place: int, found: dict[int, float], share: float) -> None:
+    def _apply_chain_rule(self, row: int, teacher_position: int, found: dict[int, float], share: float) -> None:
         """Give the sampled token the probability of its text along the teacher's tokens."""
         end = self._end(row)
-        chain, first = self._observed(place) / share, place
-        while self._teacher_end(place) < end:
-            place += 1
-            if self._teacher_end(place) <= end:
-                chain *= self._observed(place)
+        chain, first = self._observed_probability(teacher_position) / share, teacher_position
+        while self._teacher_end(teacher_position) < end:
+            teacher_position += 1
+            if self._teacher_end(teacher_position) <= end:
+                chain *= self._observed_probability(teacher_position)
             else:
-                begun = self.text[self.teacher_starts[place] : end]
-                chain *= sum(prob for piece, prob in self._pieces(place) if piece.startswith(begun))
+                prefix = self.text[self.teacher_starts[teacher_position] : end]
+                chain *= sum(prob for piece, prob in self._pieces(teacher_position) if piece.startswith(prefix))
         rest = self.text[self.student_starts[row] : self._teacher_end(first)]
-        giver = self._beginning(rest, is_first=self.student_starts[row] == 0)
-        if chain > 0 and giver is not None and giver in found:
-            chain = min(chain, found[giver])
-            found[giver] -= chain
+        donor_id = self._longest_student_token(rest, is_first=self.student_starts[row] == 0)
+        if chain > 0 and donor_id is not None and donor_id in found:
+            chain = min(chain, found[donor_id])
+            found[donor_id] -= chain
             token_id = self.response.student_ids[row]
             found[token_id] = found.get(token_id, 0.0) + chain
 
-    def _observed(self, place: int) -> float:
-        return observed_probability(self.response, self.scores, place)
+    def _observed_probability(self, teacher_position: int) -> float:
+        return observed_probability(self.response, self.scores, teacher_position)
 
     def _end(self, row: int) -> int:
         return self.student_starts[row + 1]
 
-    def _teacher_end(self, place: int) -> int:
-        return int(self.teacher_starts[place + 1]) if place + 1 < len(self.teacher_starts) else len(self.text) + 1
+    def _teacher_end(self, teacher_position: int) -> int:
+        return (
+            int(self.teacher_starts[teacher_position + 1])
+            if teacher_position + 1 < len(self.teacher_starts)
+            else len(self.text) + 1
+        )
 
 
-def identical_targets(response: Response, scores: TeacherScores, token_map: TokenMap) -> Targets:
+def identical_targets(response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> Targets:
     """GOLD: whole spans are compared, at the distribution before their first token.
 
     Of the teacher's most likely tokens, those whose bytes are a student token's go to it, the others are unmatched. The
@@ -236,7 +248,7 @@ def identical_targets(response: Response, scores: TeacherScores, token_map: Toke
     for the text that was sampled. W is K.
     """
     size, width = len(response.student_ids), scores.ids.shape[1]
-    ids, logprobs = np.full((size, width), NONE, dtype=np.int64), np.zeros((size, width))
+    ids, logprobs = np.full((size, width), NO_TOKEN_ID, dtype=np.int64), np.zeros((size, width))
     unmatched, lengths = np.zeros((size, width)), np.zeros(size, dtype=np.int64)
     spans = [(s.student_start, s.student_end - s.student_start, s.teacher_start, s.teacher_end) for s in response.spans]
     if response.is_ended:
@@ -245,56 +257,59 @@ def identical_targets(response: Response, scores: TeacherScores, token_map: Toke
     for first, length, start, end in spans:
         if not length or start == end:
             continue
-        later = sum(math.log(observed_probability(response, scores, place)) for place in range(start + 1, end))
+        later = sum(
+            math.log(observed_probability(response, scores, teacher_position))
+            for teacher_position in range(start + 1, end)
+        )
         found = at(token_map.identical, scores.ids[start])
         span_logprobs = scores.logprobs[start] + later
-        ids[first], logprobs[first] = found, np.where(found == NONE, 0.0, span_logprobs)
-        unmatched[first] = np.where(found == NONE, np.exp(span_logprobs), 0.0)
+        ids[first], logprobs[first] = found, np.where(found == NO_TOKEN_ID, 0.0, span_logprobs)
+        unmatched[first] = np.where(found == NO_TOKEN_ID, np.exp(span_logprobs), 0.0)
         lengths[first] = length
-    return Targets(ids, logprobs.astype(np.float32), _sorted(unmatched).astype(np.float32), lengths)
+    return Targets(ids, logprobs.astype(np.float32), _sort_descending(unmatched).astype(np.float32), lengths)
 
 
-def observed_probability(response: Response, scores: TeacherScores, place: int) -> float:
+def observed_probability(response: AlignedResponse, scores: TeacherScores, teacher_position: int) -> float:
     """What the teacher gives to its own token there; one that is not among the most likely as much as the last of them.
 
     That is too much, and at most the probability that a span of such tokens is overrated by.
     """
-    ids, logprobs = scores.ids[place], scores.logprobs[place]
-    found = np.flatnonzero(ids == response.teacher_ids[place])
+    ids, logprobs = scores.ids[teacher_position], scores.logprobs[teacher_position]
+    found = np.flatnonzero(ids == response.teacher_ids[teacher_position])
     return math.exp(float(logprobs[found[0]] if len(found) else logprobs.min()))
 
 
 def at(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The table's entries; -1 for ids behind its end, which pad a model's embedding."""
-    return np.where(ids < len(table), table[np.minimum(ids, len(table) - 1)], NONE)
+    return np.where(ids < len(table), table[np.minimum(ids, len(table) - 1)], NO_TOKEN_ID)
 
 
-def merge_same(ids: np.ndarray, probs: np.ndarray) -> None:
+def merge_duplicate_ids(ids: np.ndarray, probs: np.ndarray) -> None:
     """Add the probabilities of equal ids in a row at the first of them; the others, and what is no token, become -1."""
-    probs[ids == NONE] = 0.0
+    probs[ids == NO_TOKEN_ID] = 0.0
     rows = np.arange(len(ids))[:, None]
-    flat = (rows * (ids.max(initial=0) + 1) + ids)[ids != NONE]
-    places = np.flatnonzero(ids != NONE)
+    flat = (rows * (ids.max(initial=0) + 1) + ids)[ids != NO_TOKEN_ID]
+    places = np.flatnonzero(ids != NO_TOKEN_ID)
     _, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
     totals = np.bincount(inverse, weights=probs.ravel()[places], minlength=len(first))
     kept_ids = ids.ravel()[places[first]]
-    ids.fill(NONE)
+    ids.fill(NO_TOKEN_ID)
     probs.fill(0.0)
     ids.ravel()[places[first]], probs.ravel()[places[first]] = kept_ids, totals
 
 
 def _tokens(ids: np.ndarray, probs: np.ndarray) -> Iterator[tuple[int, float]]:
-    return ((int(i), float(p)) for i, p in zip(ids, probs, strict=True) if i != NONE)
+    return ((int(i), float(p)) for i, p in zip(ids, probs, strict=True) if i != NO_TOKEN_ID)
 
 
-def _write(found: dict[int, float], ids: np.ndarray, probs: np.ndarray) -> None:
+def _write_top_tokens(found: dict[int, float], ids: np.ndarray, probs: np.ndarray) -> None:
     """The row's most likely tokens, as many as it holds."""
     best = sorted(((p, i) for i, p in found.items() if p > 0), reverse=True)[: len(ids)]
-    ids.fill(NONE)
+    ids.fill(NO_TOKEN_ID)
     probs.fill(0.0)
     for slot, (prob, token_id) in enumerate(best):
         ids[slot], probs[slot] = token_id, prob
 
 
-def _sorted(probs: np.ndarray) -> np.ndarray:
+def _sort_descending(probs: np.ndarray) -> np.ndarray:
     return -np.sort(-probs, axis=-1)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.loss_metrics import engine_metrics
-from nemo_rl.config.loss import DistillationLoss as DistillationLossConfig
-from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.algorithms.loss_metrics import engine_mismatch_metrics
+from nemo_rl.config.loss import DistillationLossConfig
+from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
-LOG_NOTHING = -100.0  # log p of what the teacher rules out: e^-100, so that reverse stays finite
+LOG_ZERO = -100.0  # log p of what the teacher rules out: e^-100, so that reverse stays finite
 
 
 class DistillationLoss:
@@ -37,8 +37,8 @@ class DistillationLoss:
         return frozenset(read | ({keys.GENERATION_LOGPROBS} if self.is_on_policy else set()))
 
     @property
-    def scores_needed(self) -> ScoresNeeded:
-        return ScoresNeeded(candidates=keys.TEACHER_TOPK_IDS, entropy=self.config.zero_outside_topk)
+    def required_scores(self) -> RequiredScores:
+        return RequiredScores(candidates=keys.TEACHER_TOPK_IDS, entropy=self.config.zero_outside_topk)
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
@@ -54,22 +54,22 @@ class DistillationLoss:
             loss = loss + (1 - share) * (divergences.reverse * weights).sum()
         metrics = divergence_metrics(divergences, scores, batch, weights)
         if self.is_on_policy:
-            metrics |= engine_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, num_tokens)
+            metrics |= engine_mismatch_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, num_tokens)
         return loss, metrics
 
     def _divergences(self, scores: TokenScores, batch: TrainingBatch) -> "_Divergences":
         assert scores.candidates is not None
         absent = batch[keys.TEACHER_TOPK_IDS] < 0
-        log_p = batch[keys.TEACHER_TOPK_LOGPROBS].masked_fill(absent, LOG_NOTHING)
-        log_q = scores.candidates.masked_fill(absent, LOG_NOTHING)  # [B, T, K]
-        log_p = log_p.log_softmax(-1).clamp(min=LOG_NOTHING)
+        log_p = batch[keys.TEACHER_TOPK_LOGPROBS].masked_fill(absent, LOG_ZERO)
+        log_q = scores.candidates.masked_fill(absent, LOG_ZERO)  # [B, T, K]
+        log_p = log_p.log_softmax(-1).clamp(min=LOG_ZERO)
         if not self.config.zero_outside_topk:
             log_q = log_q.log_softmax(-1)
         p, q, difference = log_p.exp(), log_q.exp(), log_p - log_q
         forward, reverse = (p * difference).sum(-1), -(q * difference).sum(-1)
         if scores.entropy is not None:
-            q_log_q_of_the_others = -scores.entropy - (q * log_q).sum(-1)
-            reverse = reverse + q_log_q_of_the_others - LOG_NOTHING * (1 - q.sum(-1))
+            q_log_q_outside_topk = -scores.entropy - (q * log_q).sum(-1)
+            reverse = reverse + q_log_q_outside_topk - LOG_ZERO * (1 - q.sum(-1))
         return _Divergences(forward, reverse)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-RELATIVE_ZERO = 1e-6  # a deviation below this share of the largest magnitude is rounding
+RELATIVE_STD_TOLERANCE = 1e-6  # a deviation below this share of the largest magnitude is rounding
 STD_EPSILON = 1e-6
 
 
@@ -20,12 +20,12 @@ def baseline_and_std(
     counts = torch.bincount(group)  # [P]
     order = torch.argsort(group, stable=True)
     starts = counts.cumsum(0) - counts
-    place = torch.empty_like(group)
-    place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
+    index_in_group = torch.empty_like(group)
+    index_in_group[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
 
     size = int(counts.max())
     table = rewards.new_zeros(len(counts), size)  # [P, G]
-    table[group, place] = rewards
+    table[group, index_in_group] = rewards
     peers = torch.arange(size, device=group.device) < counts[:, None, None]  # [P, 1, G]
     if leave_one_out:
         peers = peers & ~torch.eye(size, dtype=torch.bool, device=group.device)  # [P, G, G]
@@ -33,9 +33,9 @@ def baseline_and_std(
     mean = (table[:, None] * peers).sum(-1) / num_peers.clamp(min=1)
     squares = ((table[:, None] - mean[..., None]).square() * peers).sum(-1)
     std = (squares / (num_peers - 1).clamp(min=1)).sqrt()
-    std = torch.where(is_rounding(std, table.abs().amax(-1, keepdim=True)), 0.0, std)
+    std = torch.where(is_rounding_error(std, table.abs().amax(-1, keepdim=True)), 0.0, std)
     baseline = torch.where(num_peers > 0, mean, table)
-    return baseline[group, place], std.expand_as(table)[group, place]
+    return baseline[group, index_in_group], std.expand_as(table)[group, index_in_group]
 
 
 def unbiased_std(values: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def unbiased_std(values: torch.Tensor) -> torch.Tensor:
     if len(values) < 2:
         return values.new_zeros(())
     std = (values - values.mean()).square().sum().div(len(values) - 1).sqrt()
-    return torch.where(is_rounding(std, values.abs().max()), 0.0, std)
+    return torch.where(is_rounding_error(std, values.abs().max()), 0.0, std)
 
 
 def divide_by_std(centred: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -51,6 +51,6 @@ def divide_by_std(centred: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     return torch.where(std > 0, centred / (std + STD_EPSILON), centred)
 
 
-def is_rounding(std: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+def is_rounding_error(std: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
     """Whether a std is zero relative to the largest magnitude of what it was computed from."""
-    return std <= RELATIVE_ZERO * magnitude
+    return std <= RELATIVE_STD_TOLERANCE * magnitude

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from nemo_rl.algorithms.penalties import Penalties
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.stages import (
-    LogprobsNeeded,
+    RequiredLogprobs,
     add_logprobs,
-    assemble,
+    assemble_train_batch,
+    compute_train_rewards,
     estimate_advantages,
-    train_rewards,
 )
-from nemo_rl.algorithms.teachers import TeacherStage, rows_of
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.algorithms.teachers import TeacherStage, rows_in_batch_order
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, LossFn, Policy
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.types import TrainingBatch
@@ -22,10 +22,10 @@ from nemo_rl.types import TrainingBatch
 class GRPO:
     """The stages of a step in their order; satisfies run.Algorithm."""
 
-    config: GRPOConfig
+    config: GRPORunConfig
     loss_fn: LossFn
     advantage_estimator: AdvantageEstimator
-    logprobs_needed: LogprobsNeeded
+    required_logprobs: RequiredLogprobs
     policy: Policy
     placement: Placement
     teacher_stage: TeacherStage | None = None  # where the advantages read teachers
@@ -33,18 +33,18 @@ class GRPO:
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
         with timer("reward_calculation"):
-            rewards = train_rewards(self.config, self.penalties, collected)
+            rewards = compute_train_rewards(self.config, self.penalties, collected)
         with timer("data_processing"):
-            batch = assemble(self.config, collected, rewards)
+            batch = assemble_train_batch(self.config, collected, rewards)
         if self.teacher_stage is not None:
             with timer("teacher_logprobs"):
-                rows = rows_of(collected.groups, min_group_size=self.config.min_group_size)
-                async with self.placement.teaching():
+                rows = rows_in_batch_order(collected.groups, min_group_size=self.config.min_group_size)
+                async with self.placement.teacher_phase():
                     await self.teacher_stage(batch, rows)
         with timer("policy_and_reference_logprobs"):
             if self.teacher_stage is None:
-                await self.placement.for_training()
-            await add_logprobs(batch, self.policy, self.logprobs_needed)
+                await self.placement.prepare_for_training()
+            await add_logprobs(batch, self.policy, self.required_logprobs)
         with timer("advantage_calculation"):
             metrics = estimate_advantages(self.config, self.advantage_estimator, batch)
         return batch, {**metrics, **rewards.faults.metrics, **collected.metrics}

@@ -2,18 +2,18 @@
 
 import torch
 
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import LossConfig
 
-LARGEST_LOG = 88.0  # exp of it is still finite in float32
+MAX_EXP_INPUT = 88.0  # exp of it is still finite in float32
 
 
 def finite_exp(x: torch.Tensor) -> torch.Tensor:
     """exp(x), but 0 where that is not finite; the gradient is finite everywhere."""
-    return torch.exp(torch.where(x < LARGEST_LOG, x, float("-inf")))
+    return torch.exp(torch.where(x < MAX_EXP_INPUT, x, float("-inf")))
 
 
 def sampling_weights(
-    prev_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, mask: torch.Tensor, config: LossFn
+    prev_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, mask: torch.Tensor, config: LossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights exp(prev - generation) that correct for sampling by the engine, and where they left their bounds.
 

@@ -18,7 +18,7 @@ class Interrupted(NemoRLError):
 
 
 @contextlib.contextmanager
-def cancelled_by_sigterm() -> Iterator[None]:
+def cancel_on_sigterm() -> Iterator[None]:
     """SIGTERM cancels the current task, as Ctrl-C does under asyncio.run; for the time before `Interrupt.listen`."""
     task = asyncio.current_task()
     assert task is not None

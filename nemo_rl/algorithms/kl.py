@@ -6,17 +6,17 @@ With d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d (Schul
 import torch
 
 from nemo_rl.algorithms.importance import finite_exp
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import LossConfig
 
 
-def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, config: LossFn) -> torch.Tensor:
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, config: LossConfig) -> torch.Tensor:
     """The estimator `reference_policy_kl_type` with d and the result clamped: for use as a number, without a weight."""
     log_ratio = _clamp(reference_logprobs - logprobs, config.kl_input_clamp_value)
     return _clamp(_estimate(log_ratio, config.reference_policy_kl_type), config.kl_output_clamp_value)
 
 
 def weighted_kl(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, config: LossFn
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, config: LossConfig
 ) -> torch.Tensor:
     """The estimate times an importance weight whose gradient is the score function's, so that both parts are trained.
 
@@ -25,8 +25,8 @@ def weighted_kl(
     """
     log_ratio = reference_logprobs - logprobs
     clamped = _clamp(log_ratio, config.kl_input_clamp_value)
-    sampled_under = generation_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
-    weight = finite_exp(logprobs - sampled_under)
+    behavior_logprobs = generation_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
+    weight = finite_exp(logprobs - behavior_logprobs)
     if config.kl_input_clamp_value is not None:
         weight = torch.where(log_ratio.abs() > config.kl_input_clamp_value, weight.detach(), weight)
     return _clamp(weight * _estimate(clamped, config.reference_policy_kl_type), config.kl_output_clamp_value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.algorithms.interrupt import Interrupted
 from nemo_rl.algorithms.report import report_start, report_step, report_validation
-from nemo_rl.algorithms.resuming import Position, Resumable, Saves, restore
+from nemo_rl.algorithms.resuming import CheckpointWriter, Position, Resumable, restore
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability.timer import StepTimer
@@ -18,51 +18,51 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Training:
+class TrainingProgress:
     """What a run has reached."""
 
     position: Position  # always what the policy holds, so that it can be saved at any await
-    saves: Saves
+    checkpoint_writer: CheckpointWriter
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
     validations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
-    is_spent: bool = False  # the data set has no prompt left
+    data_exhausted: bool = False  # the data set has no prompt left
     interrupted: bool = False
 
 
-async def train(run: TrainingRun) -> Training:
+async def train(run: TrainingRun) -> TrainingProgress:
     """Train until `max_num_steps`, the end of the data, or a signal; goes on from the newest checkpoint."""
-    async with Saves(run) as saves:
-        training = Training(await restore(run), saves)
+    async with CheckpointWriter(run) as checkpoint_writer:
+        training = TrainingProgress(await restore(run), checkpoint_writer)
         report_start(run, training.position.step)
         try:
             await _train(run, training)
         except Interrupted:
             logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
         except RolloutError:  # the policy is whole: what it has learnt is not lost
-            await saves.begin(training.position, named_metrics(training))
+            await checkpoint_writer.begin(training.position, checkpoint_metrics(training))
             raise
         training.interrupted = run.interrupt.requested
         if training.interrupted:
-            await saves.begin(training.position, named_metrics(training))
+            await checkpoint_writer.begin(training.position, checkpoint_metrics(training))
     return training
 
 
-async def _train(run: TrainingRun, training: Training) -> None:
-    is_published = await _publish(run, training.position.step)
-    if is_published and run.config.algorithm.val_at_start and training.position.step == 0:
+async def _train(run: TrainingRun, training: TrainingProgress) -> None:
+    refit_done = await _refit(run, training.position.step)
+    if refit_done and run.config.algorithm.val_at_start and training.position.step == 0:
         await _validate(run, training, StepTimer())
-    while _goes_on(run, training):
+    while _should_continue(run, training):
         await train_one_step(run, training)
-    if training.is_spent:
+    if training.data_exhausted:
         await _finish(run, training)
 
 
-def _goes_on(run: TrainingRun, training: Training) -> bool:
+def _should_continue(run: TrainingRun, training: TrainingProgress) -> bool:
     at_end = training.position.step >= run.config.algorithm.max_num_steps
-    return not (at_end or training.is_spent or run.interrupt.requested)
+    return not (at_end or training.data_exhausted or run.interrupt.requested)
 
 
-async def train_one_step(run: TrainingRun, training: Training) -> None:
+async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
     """Collect, train, refit, and whatever is due after this step; `training` moves on."""
     policy, step, timer = run.policy, training.position.step, StepTimer()
     with timer("total_step_time"):
@@ -70,31 +70,31 @@ async def train_one_step(run: TrainingRun, training: Training) -> None:
             try:
                 collected = await run.interrupt.guard(run.source.next_groups(weight_version=step))
             except StopAsyncIteration:
-                training.is_spent = True
+                training.data_exhausted = True
                 return
         batch, metrics = await run.algorithm.make_batch(collected, timer)
         with timer("policy_training"):
             metrics |= await policy.train_step(batch, run.algorithm.loss_fn)
-        if training.saves.is_begun:
+        if training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
-                await training.saves.finish()
+                await training.checkpoint_writer.finish()
         step += 1
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         with timer("weight_sync"):
-            is_published = await _publish(run, step)
-        if is_published and _validates_after(run, step):
+            refit_done = await _refit(run, step)
+        if refit_done and _should_validate(run, step):
             await _validate(run, training, timer)
         await save_if_due(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
     report_step(run, step, metrics, timer)
 
 
-async def _publish(run: TrainingRun, step: int) -> bool:
+async def _refit(run: TrainingRun, step: int) -> bool:
     """Bring the policy's weights to the engine and leave the device to it.
 
     Rollouts that run in the background go on through it where asked; else they end first, and none starts meanwhile.
     False where a stop is asked for while they end: the step that was trained is complete without it.
     """
-    await run.placement.for_publishing()
+    await run.placement.prepare_for_refit()
     async with AsyncExitStack() as stack:
         hold = run.source.hold(until_idle=not run.config.algorithm.background.in_flight_weight_updates)
         try:
@@ -103,11 +103,11 @@ async def _publish(run: TrainingRun, step: int) -> bool:
             logger.info("the weights of step %d do not go to the engine any more", step)
             return False
         await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
-    await run.placement.for_generation()
+    await run.placement.prepare_for_generation()
     return True
 
 
-async def _finish(run: TrainingRun, training: Training) -> None:
+async def _finish(run: TrainingRun, training: TrainingProgress) -> None:
     """What the last step does, for a data set that ended before `max_num_steps`."""
     section = run.config.algorithm_key
     logger.info("the data set is spent after %d steps (%s.max_num_epochs)", training.position.step, section)
@@ -116,13 +116,13 @@ async def _finish(run: TrainingRun, training: Training) -> None:
     await save_if_due(run, training, StepTimer(), is_last=True)
 
 
-def _validates_after(run: TrainingRun, step: int) -> bool:
+def _should_validate(run: TrainingRun, step: int) -> bool:
     config = run.config.algorithm
     due = config.val_period > 0 and step % config.val_period == 0
     return due or (config.val_at_end and step == config.max_num_steps)
 
 
-async def _validate(run: TrainingRun, training: Training, timer: StepTimer) -> None:
+async def _validate(run: TrainingRun, training: TrainingProgress, timer: StepTimer) -> None:
     """Without effect where there is nothing to validate on, or where a stop is asked for before the end."""
     if run.validator is None:
         return
@@ -137,18 +137,20 @@ async def _validate(run: TrainingRun, training: Training, timer: StepTimer) -> N
     report_validation(run, training.position.step, validation, timer)
 
 
-async def save_if_due(run: Resumable, training: Training, timer: StepTimer, *, is_last: bool) -> None:
+async def save_if_due(run: Resumable, training: TrainingProgress, timer: StepTimer, *, is_last: bool) -> None:
     """The files are written while the next step collects; at once where none follows or time runs out."""
     store = run.checkpoints
     if store is None or not store.should_save(training.position.step, is_last=is_last):
         return
     with timer("checkpointing"):
-        await training.saves.begin(training.position, named_metrics(training))
-        if is_last or store.is_urgent:
-            await training.saves.finish()
+        await training.checkpoint_writer.begin(training.position, checkpoint_metrics(training))
+        if is_last or store.deadline_reached:
+            await training.checkpoint_writer.finish()
 
 
-def named_metrics(training: Training) -> dict[str, float]:
+def checkpoint_metrics(training: TrainingProgress) -> dict[str, float]:
     """What is known of the step that training stands at, under the names of `checkpointing.metric_name`."""
-    of_validation = training.validations.get(training.position.step, {})
-    return {f"train:{k}": v for k, v in training.metrics.items()} | {f"val:{k}": v for k, v in of_validation.items()}
+    validation_metrics = training.validations.get(training.position.step, {})
+    return {f"train:{k}": v for k, v in training.metrics.items()} | {
+        f"val:{k}": v for k, v in validation_metrics.items()
+    }

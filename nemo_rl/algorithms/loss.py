@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.importance import LARGEST_LOG, sampling_weights
+from nemo_rl.algorithms.importance import MAX_EXP_INPUT, sampling_weights
 from nemo_rl.algorithms.kl import weighted_kl
 from nemo_rl.algorithms.loss_metrics import TokenTerms, loss_metrics
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.loss_checks import check_loss_fn
-from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.types import TrainingBatch
 
 
@@ -25,7 +25,7 @@ class PolicyGradientLoss:
     Raises ConfigError for options that exclude each other.
     """
 
-    def __init__(self, config: LossFn) -> None:
+    def __init__(self, config: LossConfig) -> None:
         check_loss_fn(config)
         self.config = config
 
@@ -50,8 +50,8 @@ class PolicyGradientLoss:
         return frozenset(required)
 
     @property
-    def scores_needed(self) -> ScoresNeeded:
-        return ScoresNeeded()
+    def required_scores(self) -> RequiredScores:
+        return RequiredScores()
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
@@ -120,7 +120,7 @@ def _read(logprobs: torch.Tensor, batch: TrainingBatch) -> _Tokens:
     )
 
 
-def _policy_term(tokens: _Tokens, config: LossFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _policy_term(tokens: _Tokens, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of each token before weights [B, T], the ratio and the clipped ratio ([B, T], or [B, 1] for GSPO)."""
     advantages = tokens.advantages
     ratio = _ratio(tokens, config)
@@ -135,10 +135,10 @@ def _policy_term(tokens: _Tokens, config: LossFn) -> tuple[torch.Tensor, torch.T
     return loss, ratio, clipped
 
 
-def _ratio(tokens: _Tokens, config: LossFn) -> torch.Tensor:
+def _ratio(tokens: _Tokens, config: LossConfig) -> torch.Tensor:
     prev = tokens.current.detach() if config.force_on_policy_ratio else tokens.prev
     log_ratio = tokens.current - prev
     if config.sequence_level_importance_ratios:
         log_ratio = log_ratio.sum(-1, keepdim=True) / (tokens.mask > 0).sum(-1, keepdim=True).clamp(min=1)
     # An overflow would make the gradient 0 * inf even where the ratio is clipped.
-    return torch.exp(log_ratio.clamp(-LARGEST_LOG, LARGEST_LOG))
+    return torch.exp(log_ratio.clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT))

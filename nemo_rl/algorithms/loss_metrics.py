@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.importance import LARGEST_LOG, finite_exp
+from nemo_rl.algorithms.importance import MAX_EXP_INPUT, finite_exp
 from nemo_rl.interfaces import Metric
 
 
@@ -62,7 +62,7 @@ def loss_metrics(terms: TokenTerms, num_valid_tokens: float, sample_mask: torch.
 
 
 @torch.no_grad()
-def engine_metrics(
+def engine_mismatch_metrics(
     logprobs: torch.Tensor, generation: torch.Tensor, mask: torch.Tensor, num_valid_tokens: float
 ) -> dict[str, Metric]:
     """Those of `loss_metrics` that tell trainer from engine, for losses without a ratio; all [B, T]."""
@@ -79,7 +79,7 @@ def _errors(logprobs: torch.Tensor, generation: torch.Tensor) -> tuple[torch.Ten
     """lp - lp_gen, 0 where the engine's is not finite, and where that is."""
     error = logprobs - generation
     nonfinite = ~error.isfinite()
-    return error.masked_fill(nonfinite, 0.0).clamp(-LARGEST_LOG, LARGEST_LOG), nonfinite
+    return error.masked_fill(nonfinite, 0.0).clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT), nonfinite
 
 
 def _error_terms(error: torch.Tensor) -> dict[str, torch.Tensor]:

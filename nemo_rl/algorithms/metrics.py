@@ -3,7 +3,7 @@
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantage import Trajectories
+from nemo_rl.algorithms.advantage import TrajectoryIndex
 from nemo_rl.types import TrainingBatch
 
 
@@ -16,7 +16,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     the advantages are made of. Advantages are over the valid tokens; 0 where there is none.
     """
     mask = batch[keys.TOKEN_MASK]  # [B, T]
-    trajectories = Trajectories.of(batch)
+    trajectories = TrajectoryIndex.of(batch)
     raw = torch.zeros_like(batch[keys.REWARD])  # [B]
     for component in batch[keys.REWARD_COMPONENTS].values():
         raw = raw + component
@@ -34,10 +34,10 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     advantages = batch.get(keys.ADVANTAGES, None)
     if advantages is not None:
         advantages = advantages[(mask * batch[keys.SAMPLE_MASK][:, None]) > 0].double()
-        some = len(advantages) > 0
+        has_tokens = len(advantages) > 0
         metrics |= {
-            "advantages/mean": float(advantages.mean()) if some else 0.0,
-            "advantages/max": float(advantages.max()) if some else 0.0,
-            "advantages/min": float(advantages.min()) if some else 0.0,
+            "advantages/mean": float(advantages.mean()) if has_tokens else 0.0,
+            "advantages/max": float(advantages.max()) if has_tokens else 0.0,
+            "advantages/min": float(advantages.min()) if has_tokens else 0.0,
         }
     return metrics

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_rl.config.algorithm import GRPO
-from nemo_rl.config.penalties import RewardPenalties
+from nemo_rl.config.algorithm import GRPOConfig
+from nemo_rl.config.penalties import RewardPenaltiesConfig
 from nemo_rl.experience.assembly import TrajectoryKey, kept_trajectories, trajectory_key
 from nemo_rl.types import MessageLog, TokenizedMessage, Trajectory, TrajectoryGroup
 
-TAIL = 16  # tokens of the context in which an opening thinking tag is looked for
+CONTEXT_TAIL_TOKENS = 16  # tokens of the context in which an opening thinking tag is looked for
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text with special tokens, without the stop token at the end
 
@@ -70,7 +70,7 @@ class StepFaults:
         return frozenset(key for key, faults in self.rollouts.items() if getattr(faults, name))
 
     @property
-    def without_reward(self) -> frozenset[TrajectoryKey]:
+    def zero_reward_rollouts(self) -> frozenset[TrajectoryKey]:
         """Rollouts that lose their reward."""
         names = self.penalties.names if self.penalties else ()
         return frozenset[TrajectoryKey]().union(*(self.penalised(name) for name in names))
@@ -102,8 +102,8 @@ class StepFaults:
         for _, trajectory in kept_trajectories(groups, min_group_size):
             faults = self.rollouts[trajectory_key(trajectory)]
             for log, chain in zip(trajectory.chains, faults.chains, strict=True):
-                for (start, stop), reply in zip(_spans_of_replies(log), chain, strict=True):
-                    value = self.penalties.advantage_of(reply)
+                for (start, stop), reply in zip(_reply_spans(log), chain, strict=True):
+                    value = self.penalties.advantage_for(reply)
                     if value is not None:
                         override[row, start:stop] = value
                 row += 1
@@ -113,7 +113,7 @@ class StepFaults:
 class Penalties:
     """Reads replies for the faults that the configuration asks about."""
 
-    def __init__(self, config: RewardPenalties, grpo: GRPO, decode: Decode) -> None:
+    def __init__(self, config: RewardPenaltiesConfig, grpo: GRPOConfig, decode: Decode) -> None:
         ids = config.token_ids
         self.names = tuple(key.removeprefix("penalize_") for key in config.enabled)
         self.invalid_tool_call_advantage = grpo.invalid_tool_call_advantage
@@ -123,7 +123,7 @@ class Penalties:
         self._unwanted = frozenset(ids.unwanted)
         self._call_patterns = tuple(config.invalid_tool_call_patterns)
         self._decode = decode
-        self._tail = functools.lru_cache(maxsize=1024)(decode)  # most prompts end with the same tokens
+        self._decode_tail = functools.lru_cache(maxsize=1024)(decode)  # most prompts end with the same tokens
         self._reads_text = set(self.names) != {"unwanted_tokens"} or self.overwrites_advantages
 
     @property
@@ -132,13 +132,13 @@ class Penalties:
 
     def faults(self, groups: Sequence[TrajectoryGroup]) -> StepFaults:
         """Of all rollouts that did not fail; each reply is decoded once."""
-        rollouts = {trajectory_key(t): self.faults_of(t) for group in groups for t in group.survivors}
+        rollouts = {trajectory_key(t): self.find_faults(t) for group in groups for t in group.survivors}
         return StepFaults(self, rollouts)
 
-    def faults_of(self, trajectory: Trajectory) -> RolloutFaults:
-        return RolloutFaults(tuple(tuple(self._replies_of(log)) for log in trajectory.chains))
+    def find_faults(self, trajectory: Trajectory) -> RolloutFaults:
+        return RolloutFaults(tuple(tuple(self._find_reply_faults(log)) for log in trajectory.chains))
 
-    def advantage_of(self, reply: ReplyFaults) -> float | None:
+    def advantage_for(self, reply: ReplyFaults) -> float | None:
         """What replaces the advantage of a reply's tokens; the lowest where several apply, None where none does."""
         values = []
         if reply.invalid_tool_call and self.invalid_tool_call_advantage is not None:
@@ -147,21 +147,21 @@ class Penalties:
             values.append(self.malformed_thinking_advantage)
         return min(values, default=None)
 
-    def _replies_of(self, log: MessageLog) -> Iterator[ReplyFaults]:
+    def _find_reply_faults(self, log: MessageLog) -> Iterator[ReplyFaults]:
         context: tuple[int, ...] = ()
         for message in log:
             if message.is_generated:
-                yield self._reply(message, context)
+                yield self._check_reply(message, context)
                 context = ()
             context = message.token_ids or context
 
-    def _reply(self, message: TokenizedMessage, context: tuple[int, ...]) -> ReplyFaults:
+    def _check_reply(self, message: TokenizedMessage, context: tuple[int, ...]) -> ReplyFaults:
         unwanted = not self._unwanted.isdisjoint(message.token_ids)
         if not self._reads_text:
             return ReplyFaults(unwanted_token=unwanted)
         text = self._decode(message.token_ids)
-        opened = self._tail(context[-TAIL:]).rstrip().endswith(self._open)
-        thinking, answer = self._parted(text, opened=opened)
+        opened = self._decode_tail(context[-CONTEXT_TAIL_TOKENS:]).rstrip().endswith(self._open)
+        thinking, answer = self._split_thinking(text, opened=opened)
         calls = message.message.tool_calls
         return ReplyFaults(
             duplicated_reasoning=bool(thinking) and thinking == answer,
@@ -171,7 +171,7 @@ class Penalties:
             invalid_tool_call=any(text.count(pattern) > len(calls) for pattern in self._call_patterns),
         )
 
-    def _parted(self, text: str, *, opened: bool) -> tuple[str, str]:
+    def _split_thinking(self, text: str, *, opened: bool) -> tuple[str, str]:
         """Thinking and answer, stripped. Thinking begins with its tag or in the prompt; what is not closed is all
         thinking."""
         begins = opened or text.lstrip().startswith(self._open)
@@ -190,7 +190,7 @@ class Penalties:
         return not is_pair and num_opening + num_closing > 0
 
 
-def _spans_of_replies(log: MessageLog) -> Iterator[tuple[int, int]]:
+def _reply_spans(log: MessageLog) -> Iterator[tuple[int, int]]:
     """Where each reply's tokens lie in its row."""
     start = 0
     for message in log:
@@ -200,7 +200,7 @@ def _spans_of_replies(log: MessageLog) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def make_penalties(config: RewardPenalties, grpo: GRPO, decode: Decode) -> Penalties | None:
+def make_penalties(config: RewardPenaltiesConfig, grpo: GRPOConfig, decode: Decode) -> Penalties | None:
     """None where nothing is penalised."""
     penalties = Penalties(config, grpo, decode)
     return penalties if penalties.names or penalties.overwrites_advantages else None

@@ -11,8 +11,8 @@ from nemo_rl.interfaces import Generation, Policy
 class Placement:
     """Calls sleep, wake, offload and onload around generation and training; nothing where nothing is shared.
 
-    A run begins with both on the device. In every step: `for_training`, train, `for_publishing`, publish,
-    `for_generation`, generate.
+    A run begins with both on the device. In every step: `prepare_for_training`, train, `prepare_for_refit`, publish,
+    `prepare_for_generation`, generate.
     """
 
     policy: Policy
@@ -32,8 +32,8 @@ class Placement:
                 await self.generation.wake()
 
     @asynccontextmanager
-    async def teaching(self) -> AsyncIterator[None]:
-        """`for_training` with time between: inside, neither engine nor policy is on the device."""
+    async def teacher_phase(self) -> AsyncIterator[None]:
+        """`prepare_for_training` with time between: inside, neither engine nor policy is on the device."""
         if self.shares_device:
             await self.generation.sleep()
         elif self.teachers_share_device:
@@ -44,18 +44,18 @@ class Placement:
             if self.shares_device or self.teachers_share_device:
                 await self.policy.onload()
 
-    async def for_training(self) -> None:
+    async def prepare_for_training(self) -> None:
         """The engine gives up its memory, then the policy takes its place."""
         if self.shares_device:
             await self.generation.sleep()
             await self.policy.onload()
 
-    async def for_publishing(self) -> None:
+    async def prepare_for_refit(self) -> None:
         """The engine is there to take weights, which the policy still holds."""
         if self.shares_device:
             await self.generation.wake()
 
-    async def for_generation(self) -> None:
+    async def prepare_for_generation(self) -> None:
         """The policy leaves the device to the engine."""
         if self.shares_device:
             await self.policy.offload()

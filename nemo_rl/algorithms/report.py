@@ -27,7 +27,7 @@ def report_start(run: TrainingRun, step: int) -> None:
     run.progress.start(step=step, total=run.num_steps)
 
 
-class Reported(Protocol):
+class ReportTarget(Protocol):
     """Where a run shows its steps."""
 
     @property
@@ -37,13 +37,13 @@ class Reported(Protocol):
     def progress(self) -> Progress: ...
 
 
-def report_step(run: Reported, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
+def report_step(run: ReportTarget, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
     """Metrics of one training step under their prefixes."""
     seconds = timer.seconds()
     validation_s = seconds.pop("total_validation_time", 0.0)
     performance = throughput(metrics, seconds, validation_s)
     run.logger.log_metrics(
-        {_under_train(name): value for name, value in metrics.items() if name != "train_flops"}
+        {_add_train_prefix(name): value for name, value in metrics.items() if name != "train_flops"}
         | {f"efficiency/{name}": value for name, value in efficiency(seconds, validation_s).items()}
         | {f"timing/train/{name}": value for name, value in seconds.items()}
         | {f"performance/{name}": value for name, value in performance.items()},
@@ -52,7 +52,7 @@ def report_step(run: Reported, step: int, metrics: dict[str, float], timer: Step
     run.progress.step(step, metrics=metrics | performance, seconds=seconds)
 
 
-def _under_train(name: str) -> str:
+def _add_train_prefix(name: str) -> str:
     """A source that collects in the background knows how the trainer waited, which is no metric of training."""
     return name if name.startswith("efficiency/") else f"train/{name}"
 

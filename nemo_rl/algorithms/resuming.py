@@ -21,8 +21,8 @@ from nemo_rl.checkpoint import (
     save_state,
 )
 from nemo_rl.config.loading import resolved_yaml
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import NemoRLError
 from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
 from nemo_rl.interfaces import Policy
@@ -44,7 +44,7 @@ class Resumable(Protocol):
     """What a checkpoint of a run is made of."""
 
     @property
-    def config(self) -> TrainingConfig | SFTConfig: ...
+    def config(self) -> TrainingRunConfig | SFTRunConfig: ...
 
     @property
     def policy(self) -> Policy: ...
@@ -76,7 +76,7 @@ async def restore(run: Resumable) -> Position:
     return Position(latest.step, run.source.state_dict())
 
 
-class Saves:
+class CheckpointWriter:
     """The checkpoints that a run writes; one may still be on its way to the disk while training goes on.
 
     Leaving it as a context manager finishes that one, whatever ended the run, if the policy still can.
@@ -84,7 +84,7 @@ class Saves:
 
     def __init__(self, run: Resumable) -> None:
         self._run = run
-        self._begun: tuple[Path, TrainingInfo] | None = None
+        self._pending: tuple[Path, TrainingInfo] | None = None
 
     async def begin(self, position: Position, metrics: Mapping[str, float]) -> None:
         """Begin a checkpoint of `position`, which the policy must hold; returns once everything is copied.
@@ -108,34 +108,34 @@ class Saves:
             epoch=position.source_state["epoch"],
             metrics=metrics,
         )
-        self._begun = path, info
+        self._pending = path, info
 
     async def finish(self) -> None:
         """Return once the checkpoint that was begun is complete under its name; at once where there is none.
 
         Raises CheckpointError when the disk fails, ConfigError for a metric that this run does not have.
         """
-        if self._begun is None or self._run.checkpoints is None:
+        if self._pending is None or self._run.checkpoints is None:
             return
-        (path, info), self._begun = self._begun, None
+        (path, info), self._pending = self._pending, None
         await self._run.policy.finish_save()
         checkpoint = await asyncio.to_thread(self._run.checkpoints.commit, path, info)
         logger.info("saved %s", checkpoint.path)
 
     @property
-    def is_begun(self) -> bool:
-        return self._begun is not None
+    def has_pending(self) -> bool:
+        return self._pending is not None
 
-    async def __aenter__(self) -> "Saves":
+    async def __aenter__(self) -> "CheckpointWriter":
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             await self.finish()
-        except NemoRLError as unfinished:
+        except NemoRLError as save_error:
             if error is None:
                 raise
-            logger.warning("the checkpoint that was being written is lost: %s", unfinished)
+            logger.warning("the checkpoint that was being written is lost: %s", save_error)
 
 
 def _write_source_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.config.reward_model import RewardModelConfig
+from nemo_rl.config.reward_model import RewardModelRunConfig
 from nemo_rl.environments.scorers.classifier import padded_scores
 
 
@@ -45,7 +45,7 @@ def train_steps(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     pairs: Sequence[TokenPair],
-    config: RewardModelConfig,
+    config: RewardModelRunConfig,
 ) -> Iterator[StepResult]:
     """Step after step, until the epochs or the steps are spent."""
     epochs = (batch for epoch in range(config.rm.max_num_epochs) for batch in _batches(pairs, config, epoch))
@@ -55,14 +55,14 @@ def train_steps(
         yield StepResult(step, metrics, time.perf_counter() - started_at)
 
 
-def num_steps(num_pairs: int, config: RewardModelConfig) -> int:
+def num_steps(num_pairs: int, config: RewardModelRunConfig) -> int:
     """How many steps `train_steps` makes."""
-    of_the_data = config.rm.max_num_epochs * -(-num_pairs // config.policy.train_global_batch_size)
-    return min(config.rm.max_num_steps, of_the_data)
+    num_data_steps = config.rm.max_num_epochs * -(-num_pairs // config.policy.train_global_batch_size)
+    return min(config.rm.max_num_steps, num_data_steps)
 
 
 def train_step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Sequence[TokenPair], config: RewardModelConfig
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Sequence[TokenPair], config: RewardModelRunConfig
 ) -> dict[str, float]:
     """One optimizer step on the mean loss of the batch, whatever the micro-batches; metrics without a prefix."""
     model.train()
@@ -105,10 +105,10 @@ def _metrics(margins: torch.Tensor) -> dict[str, float]:
     }
 
 
-def _batches(pairs: Sequence[TokenPair], config: RewardModelConfig, epoch: int) -> Iterator[list[TokenPair]]:
+def _batches(pairs: Sequence[TokenPair], config: RewardModelRunConfig, epoch: int) -> Iterator[list[TokenPair]]:
     """All pairs once, in an order of the seed and the epoch; the last batch may be smaller."""
     order = list(range(len(pairs)))
     random.Random(f"{config.rm.seed}/{epoch}").shuffle(order)
     size = config.policy.train_global_batch_size
     for start in range(0, len(order), size):
-        yield [pairs[place] for place in order[start : start + size]]
+        yield [pairs[index] for index in order[start : start + size]]

@@ -6,26 +6,26 @@ The environment's own rewards stay on the trajectories; dynamic sampling and the
 from collections.abc import Container, Sequence
 
 from nemo_rl import batch as keys
-from nemo_rl.config.algorithm import GRPO, RewardScaling, RewardShaping
+from nemo_rl.config.algorithm import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.assembly import TrajectoryKey, trajectory_key
 from nemo_rl.types import TrainingBatch, TrajectoryGroup
 
 
-def shaped_rewards(
+def transform_rewards(
     groups: Sequence[TrajectoryGroup],
-    config: GRPO,
+    config: GRPOConfig,
     max_response_length: int | None,
     *,
-    without_reward: Container[TrajectoryKey] = frozenset(),
+    zero_reward_rollouts: Container[TrajectoryKey] = frozenset(),
 ) -> dict[TrajectoryKey, float]:
     """The rewards to train on of all trajectories that did not fail: scaled, then shaped, where enabled.
 
-    Penalised rollouts, `without_reward`, have the reward 0 before that, unless their own is lower.
+    Penalised rollouts, `zero_reward_rollouts`, have the reward 0 before that, unless their own is lower.
     `max_response_length`, in tokens, stands in for `reward_shaping.max_response_length` where that is None.
     """
     survivors = [t for group in groups for t in group.survivors]
-    rewards = [min(t.reward, 0.0) if trajectory_key(t) in without_reward else t.reward for t in survivors]
+    rewards = [min(t.reward, 0.0) if trajectory_key(t) in zero_reward_rollouts else t.reward for t in survivors]
     if config.reward_scaling.enabled:
         rewards = scale_rewards(rewards, config.reward_scaling)
     if config.reward_shaping.enabled:
@@ -34,7 +34,7 @@ def shaped_rewards(
     return {trajectory_key(t): reward for t, reward in zip(survivors, rewards, strict=True)}
 
 
-def scale_rewards(rewards: Sequence[float], scaling: RewardScaling) -> list[float]:
+def scale_rewards(rewards: Sequence[float], scaling: RewardScalingConfig) -> list[float]:
     """Clamp to the source range, then map it linearly to the target range.
 
     Example: source 0..1, target -1..1: rewards [0, .5, 3] become [-1, 0, 1].
@@ -48,7 +48,10 @@ def scale_rewards(rewards: Sequence[float], scaling: RewardScaling) -> list[floa
 
 
 def shape_rewards(
-    rewards: Sequence[float], response_lengths: Sequence[int], shaping: RewardShaping, max_response_length: int | None
+    rewards: Sequence[float],
+    response_lengths: Sequence[int],
+    shaping: RewardShapingConfig,
+    max_response_length: int | None,
 ) -> list[float]:
     """Add DAPO's overlong penalty (arXiv 2503.14476): min(-(length - (max - buffer)) / buffer * penalty, 0).
 

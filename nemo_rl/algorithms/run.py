@@ -8,7 +8,7 @@ from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, Generation, GroupSource, Logger, LossFn, Policy, WeightSync
 from nemo_rl.observability.progress import Progress
@@ -32,7 +32,7 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    config: TrainingConfig
+    config: TrainingRunConfig
     run_dir: Path
     num_steps: int  # at most: max_num_steps, or what the data allows
     algorithm: Algorithm

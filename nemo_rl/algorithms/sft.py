@@ -10,13 +10,13 @@ from pathlib import Path
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
-from nemo_rl.algorithms.loop import Training, named_metrics, save_if_due
+from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, save_if_due
 from nemo_rl.algorithms.report import report_step
-from nemo_rl.algorithms.resuming import Position, Saves, restore
+from nemo_rl.algorithms.resuming import CheckpointWriter, Position, restore
 from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood, negative_log_likelihood
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.sft import SFTConfig
-from nemo_rl.data.supervised import SampleLoader, SupervisedSample, SupervisedSet, supervised_batch
+from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
 from nemo_rl.interfaces import Logger, Policy
 from nemo_rl.observability.progress import Progress
 from nemo_rl.observability.timer import StepTimer
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 class SFTRun:
     """Everything that a supervised training is made of; build/ makes it."""
 
-    config: SFTConfig
+    config: SFTRunConfig
     run_dir: Path
     num_steps: int  # max_num_steps, or what the data allows
     source: SampleLoader
-    validation: tuple[SupervisedSet, ...]
+    validation: tuple[SupervisedDataset, ...]
     policy: Policy
     checkpoints: CheckpointStore | None
     logger: Logger
@@ -41,10 +41,10 @@ class SFTRun:
     interrupt: Interrupt
 
 
-async def train_sft(run: SFTRun) -> Training:
+async def train_sft(run: SFTRun) -> TrainingProgress:
     """Train until `max_num_steps`, the end of the epochs, or a signal; goes on from the newest checkpoint."""
-    async with Saves(run) as saves:
-        training = Training(await restore(run), saves)
+    async with CheckpointWriter(run) as checkpoint_writer:
+        training = TrainingProgress(await restore(run), checkpoint_writer)
         run.progress.start(step=training.position.step, total=run.num_steps)
         if run.config.sft.val_at_start and training.position.step == 0:
             await _validate(run, training, StepTimer())
@@ -52,11 +52,11 @@ async def train_sft(run: SFTRun) -> Training:
             await train_one_step(run, training)
         training.interrupted = run.interrupt.requested
         if training.interrupted:
-            await saves.begin(training.position, named_metrics(training))
+            await checkpoint_writer.begin(training.position, checkpoint_metrics(training))
     return training
 
 
-async def train_one_step(run: SFTRun, training: Training) -> None:
+async def train_one_step(run: SFTRun, training: TrainingProgress) -> None:
     """One optimizer step, and whatever is due after it; `training` moves on."""
     timer = StepTimer()
     with timer("total_step_time"):
@@ -64,25 +64,25 @@ async def train_one_step(run: SFTRun, training: Training) -> None:
             batch = supervised_batch(run.source.take(run.config.policy.train_global_batch_size))
         with timer("policy_training"):
             metrics = await run.policy.train_step(batch, NegativeLogLikelihood())
-        if training.saves.is_begun:
+        if training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
-                await training.saves.finish()
+                await training.checkpoint_writer.finish()
         metrics["total_num_tokens"] = float(batch[keys.LENGTHS].sum())
         step = training.position.step + 1
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
-        if _validates_after(run, step):
+        if _should_validate(run, step):
             await _validate(run, training, timer)
         await save_if_due(run, training, timer, is_last=step == run.num_steps)
     report_step(run, step, metrics, timer)
 
 
-def _validates_after(run: SFTRun, step: int) -> bool:
+def _should_validate(run: SFTRun, step: int) -> bool:
     config = run.config.sft
     due = config.val_period > 0 and step % config.val_period == 0
     return due or (config.val_at_end and step == run.num_steps)
 
 
-async def _validate(run: SFTRun, training: Training, timer: StepTimer) -> None:
+async def _validate(run: SFTRun, training: TrainingProgress, timer: StepTimer) -> None:
     """Without effect where there is nothing to validate on, or where a stop is asked for before the end."""
     if not run.validation:
         return
@@ -110,7 +110,7 @@ async def validate(run: SFTRun) -> dict[str, float]:
     return mean if len(losses) == 1 else mean | {f"{name}/loss": loss for name, loss in losses.items()}
 
 
-async def _validation_loss(run: SFTRun, held_out: SupervisedSet) -> float:
+async def _validation_loss(run: SFTRun, held_out: SupervisedDataset) -> float:
     """The cross-entropy over all learnt tokens of the first `val_batches` batches."""
     config, total, num_tokens = run.config.sft, 0.0, 0.0
     for samples in _batches(held_out.samples, config.val_global_batch_size, config.val_batches):

@@ -3,7 +3,7 @@
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
@@ -21,8 +21,8 @@ class NegativeLogLikelihood:
         return frozenset({keys.TOKEN_MASK, keys.SAMPLE_MASK})
 
     @property
-    def scores_needed(self) -> ScoresNeeded:
-        return ScoresNeeded()
+    def required_scores(self) -> RequiredScores:
+        return RequiredScores()
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer

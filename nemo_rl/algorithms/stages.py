@@ -9,15 +9,15 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.logprob_errors import mask_logprob_errors
 from nemo_rl.algorithms.metrics import batch_metrics
 from nemo_rl.algorithms.penalties import Penalties, StepFaults
-from nemo_rl.algorithms.rewards import filter_overlong, shaped_rewards
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.algorithms.rewards import filter_overlong, transform_rewards
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.experience.assembly import TrajectoryKey, assemble_batch
 from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, Policy
 from nemo_rl.types import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobsNeeded:
+class RequiredLogprobs:
     """The passes over a batch before it is trained on: only those that someone reads."""
 
     previous: bool
@@ -32,39 +32,41 @@ class TrainRewards:
     faults: StepFaults
 
 
-def train_rewards(config: GRPOConfig, penalties: Penalties | None, collected: CollectedGroups) -> TrainRewards:
+def compute_train_rewards(
+    config: GRPORunConfig, penalties: Penalties | None, collected: CollectedGroups
+) -> TrainRewards:
     """The rewards to train on: penalised, scaled and shaped where asked."""
     faults = StepFaults() if penalties is None else penalties.faults(collected.groups)
-    rewards = shaped_rewards(
+    rewards = transform_rewards(
         collected.groups,
         config.grpo,
         config.policy.max_response_length,
-        without_reward=faults.without_reward,
+        zero_reward_rollouts=faults.zero_reward_rollouts,
     )
     return TrainRewards(rewards, faults)
 
 
-def assemble(config: GRPOConfig, collected: CollectedGroups, rewards: TrainRewards) -> TrainingBatch:
+def assemble_train_batch(config: GRPORunConfig, collected: CollectedGroups, rewards: TrainRewards) -> TrainingBatch:
     """Assemble the batch; truncated rollouts lose their gradient where asked."""
-    groups, smallest = collected.groups, config.min_group_size
-    batch = assemble_batch(groups, rewards.by_trajectory, min_group_size=smallest)
+    groups, min_group_size = collected.groups, config.min_group_size
+    batch = assemble_batch(groups, rewards.by_trajectory, min_group_size=min_group_size)
     if config.grpo.overlong_filtering:
         filter_overlong(batch)
     shape = batch[keys.TOKEN_IDS].shape
-    override = rewards.faults.advantage_override(groups, min_group_size=smallest, shape=shape)
+    override = rewards.faults.advantage_override(groups, min_group_size=min_group_size, shape=shape)
     if override is not None:
         batch[keys.ADVANTAGE_OVERRIDE] = override
     return batch
 
 
-async def add_logprobs(batch: TrainingBatch, policy: Policy, needed: LogprobsNeeded) -> None:
+async def add_logprobs(batch: TrainingBatch, policy: Policy, needed: RequiredLogprobs) -> None:
     if needed.previous:
         batch[keys.PREV_LOGPROBS] = await policy.logprobs(batch)
     if needed.reference:
         batch[keys.REFERENCE_LOGPROBS] = await policy.reference_logprobs(batch)
 
 
-def estimate_advantages(config: GRPOConfig, estimator: AdvantageEstimator, batch: TrainingBatch) -> dict[str, float]:
+def estimate_advantages(config: GRPORunConfig, estimator: AdvantageEstimator, batch: TrainingBatch) -> dict[str, float]:
     """Take out sequences whose log-probs disagree, add the advantages; metrics of the batch."""
     threshold = config.grpo.seq_logprob_error_threshold
     metrics = {} if threshold is None else mask_logprob_errors(batch, threshold)

@@ -17,17 +17,17 @@ AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """Where one row of a batch came from."""
 
     prompt: Prompt
     message_log: MessageLog
 
 
-def rows_of(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> list[Row]:
+def rows_in_batch_order(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> list[BatchRow]:
     """One a row of the batch that `assemble_batch` makes of the same groups, in its order."""
     return [
-        Row(trajectory.prompt, log)
+        BatchRow(trajectory.prompt, log)
         for _, trajectory in kept_trajectories(groups, min_group_size)
         for log in trajectory.chains
     ]
@@ -36,56 +36,56 @@ def rows_of(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> list[R
 class TeacherStage(Protocol):
     """Adds to a batch, in place, what its loss or advantages read of the teachers."""
 
-    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
         """Metrics of the step; one of `rows` a row of the batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class SeatedTeacher:
+class TeacherHandle:
     """A teacher, and where it computes."""
 
     teacher: Teacher
-    takes_turns: bool  # it computes where the policy does, so that one model is there at a time
+    shares_policy_device: bool  # it computes where the policy does, so that one model is there at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Teachers:
     """All teachers of a run."""
 
-    by_key: Mapping[str, SeatedTeacher]  # by the key of their section: "teacher", "teachers.math"
-    of_task: Mapping[str, str]  # the key of each task's teacher
+    by_key: Mapping[str, TeacherHandle]  # by the key of their section: "teacher", "teachers.math"
+    key_by_task: Mapping[str, str]  # the key of each task's teacher
 
-    async def ask_each(
-        self, rows: Sequence[Row], ask: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
+    async def query_each(
+        self, rows: Sequence[BatchRow], query: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
     ) -> list[tuple[torch.Tensor, AnswerT]]:
-        """`ask(key, teacher, rows)` of every teacher that has rows: these, as [N] int64, and its answer.
+        """`query(key, teacher, rows)` of every teacher that has rows: these, as [N] int64, and its answer.
 
         Those on devices of their own and those that are served are asked at once; those that take turns follow each
         other, each on the device only while it is asked.
         """
-        places: dict[str, list[int]] = {}
+        row_indices: dict[str, list[int]] = {}
         for place, row in enumerate(rows):
-            places.setdefault(self.of_task[row.prompt.task_name], []).append(place)
-        parts = {key: torch.tensor(own) for key, own in places.items()}
+            row_indices.setdefault(self.key_by_task[row.prompt.task_name], []).append(place)
+        rows_by_teacher = {key: torch.tensor(own) for key, own in row_indices.items()}
 
-        async def in_turn(some: Sequence[str]) -> list[tuple[torch.Tensor, AnswerT]]:
-            return [(parts[key], await self._ask(key, parts[key], ask)) for key in some]
+        async def query_sequentially(some: Sequence[str]) -> list[tuple[torch.Tensor, AnswerT]]:
+            return [(rows_by_teacher[key], await self._query(key, rows_by_teacher[key], query)) for key in some]
 
-        sharing = [key for key in parts if self.by_key[key].takes_turns]
-        lanes = [sharing, *([key] for key in parts if key not in sharing)]
-        answers = await in_parallel(in_turn(lane) for lane in lanes)
+        sharing = [key for key in rows_by_teacher if self.by_key[key].shares_policy_device]
+        lanes = [sharing, *([key] for key in rows_by_teacher if key not in sharing)]
+        answers = await in_parallel(query_sequentially(lane) for lane in lanes)
         return [answer for lane in answers for answer in lane]
 
-    async def _ask(
-        self, key: str, rows: torch.Tensor, ask: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
+    async def _query(
+        self, key: str, rows: torch.Tensor, query: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
     ) -> AnswerT:
-        seated = self.by_key[key]
-        if not seated.takes_turns:
-            return await ask(key, seated.teacher, rows)
-        await seated.teacher.onload()
-        answer = await ask(key, seated.teacher, rows)
-        await seated.teacher.offload()
+        handle = self.by_key[key]
+        if not handle.shares_policy_device:
+            return await query(key, handle.teacher, rows)
+        await handle.teacher.onload()
+        answer = await query(key, handle.teacher, rows)
+        await handle.teacher.offload()
         return answer
 
 
@@ -97,13 +97,13 @@ class TopKStage:
     k: int
     vocab_size: int  # of the policy: a teacher's further tokens, which pad its embedding, are none
 
-    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
-        async def ask(key: str, teacher: Teacher, own: torch.Tensor) -> TopK:
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
+        async def query(key: str, teacher: Teacher, own: torch.Tensor) -> TopK:
             return await teacher.topk_logprobs(trim(batch[own]), self.k)
 
         shape = (*batch[keys.TOKEN_IDS].shape, self.k)
         ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for own, topk in await self.teachers.ask_each(rows, ask):
+        for own, topk in await self.teachers.query_each(rows, query):
             length = topk.ids.shape[1]
             ids[own, :length], logprobs[own, :length] = topk.ids, topk.logprobs
         batch[keys.TEACHER_TOPK_IDS] = ids.masked_fill(ids >= self.vocab_size, -1)
@@ -117,12 +117,12 @@ class LogprobsStage:
 
     teachers: Teachers
 
-    async def __call__(self, batch: TrainingBatch, rows: Sequence[Row]) -> dict[str, float]:
-        async def ask(key: str, teacher: Teacher, own: torch.Tensor) -> torch.Tensor:
+    async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
+        async def query(key: str, teacher: Teacher, own: torch.Tensor) -> torch.Tensor:
             return await teacher.logprobs(trim(batch[own]))
 
         result = torch.zeros(batch[keys.TOKEN_IDS].shape)
-        for own, logprobs in await self.teachers.ask_each(rows, ask):
+        for own, logprobs in await self.teachers.query_each(rows, query):
             result[own, : logprobs.shape[1]] = logprobs
         batch[keys.TEACHER_LOGPROBS] = result
         return {}

@@ -43,7 +43,7 @@ class Validator:
         the sets.
         """
         by_set: dict[str, dict[str, float]] = {}
-        seen: list[Trajectory] = []
+        all_trajectories: list[Trajectory] = []
         for prompt_set in self.prompt_sets:
             prompts = prompt_set.prompts[: self.max_samples]
             sampled = await self._rollouts(prompts, self.num_generations_per_prompt, self.context.sampling)
@@ -52,8 +52,8 @@ class Validator:
                 greedy_sampling = replace(self.context.sampling, temperature=0.0, top_p=1.0, top_k=-1)
                 metrics |= greedy_metrics(await self._rollouts(prompts, 1, greedy_sampling))
             by_set[prompt_set.name] = metrics
-            seen += sampled
-        return ValidationResult(over_sets(by_set), tuple(seen))
+            all_trajectories += sampled
+        return ValidationResult(average_over_sets(by_set), tuple(all_trajectories))
 
     async def _rollouts(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams
@@ -99,7 +99,7 @@ def greedy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {"greedy_accuracy": statistics.fmean(t.reward for t in survivors)} if survivors else {}
 
 
-def over_sets(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
+def average_over_sets(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
     """One set: its metrics. Several: each under its name, and the mean over the sets that have the metric."""
     if len(by_set) == 1:
         return dict(next(iter(by_set.values())))

@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from nemo_rl.build.rollouts import make_sampling
-from nemo_rl.config.env import AgentSection
-from nemo_rl.config.master import RolloutConfig
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.env import AgentConfig
+from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import import_path
 from nemo_rl.errors import ConfigError
@@ -20,20 +20,20 @@ from nemo_rl.interfaces import Agent, Generation
 if TYPE_CHECKING:
     from nemo_rl.gateway.manager import GatewayManager
 
-CALLS_OF_A_RUN = 16  # at once, of all runs on average; above it calls are answered 429
+CALLS_PER_RUN = 16  # at once, of all runs on average; above it calls are answered 429
 MODEL_NAME = "policy"  # as agents see it; any other name they ask for is served too
 
 
-def make_agents(config: RolloutConfig) -> dict[str, Agent]:
+def make_agents(config: RolloutRunConfig) -> dict[str, Agent]:
     """The agents of `env` by name; raises ConfigError for a function that cannot be found."""
-    return {name: make_agent(name, section) for name, section in agent_sections(config).items()}
+    return {name: make_agent(name, section) for name, section in agent_configs(config).items()}
 
 
-def agent_sections(config: RolloutConfig) -> dict[str, AgentSection]:
-    return {name: section for name, section in config.env.items() if isinstance(section, AgentSection)}
+def agent_configs(config: RolloutRunConfig) -> dict[str, AgentConfig]:
+    return {name: section for name, section in config.env.items() if isinstance(section, AgentConfig)}
 
 
-def make_agent(name: str, section: AgentSection) -> Agent:
+def make_agent(name: str, section: AgentConfig) -> Agent:
     if section.command is not None:
         return CommandAgent(name, section.command)
     assert section.function is not None  # config/agent_checks.py
@@ -46,7 +46,7 @@ def make_agent(name: str, section: AgentSection) -> Agent:
     return FunctionAgent(name, function, max_threads=section.max_concurrency)
 
 
-def make_codec(config: RolloutConfig, encoder: ChatEncoder) -> Codec:
+def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
     """Raises ConfigError for unknown parsers, and for a chat template that cannot render the answers of tools."""
     gateway = config.gateway
     codec = Codec(encoder, tool_parser_name=gateway.tool_parser, reasoning_parser_name=gateway.reasoning_parser)
@@ -60,18 +60,18 @@ def make_codec(config: RolloutConfig, encoder: ChatEncoder) -> Codec:
 
 
 async def open_gateway(
-    config: RolloutConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
+    config: RolloutRunConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
 ) -> "GatewayManager":
     """Start the gateway, closed with `stack`."""
     from nemo_rl.gateway.manager import GatewayManager  # loads Ray
 
-    runners = (section for section in config.env.values() if isinstance(section, AgentSection | NemoGymSection))
+    runners = (section for section in config.env.values() if isinstance(section, AgentConfig | NemoGymConfig))
     rules = CompletionRules(
         MODEL_NAME,
         max_model_len=config.policy.max_total_sequence_length,
         sampling=make_sampling(config, codec.encoder.stop_token_ids),
         seed=config.seed,
-        max_concurrent_calls=CALLS_OF_A_RUN * sum(section.max_concurrency for section in runners),
+        max_concurrent_calls=CALLS_PER_RUN * sum(section.max_concurrency for section in runners),
         timeout_s=config.policy.generation.timeout_s,
     )
     manager = await GatewayManager.start(generation, codec, rules, config.gateway)
@@ -80,10 +80,10 @@ async def open_gateway(
 
 
 def agent_runtimes(
-    config: RolloutConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
+    config: RolloutRunConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
 ) -> dict[str, AgentRuntime]:
     """Every agent with the gateway's sessions."""
-    sections = agent_sections(config)
+    sections = agent_configs(config)
     return {
         name: AgentRuntime(
             agent,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.layout import Layout
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.distributed.cluster import cluster_address, connect
 from nemo_rl.distributed.placement import Reservation, Seat, reserve
 from nemo_rl.policy.group import PolicyGroup
@@ -15,7 +15,9 @@ from nemo_rl.policy.group import PolicyGroup
 logger = logging.getLogger(__name__)
 
 
-async def open_reservation(config: TrainingConfig | SFTConfig, layout: Layout, stack: AsyncExitStack) -> Reservation:
+async def open_reservation(
+    config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
+) -> Reservation:
     """Join or start a cluster and set aside what the layout needs; `stack` gives it back."""
     connect(config.cluster.address)
     reservation = await _reserve(config, layout)
@@ -24,7 +26,7 @@ async def open_reservation(config: TrainingConfig | SFTConfig, layout: Layout, s
 
 
 async def open_ranks(
-    config: TrainingConfig | SFTConfig,
+    config: TrainingRunConfig | SFTRunConfig,
     layout: Layout,
     reservation: Reservation,
     arguments: dict[str, Any],
@@ -38,7 +40,7 @@ async def open_ranks(
     """
     policy = await PolicyGroup.create(
         config.policy.model_copy(update={"device": layout.device}),
-        seats=[reservation.seat(place) for place in layout.ranks],
+        seats=[reservation.seat(slot) for slot in layout.ranks],
         timeout_s=config.cluster.start_timeout_s,
         log_dir=log_dir,
         **arguments,
@@ -47,10 +49,10 @@ async def open_ranks(
     await stack.enter_async_context(policy.ends_this_task())
     pids = ", ".join(map(str, await policy.pids()))
     logger.info("%d policy ranks are ready (processes %s), their output in %s", policy.num_ranks, pids, log_dir)
-    return policy, [reservation.seat(place) for place in layout.engines]
+    return policy, [reservation.seat(slot) for slot in layout.engines]
 
 
-async def _reserve(config: TrainingConfig | SFTConfig, layout: Layout) -> Reservation:
+async def _reserve(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> Reservation:
     return await reserve(
         layout,
         timeout_s=config.cluster.start_timeout_s,

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancelled_by_sigterm
+from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancel_on_sigterm
 from nemo_rl.build.records import open_console
 from nemo_rl.build.rollouts import make_context
 from nemo_rl.build.run_identity import run_identity
-from nemo_rl.build.sampled import SampledInputs, engine_name, load_sampled_inputs, open_engine
-from nemo_rl.build.surroundings import open_surroundings, with_agents
+from nemo_rl.build.sampled import CollectionInputs, engine_name, load_collection_inputs, open_engine
+from nemo_rl.build.surroundings import attach_agents, open_rollout_dependencies
 from nemo_rl.collect.keys import Chunk, KeySpace
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.store import RolloutStore
-from nemo_rl.collect.tasks import Task, Tasks, write_tasks
-from nemo_rl.config.collect import SampledConfig
+from nemo_rl.collect.tasks import Task, TasksSummary, write_tasks
+from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.experience.rollouts import RolloutContext
 from nemo_rl.interfaces import Generation
 from nemo_rl.observability.collection_progress import CollectionProgress, make_collection_progress
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectionResult:
     """How a start of a collection ended."""
 
     directory: Path
@@ -44,11 +44,11 @@ class Collected:
     interrupted: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.num_finished == self.num_rollouts
 
 
-async def run_collection(config: SampledConfig, console: Console | None = None) -> Collected:
+async def run_collection(config: SampledRunConfig, console: Console | None = None) -> CollectionResult:
     """Run what is missing of the configuration's seeds and chunk. Ctrl-C and SIGTERM end it with what is stored.
 
     Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
@@ -57,8 +57,8 @@ async def run_collection(config: SampledConfig, console: Console | None = None) 
     console = console or open_console()
     interrupt, interrupted = Interrupt(), False
     async with AsyncExitStack() as stack:
-        with cancelled_by_sigterm():
-            inputs = await load_sampled_inputs(config, stack)
+        with cancel_on_sigterm():
+            inputs = await load_collection_inputs(config, stack)
             stores = open_stores(config, inputs, stack)
         progress = make_collection_progress(
             console,
@@ -71,7 +71,7 @@ async def run_collection(config: SampledConfig, console: Console | None = None) 
                 await interrupt.guard(_run(config, inputs, stores, progress))
             except Interrupted:
                 interrupted = True
-        return Collected(
+        return CollectionResult(
             Path(config.collection.output_dir),
             num_rollouts=progress.total,
             num_finished=progress.num_finished,
@@ -84,7 +84,7 @@ async def run_collection(config: SampledConfig, console: Console | None = None) 
         )
 
 
-def open_stores(config: SampledConfig, inputs: SampledInputs, stack: AsyncExitStack) -> list[RolloutStore]:
+def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
     """One a seed, each with the whole input beside it; raises ConfigError for rollouts of another run."""
     collection = config.collection
     tasks = _write_tasks(collection.output_dir, inputs)
@@ -109,13 +109,13 @@ def open_stores(config: SampledConfig, inputs: SampledInputs, stack: AsyncExitSt
     ]
 
 
-def _write_tasks(directory: str, inputs: SampledInputs) -> Tasks:
+def _write_tasks(directory: str, inputs: CollectionInputs) -> TasksSummary:
     rows = inputs.input_set.rows()
     return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row) for p, row in rows))
 
 
 async def _run(
-    config: SampledConfig, inputs: SampledInputs, stores: list[RolloutStore], progress: CollectionProgress
+    config: SampledRunConfig, inputs: CollectionInputs, stores: list[RolloutStore], progress: CollectionProgress
 ) -> None:
     limits = CollectionLimits(
         concurrency=config.collection.concurrency,
@@ -141,15 +141,15 @@ async def _run(
 
 
 async def _open_context(
-    config: SampledConfig, inputs: SampledInputs, generation: Generation, stack: AsyncExitStack
+    config: SampledRunConfig, inputs: CollectionInputs, generation: Generation, stack: AsyncExitStack
 ) -> RolloutContext:
-    surroundings = await open_surroundings(config, inputs.encoder, None, stack)
+    surroundings = await open_rollout_dependencies(config, inputs.encoder, None, stack)
     context = make_context(
         config, inputs, generation, surroundings.environments, lambda rollout: None, surroundings.scoring
     )
     if config.server.address is not None:  # its client retries by itself
         context = replace(context, limits=replace(context.limits, max_retries=0))
     gym_dir = Path(config.collection.output_dir) / "nemo_gym"
-    return await with_agents(
+    return await attach_agents(
         context, surroundings, config, prompt_sets=(inputs.prompt_set,), gym_dir=gym_dir, stack=stack
     )

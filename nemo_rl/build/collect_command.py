@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import nemo_rl.quickstart
 from nemo_rl.build.command_line import EXIT_FAILED, EXIT_INTERRUPTED, Job, run_command
-from nemo_rl.config.collect import CollectConfig
+from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.loading import load_collect_config
 
 if TYPE_CHECKING:
-    from nemo_rl.build.collect import Collected
+    from nemo_rl.build.collect import CollectionResult
 
 QUICKSTART = Path(nemo_rl.quickstart.__path__[0]) / "collect.yaml"
 
@@ -31,37 +31,37 @@ def run(arguments: Sequence[str]) -> int:
     )
 
 
-def _plan(config: CollectConfig) -> str:
-    from nemo_rl.build.placement import sampled_placement_plan  # torch looks for devices
+def _plan(config: CollectRunConfig) -> str:
+    from nemo_rl.build.placement import collection_placement_plan  # torch looks for devices
 
-    return f"\n{sampled_placement_plan(config)}\n"
+    return f"\n{collection_placement_plan(config)}\n"
 
 
-def _collect(config: CollectConfig, command: str) -> int:
+def _collect(config: CollectRunConfig, command: str) -> int:
     from nemo_rl.build.collect import run_collection  # torch and the engine load only for a valid configuration
 
-    collected = asyncio.run(run_collection(config))
-    sys.stdout.write(report(collected) + "\n")
-    if collected.interrupted:
+    result = asyncio.run(run_collection(config))
+    sys.stdout.write(report(result) + "\n")
+    if result.interrupted:
         return EXIT_INTERRUPTED
-    return 0 if collected.is_whole else EXIT_FAILED
+    return 0 if result.is_complete else EXIT_FAILED
 
 
-def report(collected: "Collected") -> str:
+def report(result: "CollectionResult") -> str:
     """What there is now, and what to do next."""
-    directory = collected.directory
-    reward = "" if collected.mean_reward is None else f", mean reward {collected.mean_reward:.4f}"
+    directory = result.directory
+    reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
     lines = [
-        f"Rollouts    {collected.num_finished:,} of {collected.num_rollouts:,} in {directory}",
-        f"This start  {collected.num_new:,} in {collected.seconds:.1f} s{reward}",
+        f"Rollouts    {result.num_finished:,} of {result.num_rollouts:,} in {directory}",
+        f"This start  {result.num_new:,} in {result.seconds:.1f} s{reward}",
     ]
-    if collected.num_given_up:
-        lines.append(f"Failed      {collected.num_given_up:,} each time: {directory}/*_failures.jsonl")
-    if collected.is_whole and collected.is_chunk:
+    if result.num_given_up:
+        lines.append(f"Failed      {result.num_given_up:,} each time: {directory}/*_failures.jsonl")
+    if result.is_complete and result.is_chunk:
         lines.append("Next        the other chunks, then nemo-rl merge and profile")
-    elif collected.is_whole:
+    elif result.is_complete:
         lines.append(f"Next        nemo-rl merge {directory}; nemo-rl profile {directory}")
-    elif collected.interrupted:
+    elif result.interrupted:
         lines.append("Continue    with the same command")
     return "\n".join(lines)
 

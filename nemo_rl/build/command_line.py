@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl.build.model_names import check_model_names
 from nemo_rl.config.loading import load_config, load_distillation_config, load_sft_config, resolved_yaml
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError, DataError, NemoRLError
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.loop import Training
+    from nemo_rl.algorithms.loop import TrainingProgress
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2  # as argparse
@@ -37,12 +37,12 @@ def run_command(
     arguments: Sequence[str], *, description: str, default_config: Path, job: Job, program: str | None = None
 ) -> int:
     """Parse, load, run; the exit code. Errors of ours are one message, others keep their traceback."""
-    parsed = _parser(description, program).parse_intermixed_args(arguments)
+    parsed = _make_parser(description, program).parse_intermixed_args(arguments)
     try:
         config = job.load(parsed.config or default_config, parsed.overrides)
         check_model_names(config)
         if not parsed.dry_run:
-            return job.run(config, _command(parsed))
+            return job.run(config, _continue_command(parsed))
         sys.stdout.write(resolved_yaml(config) + job.plan(config))
         return 0
     except NemoRLError as error:
@@ -53,7 +53,7 @@ def run_command(
         return EXIT_INTERRUPTED
 
 
-def _parser(description: str, program: str | None) -> argparse.ArgumentParser:
+def _make_parser(description: str, program: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,13 +63,13 @@ def _parser(description: str, program: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _command(parsed: argparse.Namespace) -> str:
+def _continue_command(parsed: argparse.Namespace) -> str:
     """How this run was started, to be shown as the way to continue it."""
     config = ["--config", str(parsed.config)] if parsed.config else []
     return shlex.join(["uv", "run", os.path.relpath(sys.argv[0]), *config, *parsed.overrides])
 
 
-def _plan(config: TrainingConfig | SFTConfig) -> str:
+def _plan(config: TrainingRunConfig | SFTRunConfig) -> str:
     from nemo_rl.build.placement import placement_plan  # torch looks for devices
     from nemo_rl.policy.optim import check_optimizer
 
@@ -77,19 +77,19 @@ def _plan(config: TrainingConfig | SFTConfig) -> str:
     return f"\n{placement_plan(config)}\n"
 
 
-def _train_on_rollouts(config: TrainingConfig, command: str) -> int:
+def _train_on_rollouts(config: TrainingRunConfig, command: str) -> int:
     from nemo_rl.build.session import run_training  # torch and the engine load only for a valid configuration
 
     return _exit_code(asyncio.run(run_training(config, command)))
 
 
-def _train_on_conversations(config: SFTConfig, command: str) -> int:
+def _train_on_conversations(config: SFTRunConfig, command: str) -> int:
     from nemo_rl.build.sft import run_sft
 
     return _exit_code(asyncio.run(run_sft(config, command)))
 
 
-def _exit_code(training: "Training") -> int:
+def _exit_code(training: "TrainingProgress") -> int:
     return EXIT_INTERRUPTED if training.interrupted else 0
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from nemo_rl.config.master import RolloutConfig, TrainingConfig
-from nemo_rl.config.policy import Model
+from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.policy import ModelConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import PromptSet, check_prompt_lengths, load_datasets
 from nemo_rl.data.tokenizer import load_tokenizer
@@ -24,14 +24,14 @@ class Inputs:
     vocab_size: int = 0  # of the model: what pads its embedding included
 
 
-def load_prompts(config: TrainingConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
+def load_prompts(config: TrainingRunConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """Training and validation prompts, each with an environment that is configured; needs no model."""
     train, validation = load_datasets(config.data, config.seed)
     check_tasks(config, (train, *validation))
     return train, validation
 
 
-def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
+def load_inputs(config: TrainingRunConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
     """The model's tokenizer, checked against its chat template, its context length and the prompts.
 
     Raises ConfigError naming the key and the prompt.
@@ -55,7 +55,7 @@ def load_inputs(config: TrainingConfig, model_path: str, prompts: tuple[PromptSe
     )
 
 
-def check_context_length(policy: Model, model: PreTrainedConfig) -> None:
+def check_context_length(policy: ModelConfig, model: PreTrainedConfig) -> None:
     """Raise ConfigError where the model cannot take `policy.max_total_sequence_length` tokens."""
     length = policy.max_total_sequence_length
     longest = getattr(model, "max_position_embeddings", None)
@@ -63,7 +63,7 @@ def check_context_length(policy: Model, model: PreTrainedConfig) -> None:
         raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
 
 
-def check_tasks(config: RolloutConfig, prompt_sets: Sequence[PromptSet]) -> None:
+def check_tasks(config: RolloutRunConfig, prompt_sets: Sequence[PromptSet]) -> None:
     """Raise ConfigError for a prompt without an environment."""
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from nemo_rl.config.collect import SampledConfig
-from nemo_rl.config.evaluation import EvalConfig
-from nemo_rl.config.master import RolloutConfig, TrainingConfig
-from nemo_rl.config.reward_model import RewardModelConfig
-from nemo_rl.config.scorers import RewardModelSection
-from nemo_rl.config.sft import SFTConfig
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.reward_model import RewardModelRunConfig
+from nemo_rl.config.scorers import RewardModelScorerConfig
+from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.errors import ConfigError
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
@@ -22,7 +22,7 @@ QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # likewise; its t
 _QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
 MODEL_FILE = "config.json"  # every Hugging Face model has it
 
-AnyConfig: TypeAlias = TrainingConfig | SFTConfig | SampledConfig | RewardModelConfig
+AnyConfig: TypeAlias = TrainingRunConfig | SFTRunConfig | SampledRunConfig | RewardModelRunConfig
 
 
 def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
@@ -47,38 +47,38 @@ def checkpoint_weights(name: str) -> Path | None:
 
 def check_model_names(config: AnyConfig) -> None:
     """Raise ConfigError for the first model that cannot be there. Names on the hub pass: loading tells of them."""
-    is_served = isinstance(config, SampledConfig) and config.server.address is not None
+    is_served = isinstance(config, SampledRunConfig) and config.server.address is not None
     if not is_served:  # a server may call its model as it likes
         check_model_name("policy.model_name", config.policy.model_name)
         if config.policy.tokenizer.name is not None:
-            check_folder("policy.tokenizer.name", config.policy.tokenizer.name)
-    if isinstance(config, EvalConfig) and config.eval.baseline is not None:
+            check_directory("policy.tokenizer.name", config.policy.tokenizer.name)
+    if isinstance(config, EvalRunConfig) and config.eval.baseline is not None:
         check_model_name("eval.baseline", config.eval.baseline)
-    if isinstance(config, TrainingConfig):
+    if isinstance(config, TrainingRunConfig):
         for key, section in config.teacher_sections.items():
             _check_teacher(key, section)
-    if isinstance(config, RolloutConfig):
+    if isinstance(config, RolloutRunConfig):
         for name, scorer in config.scorers.items():
-            if isinstance(scorer, RewardModelSection):
+            if isinstance(scorer, RewardModelScorerConfig):
                 check_model_name(f"scorers.{name}.model_name", scorer.model_name)
 
 
-def _check_teacher(key: str, section: Teacher) -> None:
+def _check_teacher(key: str, section: TeacherConfig) -> None:
     """Of one behind a server the tokenizer alone is loaded here."""
     if section.server is None:
         check_model_name(f"{key}.model_name", section.model_name)
     elif section.tokenizer.name is None:
-        check_folder(f"{key}.model_name", section.model_name)
+        check_directory(f"{key}.model_name", section.model_name)
     if section.tokenizer.name is not None:
-        check_folder(f"{key}.tokenizer.name", section.tokenizer.name)
+        check_directory(f"{key}.tokenizer.name", section.tokenizer.name)
 
 
 def check_model_name(key: str, name: str) -> None:
     """Raise ConfigError for a path that leads to no model, neither in a Hugging Face folder nor in a checkpoint."""
-    with _readable(key, name):
+    with _translate_os_errors(key, name):
         if quickstart_model(key, name) is not None or checkpoint_weights(name) is not None:
             return
-        check_folder(key, name)
+        check_directory(key, name)
         folder = Path(name)
         if not folder.is_dir() or (folder / MODEL_FILE).is_file():
             return
@@ -86,20 +86,20 @@ def check_model_name(key: str, name: str) -> None:
     raise ConfigError(key, name, f"the folder has no {MODEL_FILE}, so it is no model", known=checkpoints)
 
 
-def check_folder(key: str, name: str) -> None:
+def check_directory(key: str, name: str) -> None:
     """Raise ConfigError for what is written as a path and is no folder."""
     folder = Path(name)
-    with _readable(key, name):
+    with _translate_os_errors(key, name):
         if folder.is_dir() or not _is_path(name):
             return
         problem = "is no folder" if folder.exists() else "there is no such folder"
-        similar = _similar(folder)
+        similar = _closest_sibling(folder)
     expected = "a folder of a model, or a name on the hub (organisation/name), was expected"
     raise ConfigError(key, name, f"{problem}; {expected}", known=similar)
 
 
 @contextmanager
-def _readable(key: str, name: str) -> Iterator[None]:
+def _translate_os_errors(key: str, name: str) -> Iterator[None]:
     """A path that this user may not look into, or that is too long, is a ConfigError."""
     try:
         yield
@@ -112,7 +112,7 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
-def _similar(folder: Path) -> list[str]:
+def _closest_sibling(folder: Path) -> list[str]:
     """The folder beside it that is spelt most alike."""
     beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     return [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, beside, n=1)]

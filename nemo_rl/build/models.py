@@ -13,8 +13,8 @@ async def resolve_model(model_name: str, *, key: str = "policy.model_name") -> s
 
     The quickstart's models are made at their first use, in half a minute.
     """
-    ours = quickstart_model(key, model_name)
-    if ours is None:
+    parsed = quickstart_model(key, model_name)
+    if parsed is None:
         return str(checkpoint_weights(model_name) or model_name)
-    kind, seed = ours
+    kind, seed = parsed
     return str(await prepare_model(cache_directory() / f"{kind}-{seed}", RECIPES[kind](seed)))

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from nemo_rl.build.agents import MODEL_NAME
-from nemo_rl.config.master import RolloutConfig
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.data.blend import Blend
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.environments.nemo_gym.client import GymClient
@@ -15,12 +15,12 @@ from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
 from nemo_rl.gateway.manager import GatewayManager
 
 
-def gym_sections(config: RolloutConfig) -> dict[str, NemoGymSection]:
-    return {name: section for name, section in config.env.items() if isinstance(section, NemoGymSection)}
+def gym_configs(config: RolloutRunConfig) -> dict[str, NemoGymConfig]:
+    return {name: section for name, section in config.env.items() if isinstance(section, NemoGymConfig)}
 
 
 async def open_nemo_gym(
-    config: RolloutConfig,
+    config: RolloutRunConfig,
     prompt_sets: Sequence[PromptSet],
     manager: GatewayManager,
     run_dir: Path,
@@ -30,11 +30,11 @@ async def open_nemo_gym(
 
     Raises ConfigError for an agent that a stack does not have, GymUnavailable for what does not answer in time.
     """
-    sections = gym_sections(config)
+    sections = gym_configs(config)
     runtimes = {}
     for name, section in sections.items():
-        folder = run_dir if len(sections) == 1 else run_dir / name
-        client = await _open_client(name, section, agents_of(name, prompt_sets), manager, folder, stack)
+        directory = run_dir if len(sections) == 1 else run_dir / name
+        client = await _open_client(name, section, agent_names_for(name, prompt_sets), manager, directory, stack)
         runtimes[name] = GymRuntime(
             client,
             manager,
@@ -44,7 +44,7 @@ async def open_nemo_gym(
     return runtimes
 
 
-def agents_of(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
+def agent_names_for(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
     """The agents that rows of an entry of `env` name."""
     found: set[str] = set()
     for prompts in (prompt_set.prompts for prompt_set in prompt_sets):
@@ -57,20 +57,20 @@ def agents_of(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
 
 async def _open_client(
     name: str,
-    section: NemoGymSection,
+    section: NemoGymConfig,
     agents: frozenset[str],
     manager: GatewayManager,
-    folder: Path,
+    directory: Path,
     stack: AsyncExitStack,
 ) -> GymClient:
     key, started = f"env.{name}", None
     if section.config_paths is not None:
         started = await GymStack.start(
             section,
-            policy_base_url=manager.plain_url,
+            policy_base_url=manager.default_base_url,
             policy_api_key=manager.api_key,
             policy_model_name=MODEL_NAME,
-            run_dir=folder,
+            run_dir=directory,
             key=key,
         )
         stack.push_async_callback(started.close)

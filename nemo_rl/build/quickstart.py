@@ -12,9 +12,9 @@ import torch
 
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
 from nemo_rl.algorithms.sft import SFTRun, train_sft
-from nemo_rl.config.data import Dataset
-from nemo_rl.config.policy import Optimizer, Policy, SchedulerStage
-from nemo_rl.config.sft import SFT, SFTConfig, SFTData
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
+from nemo_rl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.conversations import ConversationSet
 from nemo_rl.data.supervised import SampleLoader, encode_set
@@ -29,48 +29,48 @@ from nemo_rl.quickstart.words import quickstart_prompts
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "complete"  # a file in a folder that was written to its end: the recipe of its weights
+COMPLETE_MARKER = "complete"  # a file in a folder that was written to its end: the recipe of its weights
 MAX_TOKENS = 64  # of a question with its spelling
 
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
 
 
-async def prepare_model(folder: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
-    """Make `folder` a Hugging Face model with tokenizer and chat template; one that is complete is kept.
+async def prepare_model(directory: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
+    """Make `directory` a Hugging Face model with tokenizer and chat template; one that is complete is kept.
 
     Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it. When
     cancelled, it stops after the step that it is at, and nothing is left.
     """
-    marker = folder / COMPLETE
+    marker = directory / COMPLETE_MARKER
     if marker.is_file() and marker.read_text() == recipe.text:
-        return folder
-    logger.info("making the quickstart's model in %s: half a minute, once", folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+        return directory
+    logger.info("making the quickstart's model in %s: half a minute, once", directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     thread, interrupt = PolicyThread("quickstart"), Interrupt()
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         try:
             with torch.random.fork_rng(devices=[]):
-                made = await thread.run(_train, recipe, Path(scratch), _Steps(on_step), interrupt)
+                made = await thread.run(_train, recipe, Path(scratch), _StepProgress(on_step), interrupt)
         finally:
             interrupt.request()  # where this was cancelled
             thread.close()
-        (made / COMPLETE).write_text(recipe.text)
-        _put_in_place(made, folder, recipe.text)
-    return folder
+        (made / COMPLETE_MARKER).write_text(recipe.text)
+        _move_into_place(made, directory, recipe.text)
+    return directory
 
 
 def _train(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
-    return asyncio.run(_trained(recipe, scratch, progress, interrupt))
+    return asyncio.run(_train_model(recipe, scratch, progress, interrupt))
 
 
-async def _trained(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
     """Train fresh weights; the folder with what became of them. Raises Interrupted soon after a stop is asked for."""
     tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
     make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
     train, _ = quickstart_prompts()
     _check(interrupt)
-    learnt = ConversationSet("spellings", spellings(train.prompts, recipe))
-    samples = encode_set(ChatEncoder(tokenizer), learnt, max_tokens=MAX_TOKENS, overlong="truncate").samples
+    conversation_set = ConversationSet("spellings", spellings(train.prompts, recipe))
+    samples = encode_set(ChatEncoder(tokenizer), conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
     _check(interrupt)
     config = _config(recipe, str(scratch / "fresh"))
     policy = FSDP2Policy(
@@ -109,36 +109,36 @@ def _check(interrupt: Interrupt) -> None:
         raise Interrupted("the making of the quickstart's model")
 
 
-def _config(recipe: Recipe, model_path: str) -> SFTConfig:
+def _config(recipe: Recipe, model_path: str) -> SFTRunConfig:
     """The learning rate rises over `warmup_steps` to a line that falls to a twentieth of the peak, where it stays."""
     warmup, lowest = recipe.warmup_steps, 0.05
     highest = max(1 - warmup / recipe.num_steps, lowest)  # where the two lines meet
     falling = max(round((1 - lowest) * recipe.num_steps) - warmup, 1)
-    return SFTConfig(
-        sft=SFT(max_num_steps=recipe.num_steps, seed=recipe.seed, val_period=0, val_at_end=False),
-        policy=Policy(
+    return SFTRunConfig(
+        sft=SFTConfig(max_num_steps=recipe.num_steps, seed=recipe.seed, val_period=0, val_at_end=False),
+        policy=PolicyConfig(
             model_name=model_path,
             precision="float32",
             device="cpu",
             train_global_batch_size=recipe.batch_size,
             train_micro_batch_size=recipe.batch_size,
             max_total_sequence_length=MAX_TOKENS,
-            optimizer=Optimizer(kwargs={"lr": recipe.peak_learning_rate, "weight_decay": 0.01}),
+            optimizer=OptimizerConfig(kwargs={"lr": recipe.peak_learning_rate, "weight_decay": 0.01}),
             scheduler=[
                 _linear(start_factor=1 / warmup, end_factor=highest, total_iters=warmup),
                 _linear(start_factor=highest, end_factor=lowest, total_iters=falling),
-                SchedulerStage(milestones=[warmup]),
+                SchedulerStageConfig(milestones=[warmup]),
             ],
         ),
-        data=SFTData(train=Dataset(), shuffle=False),
+        data=SFTDataConfig(train=DatasetConfig(), shuffle=False),
     )
 
 
-def _linear(**kwargs: float) -> SchedulerStage:
-    return SchedulerStage(name="torch.optim.lr_scheduler.LinearLR", kwargs=kwargs)
+def _linear(**kwargs: float) -> SchedulerStageConfig:
+    return SchedulerStageConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs=kwargs)
 
 
-class _Steps(Progress):
+class _StepProgress(Progress):
     """Tells of the steps, without a line for each of them."""
 
     def __init__(self, on_step: OnStep | None) -> None:
@@ -151,14 +151,18 @@ class _Steps(Progress):
             self._on_step(step, self._total, metrics["loss"])
 
 
-def _put_in_place(made: Path, folder: Path, recipe: str) -> None:
+def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
     """Rename, replacing a folder of another recipe; where another process was faster, its folder stays."""
-    if folder.exists() and (folder / COMPLETE).is_file() and (folder / COMPLETE).read_text() == recipe:
+    if (
+        directory.exists()
+        and (directory / COMPLETE_MARKER).is_file()
+        and (directory / COMPLETE_MARKER).read_text() == recipe
+    ):
         return
-    if folder.exists():
-        shutil.rmtree(folder)
+    if directory.exists():
+        shutil.rmtree(directory)
     try:
-        os.rename(made, folder)
+        os.rename(made, directory)
     except OSError:
-        if not (folder / COMPLETE).is_file():
+        if not (directory / COMPLETE_MARKER).is_file():
             raise

@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 
 from nemo_rl.build.inputs import load_prompts
 from nemo_rl.build.scorers import open_scorers
-from nemo_rl.config.env import RewardModelEnvironmentSection
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.data.jsonl import json_line, read_jsonl
+from nemo_rl.config.env import RewardModelEnvironmentConfig
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.data.jsonl import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.rescoring import PromptKey, rescored
 from nemo_rl.types import Prompt
@@ -38,7 +38,7 @@ class MeanReward:
         return f"mean reward {mean} over {self.num_rewarded} rollouts, {self.num_failed} failed"
 
 
-def rescore_file(config: TrainingConfig, rollouts: Path, output: Path) -> tuple[MeanReward, MeanReward]:
+def rescore_file(config: TrainingRunConfig, rollouts: Path, output: Path) -> tuple[MeanReward, MeanReward]:
     """Write every line of `rollouts` with new rewards to `output`, which appears once it is whole; before and after.
 
     Raises ConfigError without scorers and for an `output` that exists, DataError for a line that is no rollout.
@@ -52,7 +52,7 @@ def rescore_file(config: TrainingConfig, rollouts: Path, output: Path) -> tuple[
     before, after = MeanReward(), MeanReward()
     unfinished = output.with_name(f".{output.name}.unfinished")
     with unfinished.open("wb") as file:
-        asyncio.run(_write(_counted(read_jsonl(rollouts), before), file, config, prompts, after))
+        asyncio.run(_write(_tally_rewards(read_jsonl(rollouts), before), file, config, prompts, after))
     unfinished.replace(output)
     return before, after
 
@@ -60,20 +60,20 @@ def rescore_file(config: TrainingConfig, rollouts: Path, output: Path) -> tuple[
 async def _write(
     rows: Iterator[dict[str, Any]],
     file: BinaryIO,
-    config: TrainingConfig,
+    config: TrainingRunConfig,
     prompts: Mapping[PromptKey, Prompt],
     mean: MeanReward,
 ) -> None:
     async with AsyncExitStack() as stack:
         scoring = await open_scorers(config, None, stack)
-        alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentSection)}
+        alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentConfig)}
         limit_s = config.rollout.stall_timeout_s
         async for row in rescored(rows, prompts, scoring, scored_alone=alone, stall_timeout_s=limit_s):
-            file.write(json_line(row))
+            file.write(encode_json_line(row))
             mean.add(row)
 
 
-def _counted(rows: Iterator[dict[str, Any]], mean: MeanReward) -> Iterator[dict[str, Any]]:
+def _tally_rewards(rows: Iterator[dict[str, Any]], mean: MeanReward) -> Iterator[dict[str, Any]]:
     for row in rows:
         mean.add(row)
         yield row

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.interrupt import cancelled_by_sigterm
+from nemo_rl.algorithms.interrupt import cancel_on_sigterm
 from nemo_rl.algorithms.reward_model import TokenPair, evaluate, num_steps, train_steps
 from nemo_rl.build.models import resolve_model
 from nemo_rl.build.records import open_console, open_records
-from nemo_rl.config.reward_model import PreferenceDataset, RewardModelConfig
+from nemo_rl.config.reward_model import PreferenceDatasetConfig, RewardModelRunConfig
 from nemo_rl.data.preferences import Preference, read_preferences
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.device import resolve_device
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 FRESH_MODEL = "nemo_rl/fresh_classifier"  # `policy.model_name`: the quickstart's network with random weights
 
 
-def train_reward_model(config: RewardModelConfig) -> Path:
+def train_reward_model(config: RewardModelRunConfig) -> Path:
     """Train, write the folder, then the summary to standard output; the folder.
 
     The folder holds the weights of the validation with the best accuracy, of equals the last; without validation data
@@ -47,13 +47,13 @@ def train_reward_model(config: RewardModelConfig) -> Path:
     console = open_console()
     make_optimizer(config.policy, [torch.nn.Parameter(torch.zeros(1))])  # refused before a model loads
     model, tokens = _open_model(config)
-    train = _pairs("train", config.data.train, tokens)
-    validation = _pairs("validation", config.data.validation, tokens) if config.data.validation else []
+    train = _load_pairs("train", config.data.train, tokens)
+    validation = _load_pairs("validation", config.data.validation, tokens) if config.data.validation else []
     optimizer = make_optimizer(config.policy, model.parameters())
     best, total = -1.0, num_steps(len(train), config)
     with ExitStack() as stack:
         run_dir, metrics_logger = open_records(config, stack)
-        folder = Path(config.checkpointing.checkpoint_dir or run_dir / "model")
+        directory = Path(config.checkpointing.checkpoint_dir or run_dir / "model")
         progress = make_progress(config.logger, console)
         stack.callback(progress.close)
         progress.start(step=0, total=total)
@@ -73,34 +73,34 @@ def train_reward_model(config: RewardModelConfig) -> Path:
                 progress.validation(result.step, metrics=measured, columns=(), rows=())
             if accuracy >= best:
                 best = accuracy
-                save_classifier(model, tokens.tokenizer, folder)
-    sys.stdout.write(_summary(folder, run_dir / METRICS_FILE, best if validation else None))
-    return folder
+                save_classifier(model, tokens.tokenizer, directory)
+    sys.stdout.write(_summary(directory, run_dir / METRICS_FILE, best if validation else None))
+    return directory
 
 
-def save_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a Hugging Face folder, whole or not at all; one that stands there is replaced. Raises CheckpointError."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
             made = Path(scratch) / "model"
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
-            if folder.exists():
-                os.rename(folder, Path(scratch) / "old")
-            os.rename(made, folder)
+            if directory.exists():
+                os.rename(directory, Path(scratch) / "old")
+            os.rename(made, directory)
     except (OSError, shutil.Error) as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+        raise CheckpointError(f"{directory} cannot be written: {error}") from error
 
 
-def _open_model(config: RewardModelConfig) -> tuple[PreTrainedModel, ConversationTokens]:
+def _open_model(config: RewardModelRunConfig) -> tuple[PreTrainedModel, ConversationTokens]:
     policy = config.policy
     device = resolve_device(policy.device)
     if policy.model_name == FRESH_MODEL:
         tokenizer = make_tokenizer()
         model: PreTrainedModel = make_classifier(tokenizer, seed=config.rm.seed)
     else:
-        path = asyncio.run(_resolved(policy.model_name))
+        path = asyncio.run(_resolve_model_path(policy.model_name))
         torch.manual_seed(config.rm.seed)  # of the fresh head
         model = load_classifier("policy.model_name", path, fresh_head=True)
         tokenizer = load_tokenizer(policy.tokenizer, path)
@@ -108,14 +108,14 @@ def _open_model(config: RewardModelConfig) -> tuple[PreTrainedModel, Conversatio
     return model.to(device), tokens  # pyright: ignore[reportArgumentType]
 
 
-async def _resolved(model_name: str) -> str:
-    with cancelled_by_sigterm():  # the quickstart's model is made at its first use
+async def _resolve_model_path(model_name: str) -> str:
+    with cancel_on_sigterm():  # the quickstart's model is made at its first use
         return await resolve_model(model_name)
 
 
-def _pairs(name: str, dataset: PreferenceDataset, tokens: ConversationTokens) -> list[TokenPair]:
+def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: ConversationTokens) -> list[TokenPair]:
     """The pairs as tokens; those that are too long are left out, and counted in the log."""
-    preferences = _preferences(name, dataset)[: dataset.size]
+    preferences = _load_preferences(name, dataset)[: dataset.size]
     pairs = []
     for preference in preferences:
         chosen, rejected = preference.conversations
@@ -131,7 +131,7 @@ def _pairs(name: str, dataset: PreferenceDataset, tokens: ConversationTokens) ->
     return pairs
 
 
-def _preferences(name: str, dataset: PreferenceDataset) -> Sequence[Preference]:
+def _load_preferences(name: str, dataset: PreferenceDatasetConfig) -> Sequence[Preference]:
     if dataset.dataset_name == "spell_backward":
         train, validation = quickstart_preferences()
         return train if name == "train" else validation
@@ -143,11 +143,11 @@ def _log_step(metrics_logger: Logger, step: int, metrics: dict[str, float], seco
     metrics_logger.log_metrics({**named, "timing/train/total_step_time": seconds}, step)
 
 
-def _summary(folder: Path, metrics_path: Path, accuracy: float | None) -> str:
+def _summary(directory: Path, metrics_path: Path, accuracy: float | None) -> str:
     lines = [
         *([f"Validation pairs ranked right  {accuracy:.3f}"] if accuracy is not None else []),
-        f"Reward model                   {folder}",
+        f"Reward model                   {directory}",
         f"Metrics                        {metrics_path}",
-        f"As a scorer                    scorers.<name>={{type: reward_model, model_name: {folder}}}",
+        f"As a scorer                    scorers.<name>={{type: reward_model, model_name: {directory}}}",
     ]
     return "\n".join(lines) + "\n"

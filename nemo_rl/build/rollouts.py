@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from nemo_rl.algorithms.filtering import is_informative
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.build.inputs import Inputs
-from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig, TrainingConfig
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
@@ -28,7 +28,7 @@ class HasEncoder(Protocol):
 
 
 def make_context(
-    config: RolloutConfig,
+    config: RolloutRunConfig,
     inputs: HasEncoder,
     generation: Generation,
     environments: Mapping[str, Environment],
@@ -59,7 +59,7 @@ def make_context(
     )
 
 
-def make_sampling(config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def make_sampling(config: RolloutRunConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Training's sampling; the tokenizer's stop tokens come first, then those configured."""
     generation = config.policy.generation
     stops = dict.fromkeys((*stop_token_ids, *(generation.stop_token_ids or ())))
@@ -74,18 +74,18 @@ def make_sampling(config: RolloutConfig, stop_token_ids: tuple[int, ...]) -> Sam
 
 
 def make_source(
-    config: TrainingConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
+    config: TrainingRunConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
 ) -> GroupSource:
     """Collection before each step or in the background, filtered where dynamic sampling is on; or what was recorded."""
     algorithm = config.algorithm
-    if isinstance(config, DistillationConfig) and config.distillation.off_policy:
+    if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
         return RecordedResponses(
             _make_loader(config, inputs),
             inputs.encoder,
             num_prompts_per_step=algorithm.num_prompts_per_step,
             max_total_length=config.policy.max_total_sequence_length,
         )
-    grpo = config.grpo if isinstance(config, GRPOConfig) and config.grpo.use_dynamic_sampling else None
+    grpo = config.grpo if isinstance(config, GRPORunConfig) and config.grpo.use_dynamic_sampling else None
     num_prompts = algorithm.num_prompts_per_step
     if grpo is not None:
         num_prompts = prompts_per_batch(num_prompts, grpo.batch_multiplier)
@@ -103,7 +103,12 @@ def make_source(
 
 
 def _make_collecting_source(
-    config: TrainingConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None, *, num_prompts: int
+    config: TrainingRunConfig,
+    inputs: Inputs,
+    context: RolloutContext,
+    writer: RolloutWriter | None,
+    *,
+    num_prompts: int,
 ) -> SyncSource | AsyncSource:
     algorithm, background = config.algorithm, config.algorithm.background
     loader = _make_loader(config, inputs)
@@ -126,12 +131,12 @@ def _make_collecting_source(
     )
 
 
-def _make_loader(config: TrainingConfig, inputs: Inputs) -> PromptLoader:
+def _make_loader(config: TrainingRunConfig, inputs: Inputs) -> PromptLoader:
     epochs = config.algorithm.max_num_epochs
     return PromptLoader(inputs.train.prompts, shuffle=config.data.shuffle, seed=config.seed, max_epochs=epochs)
 
 
-def make_validator(config: TrainingConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:
+def make_validator(config: TrainingRunConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:
     """None without validation sets."""
     if not inputs.validation:
         return None

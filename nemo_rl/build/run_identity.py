@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.tasks import Tasks
-from nemo_rl.config.collect import SampledConfig
+from nemo_rl.collect.tasks import TasksSummary
+from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.section import Section
 
 # How fast, where and how patiently: these may differ from one start to the next.
-OF_ONE_START = frozenset(
+NON_IDENTITY_KEYS = frozenset(
     {
         "api_key_env",
         "base_urls",
@@ -41,7 +41,7 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # of a weight file that are read for its 
 
 
 def run_identity(
-    config: SampledConfig, tasks: Tasks, model_path: str, *, engine: str, served_model: str | None
+    config: SampledRunConfig, tasks: TasksSummary, model_path: str, *, engine: str, served_model: str | None
 ) -> dict[str, Any]:
     """For `RolloutStore.open`: the same for all seeds and chunks.
 
@@ -53,10 +53,10 @@ def run_identity(
         "data": {"digest": tasks.digest},  # alike: tasks can be compared one by one
         "config": {
             "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.sets],
-            "env": {name: _deciding(section) for name, section in config.env.items()},
-            "scorers": {name: _deciding(section) for name, section in config.scorers.items()},
+            "env": {name: _identity_values(section) for name, section in config.env.items()},
+            "scorers": {name: _identity_values(section) for name, section in config.scorers.items()},
             "gateway": {name: getattr(config.gateway, name) for name in ("tool_parser", "reasoning_parser")},
-            "generation": _deciding(policy.generation),
+            "generation": _identity_values(policy.generation),
             "tokenizer": policy.tokenizer.model_dump(mode="json"),
             "max_total_sequence_length": policy.max_total_sequence_length,
             "max_rollout_turns": collection.max_rollout_turns,
@@ -67,31 +67,31 @@ def run_identity(
             "name": policy.model_name,
             "digest": model_digest(Path(model_path)),
             "engine": engine,
-            **_of_engine(config, served_model),
+            **_engine_identity(config, served_model),
         },
     }
 
 
-def _of_engine(config: SampledConfig, served_model: str | None) -> dict[str, Any]:
+def _engine_identity(config: SampledRunConfig, served_model: str | None) -> dict[str, Any]:
     if served_model is not None:
         return {"served_model": served_model}
     return {"precision": config.policy.precision, "vllm_kwargs": config.server.vllm_kwargs}
 
 
-def _deciding(section: Section) -> dict[str, Any]:
+def _identity_values(section: Section) -> dict[str, Any]:
     values: Mapping[str, Any] = section.model_dump(mode="json")
-    return {name: value for name, value in values.items() if name not in OF_ONE_START}
+    return {name: value for name, value in values.items() if name not in NON_IDENTITY_KEYS}
 
 
-def model_digest(folder: Path) -> str | None:
+def model_digest(directory: Path) -> str | None:
     """Of a model's files, from their names, sizes and blocks spread over each; None for a name on a hub.
 
     Two checkpoints of one run differ in every block; whole files would take minutes to read.
     """
-    if not folder.is_dir():
+    if not directory.is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(directory.iterdir()):
         if path.suffix not in (".safetensors", ".bin", ".json", ".gguf") or not path.is_file():
             continue
         size = path.stat().st_size

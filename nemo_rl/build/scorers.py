@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from nemo_rl.config.layout import Layout, pool_layout
-from nemo_rl.config.master import RolloutConfig
+from nemo_rl.config.layout import Layout, make_reward_model_layout
+from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.placement import Seat
 
 
-async def open_scorers(config: RolloutConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
+async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
     """Make every scorer once, closed with `stack`, and give each task its own; raises ConfigError.
 
     `layout` is the run's; None where no policy runs beside the scorers.
@@ -28,7 +28,7 @@ async def open_scorers(config: RolloutConfig, layout: Layout | None, stack: Asyn
     return Scoring({task: tuple(scorers[name] for name in section.scorers) for task, section in config.env.items()})
 
 
-async def _reserve_pool(config: RolloutConfig, layout: Layout | None, stack: AsyncExitStack) -> "Sequence[Seat]":
+async def _reserve_pool(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> "Sequence[Seat]":
     """A seat a GPU of the pool, on a CPU a seat a process."""
     from nemo_rl.distributed.cluster import cluster_address, connect  # loads Ray
     from nemo_rl.distributed.placement import reserve
@@ -37,7 +37,7 @@ async def _reserve_pool(config: RolloutConfig, layout: Layout | None, stack: Asy
         problem = "the policy's GPU is not Ray's to divide; set cluster.address, or place the policy on several ranks"
         raise ConfigError("reward_model.enable_resource_pool", True, problem)
     connect(config.cluster.address)
-    pool = pool_layout(config.reward_model, "cpu" if layout is None else layout.device)
+    pool = make_reward_model_layout(config.reward_model, "cpu" if layout is None else layout.device)
     reservation = await reserve(
         pool,
         timeout_s=config.cluster.start_timeout_s,

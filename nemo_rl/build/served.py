@@ -4,8 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.config.collect import SampledConfig
-from nemo_rl.config.endpoint import EndpointLimits, ServedModel
+from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError
@@ -17,11 +17,13 @@ logger = logging.getLogger(__name__)
 KEY = "server"
 PROBE = (Message("user", "Hello"),)
 PROBE_TOKENS = 8
-MODERN_LIMIT = "max_completion_tokens"  # which OpenAI's newer models ask for; older servers know max_tokens alone
+COMPLETION_LIMIT_KEY = (
+    "max_completion_tokens"  # which OpenAI's newer models ask for; older servers know max_tokens alone
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ServedEngine:
+class ConnectedServer:
     """A server that has answered."""
 
     generation: ServedGeneration
@@ -29,32 +31,34 @@ class ServedEngine:
     api: Api
 
 
-async def connect(config: SampledConfig, encoder: ChatEncoder | None) -> ServedEngine:
+async def connect(config: SampledRunConfig, encoder: ChatEncoder | None) -> ConnectedServer:
     """Ask the server what it is. `encoder`: of the model's tokenizer; None: only messages can be sent.
 
     Raises ConfigError for a model or an API that it does not have, EndpointError for a server that does not answer.
     """
     server = config.server
-    endpoint = Endpoint(KEY, _section(config, server.model or ""))
+    endpoint = Endpoint(KEY, _make_endpoint_config(config, server.model or ""))
     try:
-        model = await _model(endpoint, server.model)
-        if server.api != "chat" and await _takes_tokens(endpoint, model, encoder, must=server.api == "completions"):
-            return ServedEngine(ServedGeneration(endpoint, model=model, api="completions"), model, "completions")
+        model = await _resolve_model_name(endpoint, server.model)
+        if server.api != "chat" and await _supports_token_ids(
+            endpoint, model, encoder, required=server.api == "completions"
+        ):
+            return ConnectedServer(ServedGeneration(endpoint, model=model, api="completions"), model, "completions")
         limit_key = await _chat_limit_key(endpoint, model)
         generation = ServedGeneration(endpoint, model=model, api="chat", limit_key=limit_key)
-        return ServedEngine(generation, model, "chat")
+        return ConnectedServer(generation, model, "chat")
     except BaseException:
         await endpoint.close()
         raise
 
 
-def _section(config: SampledConfig, model: str) -> ServedModel:
+def _make_endpoint_config(config: SampledRunConfig, model: str) -> ServedModelConfig:
     server = config.server
-    return ServedModel(
+    return ServedModelConfig(
         base_urls=list(server.addresses),
         model=model,
         api_key_env=server.api_key_env,
-        limits=EndpointLimits(
+        limits=EndpointLimitsConfig(
             max_concurrency=config.collection.concurrency,
             requests_per_minute=server.requests_per_minute,
             tokens_per_minute=server.tokens_per_minute,
@@ -65,24 +69,24 @@ def _section(config: SampledConfig, model: str) -> ServedModel:
     )
 
 
-async def _model(endpoint: Endpoint, wanted: str | None) -> str:
+async def _resolve_model_name(endpoint: Endpoint, requested: str | None) -> str:
     try:
         answer = await endpoint.get("/v1/models")
         known = [str(model["id"]) for model in answer["data"]]
     except (EndpointError, KeyError, TypeError):
-        if wanted is None:
+        if requested is None:
             raise
-        logger.info("the server does not list its models; it is asked for %s", wanted)
-        return wanted
-    if wanted is not None and wanted not in known:
-        raise ConfigError(f"{KEY}.model", wanted, "the server does not have it", known=known)
-    if wanted is None and len(known) != 1:
+        logger.info("the server does not list its models; it is asked for %s", requested)
+        return requested
+    if requested is not None and requested not in known:
+        raise ConfigError(f"{KEY}.model", requested, "the server does not have it", known=known)
+    if requested is None and len(known) != 1:
         raise ConfigError(f"{KEY}.model", None, "the server has not one model: choose", known=known)
-    return wanted or known[0]
+    return requested or known[0]
 
 
-async def _takes_tokens(endpoint: Endpoint, model: str, encoder: ChatEncoder | None, *, must: bool) -> bool:
-    """Whether completions take token ids and give them back. With `must` it is a ConfigError where they do not."""
+async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncoder | None, *, required: bool) -> bool:
+    """Whether completions take token ids and give them back. With `required` it is a ConfigError where they do not."""
     if encoder is None:
         return False
     ids = [token_id for message in encoder.encode_prompt(PROBE) for token_id in message.token_ids]
@@ -92,7 +96,7 @@ async def _takes_tokens(endpoint: Endpoint, model: str, encoder: ChatEncoder | N
         problem = "" if answer["choices"][0].get("token_ids") else "its answer holds no token_ids"
     except (EndpointError, KeyError, IndexError, TypeError, AttributeError) as error:
         problem = str(error)
-    if problem and must:
+    if problem and required:
         raise ConfigError(f"{KEY}.api", "completions", f"the server does not give token ids for token ids: {problem}")
     if problem:
         logger.info("the server is sent messages, not tokens: %s", problem)
@@ -105,7 +109,7 @@ async def _chat_limit_key(endpoint: Endpoint, model: str) -> str:
     try:
         await endpoint.post(CHAT, {**body, "max_tokens": PROBE_TOKENS}, num_tokens=PROBE_TOKENS)
     except EndpointError as error:
-        if MODERN_LIMIT not in str(error):
+        if COMPLETION_LIMIT_KEY not in str(error):
             raise
-        return MODERN_LIMIT
+        return COMPLETION_LIMIT_KEY
     return "max_tokens"

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
-from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_sigterm
+from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.build.inputs import check_context_length
 from nemo_rl.build.models import resolve_model
-from nemo_rl.build.records import checkpoint_store, open_console, open_records, write_summary
+from nemo_rl.build.records import make_checkpoint_store, open_console, open_records, write_summary
 from nemo_rl.build.workers import check_model, find_layout, open_policy
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.conversations import ConversationSet, load_conversations
-from nemo_rl.data.supervised import SampleLoader, SupervisedSet, encode_set
+from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, encode_set
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.interfaces import Logger
 from nemo_rl.observability.progress import make_progress
-from nemo_rl.observability.summary import loss_results
+from nemo_rl.observability.summary import summarize_losses
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.optim import check_optimizer
 
@@ -31,22 +31,22 @@ class SFTInputs:
     """What a run reads before any weights are loaded."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: SupervisedSet
-    validation: tuple[SupervisedSet, ...]
+    train: SupervisedDataset
+    validation: tuple[SupervisedDataset, ...]
 
 
-async def run_sft(config: SFTConfig, command: str) -> Training:
+async def run_sft(config: SFTRunConfig, command: str) -> TrainingProgress:
     """Train, then write the summary to standard output; `command` is how the run was started."""
-    with cancelled_by_sigterm():
+    with cancel_on_sigterm():
         async with open_sft(config) as run:
             with run.interrupt.listen():
                 training = await train_sft(run)
-    write_summary(run, loss_results, command, lambda step: "" if step < run.num_steps else None)
+    write_summary(run, summarize_losses, command, lambda step: "" if step < run.num_steps else None)
     return training
 
 
 @asynccontextmanager
-async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
+async def open_sft(config: SFTRunConfig) -> AsyncIterator[SFTRun]:
     """Everything that the loop uses; what can be refused is refused before weights are loaded."""
     console = open_console()
     layout = find_layout(config)
@@ -70,7 +70,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
             source=make_source(config, inputs.train),
             validation=inputs.validation,
             policy=policy,
-            checkpoints=checkpoint_store(config.checkpointing, run_dir),
+            checkpoints=make_checkpoint_store(config.checkpointing, run_dir),
             logger=metrics_logger,
             progress=progress,
             interrupt=Interrupt(),
@@ -78,7 +78,7 @@ async def open_sft(config: SFTConfig) -> AsyncIterator[SFTRun]:
 
 
 def load_sft_inputs(
-    config: SFTConfig, model_path: str, train: ConversationSet, validation: tuple[ConversationSet, ...]
+    config: SFTRunConfig, model_path: str, train: ConversationSet, validation: tuple[ConversationSet, ...]
 ) -> SFTInputs:
     """Tokens of all conversations. Raises ConfigError for a chat template that they cannot be learnt by."""
     tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
@@ -91,17 +91,17 @@ def load_sft_inputs(
     return SFTInputs(tokenizer, encoded[0], tuple(encoded[1:]))
 
 
-def make_source(config: SFTConfig, train: SupervisedSet) -> SampleLoader:
+def make_source(config: SFTRunConfig, train: SupervisedDataset) -> SampleLoader:
     section = config.sft
     return SampleLoader(
         train.samples, shuffle=config.data.shuffle, seed=section.seed, max_epochs=section.max_num_epochs
     )
 
 
-def num_steps(config: SFTConfig, num_samples: int) -> int:
+def num_steps(config: SFTRunConfig, num_samples: int) -> int:
     """How many steps a run makes; the last one of the data may have fewer conversations."""
-    of_the_data = math.ceil(config.sft.max_num_epochs * num_samples / config.policy.train_global_batch_size)
-    return min(config.sft.max_num_steps, of_the_data)
+    num_data_steps = math.ceil(config.sft.max_num_epochs * num_samples / config.policy.train_global_batch_size)
+    return min(config.sft.max_num_steps, num_data_steps)
 
 
 def _log_counts(metrics_logger: Logger, inputs: SFTInputs) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl.collect.command import run_command
-from nemo_rl.collect.slurm.environments import shown_environment
+from nemo_rl.collect.slurm.environments import format_redacted_environment
 from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
 from nemo_rl.collect.slurm.submission import Submission
 from nemo_rl.collect.slurm.submit import (
@@ -20,12 +20,12 @@ from nemo_rl.collect.slurm.submit import (
     submit_jobs,
     write_submission,
 )
-from nemo_rl.config.submit_loading import SubmitConfig, collect_yaml, load_submit_config
+from nemo_rl.config.submit_loading import SubmitRunConfig, collect_yaml, load_submit_config
 from nemo_rl.errors import ConfigError
 
 LOGPROBS_MODE = "processed_logprobs"  # log_softmax(logits / temperature)
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -48,13 +48,13 @@ def _submit(parsed: argparse.Namespace) -> None:
     config = load_submit_config(parsed.config, parsed.overrides)
     submission = make_submission(config)
     if parsed.dry_run:
-        sys.stdout.write(shown(submission))
+        sys.stdout.write(format_submission(submission))
         return
     write_submission(submission, collect_yaml(config))
     sys.stdout.write(submitted(submission, submit_jobs(submission)))
 
 
-def make_submission(config: SubmitConfig) -> Submission:
+def make_submission(config: SubmitRunConfig) -> Submission:
     """What would be submitted now; nothing is written."""
     slurm, seeds = config.slurm, config.collect.all_seeds
     output_dir = Path(config.collect.output_dir).absolute()
@@ -62,8 +62,8 @@ def make_submission(config: SubmitConfig) -> Submission:
     _check_directory("slurm.directory" if slurm.directory else "collect.output_dir", base)
     missing = missing_tasks(slurm, output_dir, seeds)
     num_tasks = len(seeds) * slurm.num_chunks
-    if len(missing) < num_tasks and not _is_that_of(latest_directory(base), config):
-        log.warning("the configuration is not that of the last submission: finished tasks are submitted too")
+    if len(missing) < num_tasks and not _has_same_config(latest_directory(base), config):
+        logger.warning("the configuration is not that of the last submission: finished tasks are submitted too")
         missing = tuple(range(num_tasks))
     return Submission(
         slurm=slurm,
@@ -77,7 +77,7 @@ def make_submission(config: SubmitConfig) -> Submission:
     )
 
 
-def engine_arguments(config: SubmitConfig) -> tuple[str, ...]:
+def engine_arguments(config: SubmitRunConfig) -> tuple[str, ...]:
     """With these a server samples as the collection's own engine does, whatever the model says of itself."""
     policy = config.policy
     length = ("--max-model-len", str(policy.max_total_sequence_length))
@@ -90,7 +90,7 @@ def _check_directory(key: str, directory: Path) -> None:
         raise ConfigError(key, str(directory), "must be one line of text without a backslash: Slurm names logs by it")
 
 
-def _is_that_of(directory: Path | None, config: SubmitConfig) -> bool:
+def _has_same_config(directory: Path | None, config: SubmitRunConfig) -> bool:
     """Whether the submission in `directory` had this configuration."""
     if directory is None:
         return False
@@ -98,7 +98,7 @@ def _is_that_of(directory: Path | None, config: SubmitConfig) -> bool:
     return path.is_file() and path.read_text() == collect_yaml(config)
 
 
-def shown(submission: Submission) -> str:
+def format_submission(submission: Submission) -> str:
     """Scripts, the calls of sbatch, and environments without secrets."""
     parts = []
     if submission.missing:
@@ -107,14 +107,17 @@ def shown(submission: Submission) -> str:
         words = ["sbatch", *aggregation_arguments(submission, "ARRAY" if submission.missing else None)]
         parts += [f"# {' '.join([*words, str(submission.aggregation_script)])}", aggregation_script(submission)]
     for name, component in submission.components.items():
-        variables = shown_environment(component.environment) or "# that of the shell that calls nemo-rl submit, alone\n"
+        variables = (
+            format_redacted_environment(component.environment)
+            or "# that of the shell that calls nemo-rl submit, alone\n"
+        )
         parts += [f"# environment of the {name}", variables]
-    return "\n".join([*parts, f"# {_counts(submission)}\n"])
+    return "\n".join([*parts, f"# {_format_counts(submission)}\n"])
 
 
 def submitted(submission: Submission, jobs: Jobs) -> str:
     """What the user is told."""
-    lines = [_counts(submission)]
+    lines = [_format_counts(submission)]
     if jobs.collection is not None:
         lines.append(f"collection: job {jobs.collection}")
     if jobs.aggregation is not None:
@@ -123,7 +126,7 @@ def submitted(submission: Submission, jobs: Jobs) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _counts(submission: Submission) -> str:
+def _format_counts(submission: Submission) -> str:
     seeds, chunks = len(submission.seeds), submission.slurm.num_chunks
     done = submission.num_tasks - len(submission.missing)
     return f"{submission.num_tasks} array tasks ({seeds} seeds x {chunks} chunks), {done} of them done before"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from nemo_rl.build.agents import agent_runtimes, make_agents, make_codec, open_gateway
 from nemo_rl.build.environments import open_environments
-from nemo_rl.build.nemo_gym import gym_sections, open_nemo_gym
+from nemo_rl.build.nemo_gym import gym_configs, open_nemo_gym
 from nemo_rl.build.scorers import open_scorers
 from nemo_rl.config.layout import Layout
-from nemo_rl.config.master import RolloutConfig
+from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.experience.rollouts import RolloutContext
@@ -20,36 +20,36 @@ from nemo_rl.interfaces import Agent, Environment
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RolloutDependencies:
     environments: Mapping[str, Environment]
     scoring: Scoring
     agents: Mapping[str, Agent]
     codec: Codec | None  # of the gateway; None: nobody talks to it
 
 
-async def open_surroundings(
-    config: RolloutConfig, encoder: ChatEncoder, layout: Layout | None, stack: AsyncExitStack
-) -> Surroundings:
+async def open_rollout_dependencies(
+    config: RolloutRunConfig, encoder: ChatEncoder, layout: Layout | None, stack: AsyncExitStack
+) -> RolloutDependencies:
     """What needs no engine, closed with `stack`; raises ConfigError. `layout` is None where no policy runs beside."""
     environments = open_environments(config, stack)
     scoring = await open_scorers(config, layout, stack)
     agents = make_agents(config)
-    codec = make_codec(config, encoder) if agents or gym_sections(config) else None
-    return Surroundings(environments, scoring, agents, codec)
+    codec = make_codec(config, encoder) if agents or gym_configs(config) else None
+    return RolloutDependencies(environments, scoring, agents, codec)
 
 
-async def with_agents(
+async def attach_agents(
     context: RolloutContext,
-    surroundings: Surroundings,
-    config: RolloutConfig,
+    dependencies: RolloutDependencies,
+    config: RolloutRunConfig,
     *,
     prompt_sets: Sequence[PromptSet],
     gym_dir: Path,
     stack: AsyncExitStack,
 ) -> RolloutContext:
     """The context with agents and NeMo Gym, behind a gateway to its engine; unchanged where there are none."""
-    if surroundings.codec is None:
+    if dependencies.codec is None:
         return context
-    manager = await open_gateway(config, surroundings.codec, context.generation, stack)
+    manager = await open_gateway(config, dependencies.codec, context.generation, stack)
     gyms = await open_nemo_gym(config, prompt_sets, manager, gym_dir, stack)
-    return replace(context, agents=agent_runtimes(config, surroundings.agents, manager), gyms=gyms)
+    return replace(context, agents=agent_runtimes(config, dependencies.agents, manager), gyms=gyms)

@@ -7,20 +7,20 @@ from dataclasses import replace
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.rollouts import make_sampling, make_validator
 from nemo_rl.build.teachers import teacher_tokenizer
-from nemo_rl.config.env import AgentSection
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.env import AgentConfig
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.experience.rollouts import RolloutContext
 
 logger = logging.getLogger(__name__)
 
-MEASURED = ("accuracy", "greedy_accuracy")
+REPORTED_METRICS = ("accuracy", "greedy_accuracy")
 
 
 async def validate_teachers(
-    config: TrainingConfig, inputs: Inputs, context: RolloutContext, teacher_paths: Mapping[str, str]
+    config: TrainingRunConfig, inputs: Inputs, context: RolloutContext, teacher_paths: Mapping[str, str]
 ) -> dict[str, float]:
     """`validation/teacher_accuracy`, and the greedy one where it is asked for: means over the teachers.
 
@@ -29,7 +29,7 @@ async def validate_teachers(
     """
     by_teacher: list[dict[str, float]] = []
     for key, path in teacher_paths.items():
-        section, own = config.teacher_sections[key], _prompts_of(key, config, inputs)
+        section, own = config.teacher_sections[key], _validation_prompts(key, config, inputs)
         if section.server is not None or not own:
             continue
         from nemo_rl.generation.hf import HFGeneration  # loads transformers' models
@@ -50,22 +50,22 @@ async def validate_teachers(
             metrics = (await validator.validate()).metrics
         finally:
             await engine.close()
-        by_teacher.append({name: metrics[name] for name in MEASURED if name in metrics})
+        by_teacher.append({name: metrics[name] for name in REPORTED_METRICS if name in metrics})
         shown = ", ".join(f"{name} {value:.3f}" for name, value in by_teacher[-1].items())
         logger.info("%s (%s) on the validation set: %s", key, section.model_name, shown)
     return {
-        f"validation/teacher_{name}": sum(each[name] for each in having) / len(having)
-        for name in MEASURED
-        if (having := [each for each in by_teacher if name in each])
+        f"validation/teacher_{name}": sum(each[name] for each in reporting_teachers) / len(reporting_teachers)
+        for name in REPORTED_METRICS
+        if (reporting_teachers := [each for each in by_teacher if name in each])
     }
 
 
-def _prompts_of(key: str, config: TrainingConfig, inputs: Inputs) -> tuple[PromptSet, ...]:
+def _validation_prompts(key: str, config: TrainingRunConfig, inputs: Inputs) -> tuple[PromptSet, ...]:
     """The validation prompts of the teacher's tasks."""
     tasks = {
         task
         for task, section in config.env.items()
-        if config.teacher_key(task) == key and not isinstance(section, AgentSection | NemoGymSection)
+        if config.teacher_key(task) == key and not isinstance(section, AgentConfig | NemoGymConfig)
     }
     sets = (PromptSet(s.name, [p for p in s.prompts if p.task_name in tasks]) for s in inputs.validation)
     return tuple(one for one in sets if one.prompts)

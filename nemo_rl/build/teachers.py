@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.teachers import SeatedTeacher, Teachers
+from nemo_rl.algorithms.teachers import TeacherHandle, Teachers
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.models import resolve_model
 from nemo_rl.config.layout import Layout
-from nemo_rl.config.master import DistillationConfig, TrainingConfig
-from nemo_rl.config.teacher import Teacher as TeacherSection
-from nemo_rl.config.teacher_checks import check_task_teachers, crosses_tokenizers, reads_teachers
-from nemo_rl.data.tokenizer import tokenizer_with_template
+from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
+from nemo_rl.config.teacher import TeacherConfig
+from nemo_rl.config.teacher_checks import check_task_teachers, uses_cross_tokenizer, uses_teachers
+from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Teacher
 from nemo_rl.policy.hf_model import load_config
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.placement import Reservation
 
 
-async def resolve_teachers(config: TrainingConfig) -> dict[str, str]:
+async def resolve_teachers(config: TrainingRunConfig) -> dict[str, str]:
     """The path or hub name of each teacher's model, by key; the quickstart's is made at its first use."""
-    if not reads_teachers(config):
+    if not uses_teachers(config):
         return {}
     return {
         key: await resolve_model(section.model_name, key=f"{key}.model_name")
@@ -37,15 +37,15 @@ async def resolve_teachers(config: TrainingConfig) -> dict[str, str]:
     }
 
 
-def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Mapping[str, str]) -> None:
+def check_teachers_fit(config: TrainingRunConfig, inputs: Inputs, teacher_paths: Mapping[str, str]) -> None:
     """Raise ConfigError for a task without a teacher, and for a teacher that cannot be compared with the policy."""
-    if not reads_teachers(config):
+    if not uses_teachers(config):
         return
     check_task_teachers(config, inputs.train.task_names)
-    sizes = {} if crosses_tokenizers(config) else {"policy": inputs.vocab_size}
+    sizes = {} if uses_cross_tokenizer(config) else {"policy": inputs.vocab_size}
     for key, path in teacher_paths.items():
         section = config.teacher_sections[key]
-        if not crosses_tokenizers(config):
+        if not uses_cross_tokenizer(config):
             check_same_vocabulary(key, section, path, inputs.tokenizer)
         if section.server is None:
             model = load_config(path, section.hf_config_overrides, section=key)
@@ -54,9 +54,9 @@ def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Ma
             else:
                 check_tensor_parallel(section.dtensor_cfg.tensor_parallel_size, model, section=key)
             sizes[key] = model.get_text_config().vocab_size
-            if not crosses_tokenizers(config):  # there, what the teacher has no room for is left out
+            if not uses_cross_tokenizer(config):  # there, what the teacher has no room for is left out
                 _check_context_length(key, section, model, config.policy.max_total_sequence_length)
-    if isinstance(config, DistillationConfig):
+    if isinstance(config, DistillationRunConfig):
         for key, size in sizes.items():
             if config.distillation.topk_logits_k > size:
                 raise ConfigError(
@@ -66,7 +66,7 @@ def check_teachers_fit(config: TrainingConfig, inputs: Inputs, teacher_paths: Ma
                 )
 
 
-def _check_context_length(key: str, section: TeacherSection, model: PreTrainedConfig, length: int) -> None:
+def _check_context_length(key: str, section: TeacherConfig, model: PreTrainedConfig, length: int) -> None:
     longest = getattr(model.get_text_config(), "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
@@ -76,7 +76,7 @@ def _check_context_length(key: str, section: TeacherSection, model: PreTrainedCo
         )
 
 
-def check_same_vocabulary(key: str, section: TeacherSection, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_same_vocabulary(key: str, section: TeacherConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError unless every token has the same id in the teacher's tokenizer as in the policy's."""
     own = tokenizer.get_vocab()
     others = teacher_tokenizer(key, section, path).get_vocab()
@@ -93,10 +93,10 @@ def check_same_vocabulary(key: str, section: TeacherSection, path: str, tokenize
     )
 
 
-def teacher_tokenizer(key: str, section: TeacherSection, path: str) -> PreTrainedTokenizerBase:
+def teacher_tokenizer(key: str, section: TeacherConfig, path: str) -> PreTrainedTokenizerBase:
     """Its own; raises ConfigError under the teacher's key."""
     name_key = f"{key}.model_name" if section.tokenizer.name is None else f"{key}.tokenizer.name"
-    return tokenizer_with_template(
+    return load_tokenizer_with_template(
         section.tokenizer.name or path,
         section.tokenizer.chat_template,
         name_key=name_key,
@@ -105,7 +105,7 @@ def teacher_tokenizer(key: str, section: TeacherSection, path: str) -> PreTraine
 
 
 async def open_teachers(
-    config: TrainingConfig,
+    config: TrainingRunConfig,
     teacher_paths: Mapping[str, str],
     layout: Layout,
     reservation: "Reservation | None",
@@ -119,18 +119,18 @@ async def open_teachers(
     by_key = {}
     for key, path in teacher_paths.items():
         section = config.teacher_sections[key]
-        takes_turns = section.server is None and section.colocated.enabled
-        teacher = await _open(key, config, path, layout, reservation, log_dir=log_dir, stack=stack)
-        if takes_turns:
+        shares_policy_device = section.server is None and section.colocated.enabled
+        teacher = await _open_teacher(key, config, path, layout, reservation, log_dir=log_dir, stack=stack)
+        if shares_policy_device:
             await teacher.offload()
-        by_key[key] = SeatedTeacher(teacher, takes_turns)
+        by_key[key] = TeacherHandle(teacher, shares_policy_device)
     tasks = {task: key for task in config.env if (key := config.teacher_key(task)) is not None}
     return Teachers(by_key, tasks)
 
 
-async def _open(
+async def _open_teacher(
     key: str,
-    config: TrainingConfig,
+    config: TrainingRunConfig,
     path: str,
     layout: Layout,
     reservation: "Reservation | None",
@@ -142,8 +142,8 @@ async def _open(
     if section.server is not None:
         served = ServedTeacher(key, section.server)
         stack.push_async_callback(served.close)
-        k = config.distillation.topk_logits_k if isinstance(config, DistillationConfig) else 0
-        await served.check(k, num_tokens=2 if crosses_tokenizers(config) else config.policy.max_total_sequence_length)
+        k = config.distillation.topk_logits_k if isinstance(config, DistillationRunConfig) else 0
+        await served.check(k, num_tokens=2 if uses_cross_tokenizer(config) else config.policy.max_total_sequence_length)
         return served
     section = section.model_copy(update={"device": layout.device})
     arguments = {"section": key, "model_path": path, "temperature": config.policy.generation.temperature}
@@ -153,7 +153,7 @@ async def _open(
         return teacher
     from nemo_rl.policy.teacher_group import TeacherGroup  # loads Ray
 
-    seats = [reservation.seat(place) for place in layout.teachers[key]]
+    seats = [reservation.seat(slot) for slot in layout.teachers[key]]
     group = await TeacherGroup.create(
         section, seats=seats, timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, **arguments
     )

@@ -12,10 +12,10 @@ from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.teachers import Teachers
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.teachers import open_teachers
-from nemo_rl.config.layout import Device, Layout, layout_of, policy_layout
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.policy import Policy as PolicySection
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.layout import Device, Layout, make_layout, make_policy_layout
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.generation.make import make_generation
 from nemo_rl.interfaces import Generation, Policy
@@ -38,29 +38,29 @@ class Workers:
     teachers: Teachers | None  # where the algorithm asks some
 
 
-def find_layout(config: TrainingConfig | SFTConfig) -> Layout:
+def find_layout(config: TrainingRunConfig | SFTRunConfig) -> Layout:
     """The layout on the device that there is, without engines where none sample; raises ConfigError.
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
     """
-    device = _device_of(config.policy)
-    if isinstance(config, SFTConfig):
-        layout = policy_layout(config.policy, config.cluster, device)
+    device = _resolve_device_type(config.policy)
+    if isinstance(config, SFTRunConfig):
+        layout = make_policy_layout(config.policy, config.cluster, device)
     else:
-        layout = layout_of(config, device)
+        layout = make_layout(config, device)
         choose_transport(config.weight_sync.transport, layout)
     if not layout.needs_cluster:
         resolve_device(device)
     return layout
 
 
-def _device_of(policy: PolicySection) -> Device:
+def _resolve_device_type(policy: PolicyConfig) -> Device:
     if policy.device != "auto":
         return policy.device
     return "cuda" if resolve_device("auto").type == "cuda" else "cpu"
 
 
-def check_model(policy: PolicySection, model_path: str) -> None:
+def check_model(policy: PolicyConfig, model_path: str) -> None:
     """Raise ConfigError for a model that cannot be split, or adapted, as the configuration asks; needs no weights."""
     model_config = load_config(model_path, policy.hf_config_overrides)
     if policy.megatron_cfg.enabled:
@@ -71,7 +71,7 @@ def check_model(policy: PolicySection, model_path: str) -> None:
 
 
 async def open_policy(
-    config: SFTConfig,
+    config: SFTRunConfig,
     tokenizer: PreTrainedTokenizerBase,
     model_path: str,
     layout: Layout,
@@ -90,13 +90,13 @@ async def open_policy(
         "tokenizer": tokenizer,
     }
     reservation = await _reserve(config, layout, stack)
-    of_ranks = config.model_copy(update={"policy": section})
-    policy, _ = await _open_ranks(of_ranks, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    rank_config = config.model_copy(update={"policy": section})
+    policy, _ = await _open_ranks(rank_config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     return policy
 
 
 async def open_workers(
-    config: TrainingConfig,
+    config: TrainingRunConfig,
     inputs: Inputs,
     model_path: str,
     teacher_paths: Mapping[str, str],
@@ -119,17 +119,20 @@ async def open_workers(
     policy, seats = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     generation = await _open_generation(config, model_path, layout, seats)
     stack.push_async_callback(generation.close)
-    seated = teachers.by_key.values() if teachers else ()
+    teacher_slots = teachers.by_key.values() if teachers else ()
     placement = Placement(
         policy,
         generation,
         shares_device=_shares_device(config, layout),
-        teachers_share_device=layout.device == "cuda" and any(teacher.takes_turns for teacher in seated),
+        teachers_share_device=layout.device == "cuda"
+        and any(teacher.shares_policy_device for teacher in teacher_slots),
     )
     return Workers(policy, generation, placement, teachers)
 
 
-async def _reserve(config: TrainingConfig | SFTConfig, layout: Layout, stack: AsyncExitStack) -> "Reservation | None":
+async def _reserve(
+    config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
+) -> "Reservation | None":
     """None where this process is enough."""
     if not layout.needs_cluster:
         return None
@@ -139,7 +142,7 @@ async def _reserve(config: TrainingConfig | SFTConfig, layout: Layout, stack: As
 
 
 async def _open_ranks(
-    config: TrainingConfig | SFTConfig,
+    config: TrainingRunConfig | SFTRunConfig,
     layout: Layout,
     reservation: "Reservation | None",
     arguments: dict[str, Any],
@@ -157,14 +160,14 @@ async def _open_ranks(
     return await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
 
 
-def engine_dtype(config: TrainingConfig) -> str:
+def engine_dtype(config: TrainingRunConfig) -> str:
     """The precision that the engines compute in."""
     precision = config.policy.generation.vllm_cfg.precision
     return config.policy.precision if precision == "auto" else precision
 
 
 async def _open_generation(
-    config: TrainingConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]"
+    config: TrainingRunConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]"
 ) -> Generation:
     section = config.policy.generation
     return await make_generation(
@@ -177,7 +180,7 @@ async def _open_generation(
     )
 
 
-def _shares_device(config: TrainingConfig, layout: Layout) -> bool:
+def _shares_device(config: TrainingRunConfig, layout: Layout) -> bool:
     """Unless they are split, or the engine was told not to sleep."""
     section = config.policy.generation
     may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False

@@ -33,7 +33,7 @@ def run_command(
     return 0
 
 
-def seeds_argument(text: str) -> tuple[int, ...]:
+def parse_seeds_argument(text: str) -> tuple[int, ...]:
     """Seeds as on the command line of `collect`: "0,2,5..7" is 0, 2, 5, 6, 7."""
     try:
         return parse_seeds(text)

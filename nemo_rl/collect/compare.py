@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_rl.collect.measures import Floats
-from nemo_rl.collect.profile import Profile, score_of
+from nemo_rl.collect.profile import Profile, compute_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +37,34 @@ def compare(first: Profile, second: Profile) -> Comparison:
     Where both are of the same data (the `data` of their identities) tasks are compared one by one, which takes the
     difficulty of the tasks out of the standard error; elsewhere the means are.
     """
-    runs = [profile.table.extent.run for profile in (first, second)]
+    runs = [profile.table.manifest.run for profile in (first, second)]
     are_paired = runs[0].get("data") == runs[1].get("data") and len(first.table.rewards) == len(second.table.rewards)
     pairs = [
         _difference(dataset, quantity, first, second, are_paired)
-        for dataset in _in_both([s.dataset for s in first.summaries], [s.dataset for s in second.summaries])
-        for quantity in _in_both(list(first.quantities), list(second.quantities))
+        for dataset in _common_names([s.dataset for s in first.summaries], [s.dataset for s in second.summaries])
+        for quantity in _common_names(list(first.quantities), list(second.quantities))
     ]
     return Comparison(are_paired, tuple(pairs))
 
 
-def _in_both(first: Sequence[str], second: Sequence[str]) -> Sequence[str]:
+def _common_names(first: Sequence[str], second: Sequence[str]) -> Sequence[str]:
     return [name for name in first if name in second]
 
 
 def _difference(dataset: str, quantity: str, first: Profile, second: Profile, are_paired: bool) -> Difference:
-    values = [profile.quantities[quantity][profile.tasks_of(dataset)] for profile in (first, second)]
-    scores = [score_of(value) for value in values]
+    values = [profile.quantities[quantity][profile.task_indices(dataset)] for profile in (first, second)]
+    scores = [compute_score(value) for value in values]
     if are_paired:
-        return _paired(dataset, quantity, scores[0].mean, scores[1].mean, values[1] - values[0])
+        return _paired_difference(dataset, quantity, scores[0].mean, scores[1].mean, values[1] - values[0])
     means, errors = [score.mean for score in scores], [score.standard_error for score in scores]
     difference = None if means[0] is None or means[1] is None else means[1] - means[0]
     error = None if errors[0] is None or errors[1] is None else float(np.hypot(errors[0], errors[1]))
     return Difference(dataset, quantity, means[0], means[1], difference, error, None, None)
 
 
-def _paired(dataset: str, quantity: str, first: float | None, second: float | None, differences: Floats) -> Difference:
-    score = score_of(differences)
+def _paired_difference(
+    dataset: str, quantity: str, first: float | None, second: float | None, differences: Floats
+) -> Difference:
+    score = compute_score(differences)
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     return Difference(dataset, quantity, first, second, score.mean, score.standard_error, better, worse)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_rl.collect.profile import ALL, Profile
+from nemo_rl.collect.profile import ALL_DATASETS, Profile
 from nemo_rl.collect.tasks import TASKS_FILE, read_tasks
-from nemo_rl.collect.whole_file import whole_file
-from nemo_rl.data.jsonl import json_line
+from nemo_rl.collect.whole_file import atomic_write
+from nemo_rl.data.jsonl import encode_json_line
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class RewardRange:
             raise ConfigError("min_reward", self.low, f"must not be above max_reward, {self.high}")
 
 
-def write_curriculum(profile: Profile, path: Path, rewards: RewardRange, *, dataset: str = ALL) -> int:
+def write_curriculum(profile: Profile, path: Path, rewards: RewardRange, *, dataset: str = ALL_DATASETS) -> int:
     """Write the input rows, as they were, of all tasks whose mean reward lies in the range; how many there are.
 
     In the order of the input; tasks without any rollout are left out. Raises ConfigError where the collection has kept
@@ -37,15 +37,15 @@ def write_curriculum(profile: Profile, path: Path, rewards: RewardRange, *, data
     """
     means = profile.measures.reward.mean
     chosen = np.zeros(len(means), np.bool_)
-    chosen[profile.tasks_of(dataset)] = True
+    chosen[profile.task_indices(dataset)] = True
     with np.errstate(invalid="ignore"):
         chosen &= (means >= rewards.low - ROUNDING) & (means <= rewards.high + ROUNDING)
     if not (profile.directory / TASKS_FILE).exists():
         raise ConfigError("directory", str(profile.directory), f"has no {TASKS_FILE} to take rows from")
     if not chosen.any():
         raise ConfigError("min_reward, max_reward", (rewards.low, rewards.high), "no task's mean reward lies there")
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         for index, task in enumerate(read_tasks(profile.directory)):
             if index < len(chosen) and chosen[index]:
-                file.write(json_line(task.row))
+                file.write(encode_json_line(task.row))
     return int(chosen.sum())

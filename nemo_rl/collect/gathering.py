@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.identity import ShardIdentity, identity_differences
+from nemo_rl.collect.identity import ShardIdentity, describe_identity_differences
 from nemo_rl.collect.keys import Chunk, KeySpace, RolloutKey
 from nemo_rl.collect.lines import read_lines
 from nemo_rl.collect.shards import ShardFiles, find_shards
 from nemo_rl.errors import ConfigError, DataError
 
-MOST_KEYS_SHOWN = 10
+MAX_KEYS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Shard:
     files: ShardFiles
     seed: int
     keys: KeySpace
-    has_begun: bool = True
+    has_started: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class ShardSet:
     """The shards that make up a collection, those that were not begun included."""
 
     directory: Path
@@ -41,7 +41,7 @@ class Gathering:
         return KeySpace(self.num_tasks, self.num_repeats)
 
     def begun(self, seed: int) -> Sequence[Shard]:
-        return [shard for shard in self.shards if shard.seed == seed and shard.has_begun]
+        return [shard for shard in self.shards if shard.seed == seed and shard.has_started]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Gap:
 
     def __str__(self) -> str:
         expected = f"{self.num_missing} of {len(self.shard.keys)} rollouts are missing"
-        if not self.shard.has_begun:
+        if not self.shard.has_started:
             return f"{self.shard.files.name}: was not begun, {expected}"
         failed = f", {self.num_failed} of them failed whenever they were tried" if self.num_failed else ""
         named = ", ".join(f"{key.task_index}/{key.rollout_index}" for key in self.first)
@@ -63,7 +63,7 @@ class Gap:
         return f"{self.shard.files.name}: {expected}{failed}; task/rollout {named}{more}"
 
 
-def gather(directory: str | Path, seeds: Iterable[int] | None = None) -> Gathering:
+def load_shard_set(directory: str | Path, seeds: Iterable[int] | None = None) -> ShardSet:
     """The collection in `directory`: of `seeds`, or of those that were begun.
 
     Raises ConfigError where there is none, and where shards are of different runs, with each difference.
@@ -78,27 +78,27 @@ def gather(directory: str | Path, seeds: Iterable[int] | None = None) -> Gatheri
         )
     first_files, first = found[0]
     for files, identity in found[1:]:
-        if differences := identity_differences(_of_all(first), _of_all(identity)):
+        if differences := describe_identity_differences(_shared_identity(first), _shared_identity(identity)):
             problem = f"{first_files.name} and {files.name} are of different runs:\n{differences}"
             raise ConfigError("directory", str(directory), problem)
-    everyone = tuple(sorted(wanted or {identity.seed for _, identity in found}))
-    shards = [shard for seed in everyone for shard in _shards(directory, seed, first.keys, [i for _, i in found])]
+    all_seeds = tuple(sorted(wanted or {identity.seed for _, identity in found}))
+    shards = [shard for seed in all_seeds for shard in _seed_shards(directory, seed, first.keys, [i for _, i in found])]
     keys = first.keys
-    return Gathering(directory, tuple(shards), everyone, keys.num_tasks, keys.num_repeats, first.run)
+    return ShardSet(directory, tuple(shards), all_seeds, keys.num_tasks, keys.num_repeats, first.run)
 
 
-def gaps(gathering: Gathering) -> Sequence[Gap]:
+def gaps(shard_set: ShardSet) -> Sequence[Gap]:
     """One for each shard that lacks rollouts; in memory one byte a key of one shard."""
-    return [gap for shard in gathering.shards if (gap := _gap(shard)) is not None]
+    return [gap for shard in shard_set.shards if (gap := _find_gap(shard)) is not None]
 
 
-def _of_all(identity: ShardIdentity) -> dict[str, Any]:
+def _shared_identity(identity: ShardIdentity) -> dict[str, Any]:
     """What all shards of a collection have in common."""
-    values = identity.as_values()
+    values = identity.to_dict()
     return {name: values[name] for name in ("format", "num_tasks", "num_repeats", "run")}
 
 
-def _shards(directory: Path, seed: int, keys: KeySpace, found: Sequence[ShardIdentity]) -> Sequence[Shard]:
+def _seed_shards(directory: Path, seed: int, keys: KeySpace, found: Sequence[ShardIdentity]) -> Sequence[Shard]:
     chunks = [identity.keys.chunk for identity in found if identity.seed == seed]
     counts = {None if chunk is None else chunk.count for chunk in chunks}
     if len(counts) > 1:
@@ -112,27 +112,27 @@ def _shards(directory: Path, seed: int, keys: KeySpace, found: Sequence[ShardIde
             ShardFiles.of(directory, seed, index),
             seed,
             KeySpace(keys.num_tasks, keys.num_repeats, None if count is None or index is None else Chunk(index, count)),
-            has_begun=index in begun,
+            has_started=index in begun,
         )
         for index in indices
     ]
 
 
-def _gap(shard: Shard) -> Gap | None:
-    is_there, has_failed = bytearray(len(shard.keys)), bytearray(len(shard.keys))
-    for path, table in ((shard.files.rollouts, is_there), (shard.files.failures, has_failed)):
-        if shard.has_begun and path.exists():
-            _mark(path, shard, table)
-    num_missing = is_there.count(0)
+def _find_gap(shard: Shard) -> Gap | None:
+    is_present, has_failed = bytearray(len(shard.keys)), bytearray(len(shard.keys))
+    for path, table in ((shard.files.rollouts, is_present), (shard.files.failures, has_failed)):
+        if shard.has_started and path.exists():
+            _mark_present(path, shard, table)
+    num_missing = is_present.count(0)
     if not num_missing:
         return None
-    missing = (number for number in range(len(is_there)) if not is_there[number])
-    first = tuple(shard.keys.key(number) for number, _ in zip(missing, range(MOST_KEYS_SHOWN), strict=False))
-    num_failed = sum(failed and not there for failed, there in zip(has_failed, is_there, strict=True))
+    missing = (number for number in range(len(is_present)) if not is_present[number])
+    first = tuple(shard.keys.key(number) for number, _ in zip(missing, range(MAX_KEYS_SHOWN), strict=False))
+    num_failed = sum(failed and not there for failed, there in zip(has_failed, is_present, strict=True))
     return Gap(shard, num_missing, first, num_failed)
 
 
-def _mark(path: Path, shard: Shard, table: bytearray) -> None:
+def _mark_present(path: Path, shard: Shard, table: bytearray) -> None:
     for line in read_lines(path):
         key = RolloutKey(line.task_index, line.rollout_index)
         if line.seed != shard.seed or key not in shard.keys:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.collect.keys import Chunk, KeySpace
-from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.collect.whole_file import atomic_write
 from nemo_rl.errors import ConfigError, DataError
 
 FORMAT = 1
-MOST_SHOWN = 20
+MAX_DIFFERENCES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ShardIdentity:
     keys: KeySpace
     run: Mapping[str, Any]  # data, config, model: plain nested values, the same for all shards of a collection
 
-    def as_values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON reads it back."""
         chunk = self.keys.chunk
         values = {
@@ -37,8 +37,8 @@ class ShardIdentity:
         return json.loads(json.dumps(values, allow_nan=False))
 
     def write(self, path: Path) -> None:
-        with whole_file(path) as file:
-            file.write((json.dumps(self.as_values(), indent=2, ensure_ascii=False) + "\n").encode())
+        with atomic_write(path) as file:
+            file.write((json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> "ShardIdentity":
@@ -55,20 +55,22 @@ class ShardIdentity:
 
     def check(self, path: Path) -> None:
         """Raise ConfigError unless the identity at `path` is this one, with every difference."""
-        if differences := identity_differences(ShardIdentity.read(path).as_values(), self.as_values()):
+        if differences := describe_identity_differences(ShardIdentity.read(path).to_dict(), self.to_dict()):
             raise ConfigError("output_dir", str(path.parent), f"holds rollouts of another run:\n{differences}")
 
 
-def identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """A line for each nested key whose values differ; empty when none does.
 
     Example: "  run.config.temperature: was 1.0, is 0.7"
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
     keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
-    lines = [f"  {key}: was {old.get(key, _ABSENT)!r}, is {new.get(key, _ABSENT)!r}" for key in keys[:MOST_SHOWN]]
-    if len(keys) > MOST_SHOWN:
-        lines.append(f"  and {len(keys) - MOST_SHOWN} more")
+    lines = [
+        f"  {key}: was {old.get(key, _ABSENT)!r}, is {new.get(key, _ABSENT)!r}" for key in keys[:MAX_DIFFERENCES_SHOWN]
+    ]
+    if len(keys) > MAX_DIFFERENCES_SHOWN:
+        lines.append(f"  and {len(keys) - MAX_DIFFERENCES_SHOWN} more")
     return "\n".join(lines)
 
 

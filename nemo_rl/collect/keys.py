@@ -70,5 +70,5 @@ class KeySpace:
         return self.tasks.index(key.task_index) * self.num_repeats + key.rollout_index
 
     def key(self, number: int) -> RolloutKey:
-        place, repeat = divmod(number, self.num_repeats)
-        return RolloutKey(self.tasks[place], repeat)
+        index, repeat = divmod(number, self.num_repeats)
+        return RolloutKey(self.tasks[index], repeat)

@@ -30,7 +30,7 @@ class Line:
     length: int  # bytes, the newline included
 
 
-class AppendedLines:
+class AppendOnlyFile:
     """A file that one process at a time appends whole lines to.
 
     `append` hands the line to the operating system before it returns: a killed process loses nothing of it; a power
@@ -46,11 +46,11 @@ class AppendedLines:
             raise DataError(f"{path}: cannot be written: {error.strerror}") from error
         try:
             self._lock()
-            self._size = self._without_torn_line()
+            self._size = self._truncate_torn_line()
         except BaseException:
             os.close(self._descriptor)
             raise
-        _close_in_forks(self._descriptor)
+        _close_after_fork(self._descriptor)
 
     def append(self, line: bytes) -> None:
         """Add `line`, which ends with a newline.
@@ -88,7 +88,7 @@ class AppendedLines:
                 "%s cannot be locked (%s): see to it that one job alone writes it", self.path, error.strerror
             )
 
-    def _without_torn_line(self) -> int:
+    def _truncate_torn_line(self) -> int:
         size = end = os.fstat(self._descriptor).st_size
         while end:
             start = max(0, end - BLOCK_BYTES)
@@ -108,7 +108,7 @@ _open_descriptors: set[int] = set()
 _is_registered = False
 
 
-def _close_in_forks(descriptor: int) -> None:
+def _close_after_fork(descriptor: int) -> None:
     global _is_registered
     _open_descriptors.add(descriptor)
     if not _is_registered:
@@ -142,17 +142,17 @@ def _read(file: BinaryIO, path: Path) -> Iterator[Line]:
         if match is not None and line.endswith(b"}\n"):
             task, rollout, seed = map(int, match.groups())
         else:
-            task, rollout, seed = _parsed_key(line, f"{path}:{number}")
+            task, rollout, seed = _parse_key(line, f"{path}:{number}")
         yield Line(task, rollout, seed, offset, len(line))
         offset += len(line)
 
 
-def _parsed_key(line: bytes, place: str) -> tuple[int, int, int]:
+def _parse_key(line: bytes, location: str) -> tuple[int, int, int]:
     try:
         row = json.loads(line)
         key = tuple(row[name] for name in ("task_index", "rollout_index", "seed"))
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{place}: no rollout with task_index, rollout_index and seed: {error}") from error
+        raise DataError(f"{location}: no rollout with task_index, rollout_index and seed: {error}") from error
     if not all(isinstance(part, int) and part >= 0 for part in key):
-        raise DataError(f"{place}: task_index, rollout_index and seed must be whole numbers, not {key}")
+        raise DataError(f"{location}: task_index, rollout_index and seed must be whole numbers, not {key}")
     return key

@@ -16,7 +16,7 @@ from nemo_rl.experience.pass_k import best_of_k_shares, majority_at_k
 Floats = npt.NDArray[np.float64]
 
 BLOCK_TASKS = 4096
-MOST_VOTERS = 32  # counting the votes of all subsets of k takes long beyond: then k = n alone
+MAX_VOTERS = 32  # counting the votes of all subsets of k takes long beyond: then k = n alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskMeasures:
+class TaskMetrics:
     """All there is to know of each task."""
 
     num_rollouts: npt.NDArray[np.int64]  # [T], those with a reward
@@ -40,23 +40,23 @@ class TaskMeasures:
     scores: Mapping[str, Floats]  # [T] by name: "pass@1[avg-of-4]", "pass@4", "majority@4"
 
 
-def task_measures(table: RolloutTable, ks: Sequence[int] | None = None) -> TaskMeasures:
+def compute_task_metrics(table: RolloutTable, ks: Sequence[int] | None = None) -> TaskMetrics:
     """Measure every task. `ks`: of pass@k and majority@k; None: the powers of two up to n, and n.
 
     The mean over all that a task has counts for pass@1[avg-of-n], its name says how many are expected. Above 32
     rollouts a task majority@k is for k = n alone. Raises ConfigError for a k above n.
     """
     num_columns = table.rewards.shape[1]
-    ks = _checked(ks, num_columns) if ks is not None else default_ks(num_columns)
+    ks = _validate_ks(ks, num_columns) if ks is not None else default_ks(num_columns)
     lengths = np.where(table.tokens == UNKNOWN_LENGTH, np.nan, table.tokens)
     reward = _statistics(table.rewards)
     scores = {f"pass@1[avg-of-{num_columns}]": reward.mean}
-    scores |= {f"pass@{k}": _pass_at(table.rewards, k) for k in ks if k > 1}
+    scores |= {f"pass@{k}": _pass_at_k(table.rewards, k) for k in ks if k > 1}
     if (table.answers != NO_ANSWER).any():
-        voters = [k for k in ks if k > 1 and (num_columns <= MOST_VOTERS or k == num_columns)]
-        scores |= {f"majority@{k}": _majority_at(table, k) for k in voters}
+        voters = [k for k in ks if k > 1 and (num_columns <= MAX_VOTERS or k == num_columns)]
+        scores |= {f"majority@{k}": _majority_at_k(table, k) for k in voters}
     num_rollouts = (~np.isnan(table.rewards)).sum(axis=1)
-    return TaskMeasures(num_rollouts, reward, _statistics(lengths), scores)
+    return TaskMetrics(num_rollouts, reward, _statistics(lengths), scores)
 
 
 def default_ks(num_rollouts: int) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def default_ks(num_rollouts: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, num_rollouts}))
 
 
-def _checked(ks: Sequence[int], num_rollouts: int) -> tuple[int, ...]:
+def _validate_ks(ks: Sequence[int], num_rollouts: int) -> tuple[int, ...]:
     for k in ks:
         if not 1 <= k <= num_rollouts:
             raise ConfigError("k", k, f"must be from 1 to {num_rollouts}, the rollouts of each task")
@@ -90,7 +90,7 @@ def _statistics(values: Floats) -> Statistics:
     return Statistics(mean, std, low, high, median)
 
 
-def _pass_at(rewards: Floats, k: int) -> Floats:
+def _pass_at_k(rewards: Floats, k: int) -> Floats:
     result = np.full(len(rewards), np.nan)
     for start in range(0, len(rewards), BLOCK_TASKS):
         block = np.sort(rewards[start : start + BLOCK_TASKS], axis=1)
@@ -101,11 +101,11 @@ def _pass_at(rewards: Floats, k: int) -> Floats:
     return result
 
 
-def _majority_at(table: RolloutTable, k: int) -> Floats:
+def _majority_at_k(table: RolloutTable, k: int) -> Floats:
     result = np.full(len(table.rewards), np.nan)
     for task, (rewards, answers) in enumerate(zip(table.rewards, table.answers, strict=True)):
-        is_there = ~np.isnan(rewards)
-        if is_there.sum() >= k:
-            votes = [None if answer == NO_ANSWER else answer for answer in answers[is_there].tolist()]
-            result[task] = majority_at_k(rewards[is_there].tolist(), votes, k)
+        is_present = ~np.isnan(rewards)
+        if is_present.sum() >= k:
+            votes = [None if answer == NO_ANSWER else answer for answer in answers[is_present].tolist()]
+            result[task] = majority_at_k(rewards[is_present].tolist(), votes, k)
     return result

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_rl.collect.gathering import Gap, Gathering, Shard, gaps, gather
+from nemo_rl.collect.gathering import Gap, Shard, ShardSet, gaps, load_shard_set
 from nemo_rl.collect.identity import FORMAT
 from nemo_rl.collect.lines import read_lines
-from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.collect.whole_file import atomic_write
 from nemo_rl.distributed.file_limit import raise_file_limit
 from nemo_rl.errors import DataError, NemoRLError
 
@@ -24,7 +24,7 @@ BLOCK_LINES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     """What a merge has written."""
 
     rollouts: Path
@@ -41,7 +41,7 @@ class IncompleteCollection(NemoRLError):
     """Rollouts are missing; the text lists them."""
 
 
-def merge(directory: str | Path, *, seeds: Iterable[int] | None = None, allow_partial: bool = False) -> Merged:
+def merge(directory: str | Path, *, seeds: Iterable[int] | None = None, allow_partial: bool = False) -> MergeResult:
     """Write rollouts.jsonl, rollouts_failures.jsonl and rollouts_identity.json from the shards in `directory`.
 
     Rows are ordered by seed, task and rollout, attempts of one rollout by time; every line is its shard's, byte by
@@ -51,7 +51,7 @@ def merge(directory: str | Path, *, seeds: Iterable[int] | None = None, allow_pa
     `seeds`: those that must be there; None: those that were begun. Raises ConfigError for shards of different runs,
     IncompleteCollection for missing rollouts unless `allow_partial`. Holds some 50 bytes a rollout of one seed.
     """
-    gathering = gather(directory, seeds)
+    gathering = load_shard_set(directory, seeds)
     missing = tuple(gaps(gathering))
     if missing and not allow_partial:
         listed = "\n".join(f"  {gap}" for gap in missing)
@@ -63,47 +63,49 @@ def merge(directory: str | Path, *, seeds: Iterable[int] | None = None, allow_pa
     num_rollouts = _write(paths[".jsonl"], gathering, lambda shard: shard.files.rollouts, is_unique=True)
     num_failures = _write(paths["_failures.jsonl"], gathering, lambda shard: shard.files.failures, is_unique=False)
     _write_identity(paths["_identity.json"], gathering)
-    merged = Merged(paths[".jsonl"], num_rollouts, num_failures, missing)
+    merged = MergeResult(paths[".jsonl"], num_rollouts, num_failures, missing)
     if not missing:
-        with whole_file(merged.done) as file:
+        with atomic_write(merged.done) as file:
             file.write((json.dumps({"finished": num_rollouts}) + "\n").encode())
     return merged
 
 
-def _write(path: Path, gathering: Gathering, part: Callable[[Shard], Path], *, is_unique: bool) -> int:
+def _write(path: Path, gathering: ShardSet, part: Callable[[Shard], Path], *, is_unique: bool) -> int:
     count = 0
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         for seed in gathering.seeds:
             paths = [part(shard) for shard in gathering.begun(seed)]
-            for line in _ordered([path for path in paths if path.exists()], gathering.num_repeats, is_unique):
+            for line in _iter_ordered_lines(
+                [path for path in paths if path.exists()], gathering.num_repeats, is_unique
+            ):
                 file.write(line)
                 count += 1
     return count
 
 
-def _ordered(paths: Sequence[Path], num_repeats: int, is_unique: bool) -> Iterator[bytes]:
+def _iter_ordered_lines(paths: Sequence[Path], num_repeats: int, is_unique: bool) -> Iterator[bytes]:
     """Lines of all files by task and rollout; those of one rollout in the order they have."""
-    numbers, offsets, places = array("q"), array("q"), array("I")
-    for place, path in enumerate(paths):
+    numbers, offsets, file_indices = array("q"), array("q"), array("I")
+    for file_index, path in enumerate(paths):
         for line in read_lines(path):
             numbers.append(line.task_index * num_repeats + line.rollout_index)
             offsets.append(line.offset)
-            places.append(place)
+            file_indices.append(file_index)
     keys = np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
     order = np.argsort(keys, kind="stable")
     if is_unique and (twice := np.flatnonzero(np.diff(keys[order]) == 0)).size:
         task, rollout = divmod(int(keys[order[twice[0]]]), num_repeats)
-        raise DataError(f"{paths[places[int(order[twice[0]])]]}: rollout {rollout} of task {task} is there twice")
+        raise DataError(f"{paths[file_indices[int(order[twice[0]])]]}: rollout {rollout} of task {task} is there twice")
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("rb")) for path in paths]
         for start in range(0, len(order), BLOCK_LINES):
             for index in order[start : start + BLOCK_LINES].tolist():
-                file = files[places[index]]
+                file = files[file_indices[index]]
                 file.seek(offsets[index])
                 yield file.readline()
 
 
-def _write_identity(path: Path, gathering: Gathering) -> None:
+def _write_identity(path: Path, gathering: ShardSet) -> None:
     values = {
         "format": FORMAT,
         "seeds": gathering.seeds,
@@ -111,5 +113,5 @@ def _write_identity(path: Path, gathering: Gathering) -> None:
         "num_repeats": gathering.num_repeats,
         "run": gathering.run,
     }
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write((json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl.collect.command import run_command, seeds_argument
+from nemo_rl.collect.command import parse_seeds_argument, run_command
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.nemo_gym_export import export_nemo_gym
 from nemo_rl.collect.nemo_gym_import import import_nemo_gym
@@ -18,7 +18,9 @@ def run(arguments: Sequence[str]) -> int:
         description="Join the shards of a collection in rollouts.jsonl, ordered by seed, task and rollout.",
     )
     parser.add_argument("directory", type=Path, help="where `nemo-rl collect` wrote the shards")
-    parser.add_argument("--seeds", type=seeds_argument, help="those that must be there (0,2,5..7); else all begun")
+    parser.add_argument(
+        "--seeds", type=parse_seeds_argument, help="those that must be there (0,2,5..7); else all begun"
+    )
     parser.add_argument("--allow-partial", action="store_true", help="merge what is there where rollouts are missing")
     parser.add_argument("--to-nemo-gym", type=Path, metavar="FILE", help="write NeMo Gym's files of it too")
     parser.add_argument(

@@ -12,11 +12,11 @@ PARAMETERS = "responses_create_params"
 RESPONSE = "response"
 
 # In a row of ours: what Gym's row held beside its key, so that an import may be exported again as it was.
-GYMS_ROW = "nemo_gym"
+ORIGINAL_GYM_ROW = "nemo_gym"
 
 
 @dataclass(frozen=True, slots=True)
-class GymFiles:
+class NemoGymFiles:
     """The files of one collection; their names begin like that of the rollouts."""
 
     rollouts: Path

@@ -9,13 +9,13 @@ from nemo_rl.collect.nemo_gym_files import (
     AGENT,
     ANSWER,
     FAILURE_CLASS,
-    GYMS_ROW,
+    ORIGINAL_GYM_ROW,
     RESPONSE,
     ROLLOUT_INDEX,
     TASK_INDEX,
-    GymFiles,
+    NemoGymFiles,
 )
-from nemo_rl.collect.store import MOST_ATTEMPTS, RolloutStore
+from nemo_rl.collect.store import MAX_ATTEMPTS, RolloutStore
 from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.data.jsonl import read_jsonl
 from nemo_rl.data.nemo_gym import NEMO_GYM
@@ -31,29 +31,29 @@ def import_nemo_gym(rollouts: Path, directory: Path) -> RolloutStore:
     Gym's `_ng_task_index` and `_ng_rollout_index` become the keys, its materialized inputs the tasks; lengths are those
     of its usage. A second import adds what is new. Raises DataError for files that do not belong together.
     """
-    files = GymFiles(rollouts)
-    tasks = write_tasks(directory, _tasks(files.inputs))
-    repeats = 1 + max((_key(row, files.inputs).rollout_index for row in read_jsonl(files.inputs)), default=0)
+    files = NemoGymFiles(rollouts)
+    tasks = write_tasks(directory, _read_tasks(files.inputs))
+    repeats = 1 + max((_read_key(row, files.inputs).rollout_index for row in read_jsonl(files.inputs)), default=0)
     keys = KeySpace(tasks.num_tasks, repeats)
     identity = {"data": tasks.digest, "config": {NEMO_GYM: rollouts.name}, "model": None}
-    with RolloutStore.open(directory, seed=0, keys=keys, identity=identity, max_attempts=MOST_ATTEMPTS) as store:
+    with RolloutStore.open(directory, seed=0, keys=keys, identity=identity, max_attempts=MAX_ATTEMPTS) as store:
         if files.failures.exists() and not store.files.failures.stat().st_size:
             for row in read_jsonl(files.failures):
-                store.append_failure(_known(row, files.failures, keys), _failure(row))
+                store.append_failure(_require_known_key(row, files.failures, keys), _convert_failure(row))
         for row in read_jsonl(rollouts):
-            key = _known(row, rollouts, keys)
+            key = _require_known_key(row, rollouts, keys)
             if not store.is_finished(key):
-                store.append(key, _row(row))
+                store.append(key, _convert_row(row))
         if not store.num_missing:
             store.finish()
     return store
 
 
-def _tasks(path: Path) -> Iterator[Task]:
+def _read_tasks(path: Path) -> Iterator[Task]:
     """One of each task's inputs, which Gym writes in order."""
     count = 0
     for row in read_jsonl(path):
-        index = _key(row, path).task_index
+        index = _read_key(row, path).task_index
         if index > count:
             raise DataError(f"{path}: task {index} follows task {count - 1}")
         if index == count:
@@ -62,22 +62,22 @@ def _tasks(path: Path) -> Iterator[Task]:
             count += 1
 
 
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
     response = row.get(RESPONSE) or {}
     usage = response.get("usage") or {}
-    is_cut = bool(response.get("incomplete_details"))
+    is_truncated = bool(response.get("incomplete_details"))
     reward = row.get("reward")
     return {
         "dataset": _agent_name(row),
         "task_name": NEMO_GYM,
-        "stop_reason": StopReason.TRUNCATED if is_cut else StopReason.DONE,
+        "stop_reason": StopReason.TRUNCATED if is_truncated else StopReason.DONE,
         "reward": reward,
         "rewards": {} if reward is None else {"reward": reward},
         "answer": row.get(ANSWER),
         "num_tokens": usage.get("total_tokens", _num_generated(response)),
         "num_generated_tokens": usage.get("output_tokens", _num_generated(response)),
         "messages": [],  # of Gym's shape below
-        GYMS_ROW: {key: value for key, value in row.items() if key not in KEY},
+        ORIGINAL_GYM_ROW: {key: value for key, value in row.items() if key not in KEY},
     }
 
 
@@ -86,7 +86,7 @@ def _num_generated(response: Mapping[str, Any]) -> int:
     return sum(len(item.get("generation_token_ids") or ()) for item in response.get("output") or ())
 
 
-def _failure(row: Mapping[str, Any]) -> Failure:
+def _convert_failure(row: Mapping[str, Any]) -> Failure:
     cause = row.get("error") or row.get("error_message") or "no cause given"
     return Failure(FailureClass.AGENT, f"NeMo Gym: {row.get(FAILURE_CLASS)}: {cause}")
 
@@ -95,15 +95,15 @@ def _agent_name(row: Mapping[str, Any]) -> str:
     return str((row.get(AGENT) or {}).get("name") or "")
 
 
-def _key(row: Mapping[str, Any], path: Path) -> RolloutKey:
+def _read_key(row: Mapping[str, Any], path: Path) -> RolloutKey:
     task, rollout = row.get(TASK_INDEX), row.get(ROLLOUT_INDEX)
     if not (isinstance(task, int) and isinstance(rollout, int)):
         raise DataError(f"{path}: a row without {TASK_INDEX} and {ROLLOUT_INDEX}: {sorted(row)}")
     return RolloutKey(task, rollout)
 
 
-def _known(row: Mapping[str, Any], path: Path, keys: KeySpace) -> RolloutKey:
-    key = _key(row, path)
+def _require_known_key(row: Mapping[str, Any], path: Path, keys: KeySpace) -> RolloutKey:
+    key = _read_key(row, path)
     if key not in keys:
         raise DataError(f"{path}: {key} is not among the materialized inputs")
     return key

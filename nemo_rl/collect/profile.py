@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl.collect.measures import Floats, Statistics, TaskMeasures, task_measures
+from nemo_rl.collect.measures import Floats, Statistics, TaskMetrics, compute_task_metrics
 from nemo_rl.collect.table import UNKNOWN_LENGTH, RolloutTable, read_table
 from nemo_rl.collect.tasks import Task, read_tasks
 from nemo_rl.errors import ConfigError
 
-ALL = "all"
+ALL_DATASETS = "all"
 THRESHOLDS = (0.25, 0.5, 0.75, 1.0)
 
 
@@ -46,7 +46,7 @@ class Profile:
 
     directory: Path
     table: RolloutTable
-    measures: TaskMeasures
+    measures: TaskMetrics
     summaries: tuple[Summary, ...]  # all tasks, then each data set where there are several
 
     @property
@@ -55,13 +55,13 @@ class Profile:
         measures = self.measures
         return {"reward": measures.reward.mean, "tokens": measures.tokens.mean, **measures.scores}
 
-    def tasks_of(self, dataset: str) -> npt.NDArray[np.int64]:
+    def task_indices(self, dataset: str) -> npt.NDArray[np.int64]:
         """The indices of a data set's tasks."""
         table = self.table
-        if dataset == ALL:
+        if dataset == ALL_DATASETS:
             return np.arange(len(table.rewards))
         if dataset not in table.datasets:
-            raise ConfigError("dataset", dataset, "is not in this collection", known=(ALL, *table.datasets))
+            raise ConfigError("dataset", dataset, "is not in this collection", known=(ALL_DATASETS, *table.datasets))
         return np.flatnonzero(table.dataset_of_task == table.datasets.index(dataset))
 
 
@@ -78,9 +78,9 @@ def profile(
     a collection and for a k above the rollouts of a task, DataError for files that are damaged.
     """
     table = read_table(directory, seeds)
-    bare = Profile(Path(directory), table, task_measures(table, ks), ())
-    names = [ALL] + (list(table.datasets) if len(table.datasets) > 1 else [])
-    summaries = tuple(_summary(bare, name, thresholds) for name in names)
+    bare = Profile(Path(directory), table, compute_task_metrics(table, ks), ())
+    names = [ALL_DATASETS] + (list(table.datasets) if len(table.datasets) > 1 else [])
+    summaries = tuple(_summarize(bare, name, thresholds) for name in names)
     return Profile(bare.directory, table, bare.measures, summaries)
 
 
@@ -91,8 +91,8 @@ def task_rows(profile: Profile) -> Iterator[dict[str, Any]]:
         yield _task_row(profile, index, task)
 
 
-def _summary(profile: Profile, dataset: str, thresholds: Sequence[float]) -> Summary:
-    tasks = profile.tasks_of(dataset)
+def _summarize(profile: Profile, dataset: str, thresholds: Sequence[float]) -> Summary:
+    tasks = profile.task_indices(dataset)
     expected = len(tasks) * profile.table.rewards.shape[1]
     num_rollouts = int(profile.measures.num_rollouts[tasks].sum())
     means = profile.measures.reward.mean[tasks]
@@ -103,12 +103,12 @@ def _summary(profile: Profile, dataset: str, thresholds: Sequence[float]) -> Sum
         expected,
         num_rollouts,
         expected - num_rollouts,
-        {name: score_of(values[tasks]) for name, values in profile.quantities.items()},
+        {name: compute_score(values[tasks]) for name, values in profile.quantities.items()},
         {limit: float((means >= limit - 1e-9).mean()) for limit in thresholds} if len(means) else {},
     )
 
 
-def score_of(values: Floats) -> Score:
+def compute_score(values: Floats) -> Score:
     """The mean of the numbers that are no NaN, and how sure it is."""
     values = values[~np.isnan(values)]
     count = len(values)
@@ -128,20 +128,20 @@ def _task_row(profile: Profile, index: int, task: Task | None) -> dict[str, Any]
         "expected": expected,
         "num_rollouts": num_rollouts,
         "missing": expected - num_rollouts,
-        "reward": _statistics_of(measures.reward, index),
-        "tokens": _statistics_of(measures.tokens, index),
-        **{name: _number(values[index]) for name, values in measures.scores.items()},
+        "reward": _statistics_dict(measures.reward, index),
+        "tokens": _statistics_dict(measures.tokens, index),
+        **{name: _float_or_none(values[index]) for name, values in measures.scores.items()},
         # By seed, then by rollout; None where one is missing.
-        "rollout_rewards": [_number(reward) for reward in table.rewards[index]],
+        "rollout_rewards": [_float_or_none(reward) for reward in table.rewards[index]],
         "rollout_tokens": tokens,
         **({"row": task.row} if task else {}),
     }
 
 
-def _statistics_of(statistics: Statistics, index: int) -> dict[str, float | None]:
+def _statistics_dict(statistics: Statistics, index: int) -> dict[str, float | None]:
     names = ("mean", "std", "min", "max", "median")
-    return {name: _number(getattr(statistics, name)[index]) for name in names}
+    return {name: _float_or_none(getattr(statistics, name)[index]) for name in names}
 
 
-def _number(value: float) -> float | None:
+def _float_or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from nemo_rl.collect.command import run_command, seeds_argument
+from nemo_rl.collect.command import parse_seeds_argument, run_command
 from nemo_rl.collect.compare import compare
 from nemo_rl.collect.curriculum import RewardRange, write_curriculum
-from nemo_rl.collect.profile import ALL, THRESHOLDS, Profile, profile
+from nemo_rl.collect.profile import ALL_DATASETS, THRESHOLDS, Profile, profile
 from nemo_rl.collect.profile_plot import PLOT_FILE, write_plot
 from nemo_rl.collect.profile_report import comparison_table, summary_table, write_json, write_profile
 from nemo_rl.errors import ConfigError
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "directory", type=Path, help="of a collection: its shards, or what `nemo-rl merge` made of them"
     )
-    parser.add_argument("--seeds", type=seeds_argument, help="these alone (0,2,5..7); else all")
+    parser.add_argument("--seeds", type=parse_seeds_argument, help="these alone (0,2,5..7); else all")
     parser.add_argument(
         "--k", type=_numbers(int), help="of pass@k and majority@k (1,4,16); else powers of two, and all"
     )
@@ -63,9 +63,9 @@ def _profile(parsed: argparse.Namespace) -> None:
     if parsed.compare is not None:
         _compare(parsed, measured, output, console)
     if rewards is not None:
-        dataset = ALL if parsed.dataset is None else parsed.dataset
+        dataset = ALL_DATASETS if parsed.dataset is None else parsed.dataset
         count = write_curriculum(measured, parsed.curriculum, rewards, dataset=dataset)
-        sys.stdout.write(f"{parsed.curriculum}: {count} of {len(measured.tasks_of(dataset))} tasks\n")
+        sys.stdout.write(f"{parsed.curriculum}: {count} of {len(measured.task_indices(dataset))} tasks\n")
 
 
 def _compare(parsed: argparse.Namespace, measured: Profile, output: Path, console: Console) -> None:

@@ -12,40 +12,40 @@ from rich.table import Table
 
 from nemo_rl.collect.compare import Comparison
 from nemo_rl.collect.profile import Profile, Summary, task_rows
-from nemo_rl.collect.whole_file import whole_file
-from nemo_rl.data.jsonl import json_line
+from nemo_rl.collect.whole_file import atomic_write
+from nemo_rl.data.jsonl import encode_json_line
 
 PROFILE_FILE = "profile.json"
 TASKS_PROFILE_FILE = "profile_tasks.jsonl"
 
 
-def summary_values(profile: Profile) -> dict[str, Any]:
+def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """A profile as plain values, its tasks left out."""
-    extent = profile.table.extent
+    manifest = profile.table.manifest
     return {
-        "seeds": list(extent.seeds),
-        "num_repeats": extent.num_repeats,
+        "seeds": list(manifest.seeds),
+        "num_repeats": manifest.num_repeats,
         "stop_reasons": dict(profile.table.stop_reasons),
         "failed_attempts": dict(profile.table.failed_attempts),
         "datasets": [
             {**asdict(summary), "thresholds": {f"{limit:g}": share for limit, share in summary.thresholds.items()}}
             for summary in profile.summaries
         ],
-        "run": extent.run,
+        "run": manifest.run,
     }
 
 
 def write_profile(profile: Profile, directory: Path) -> None:
     """`profile.json` and `profile_tasks.jsonl`, a line a task."""
-    write_json(summary_values(profile), directory / PROFILE_FILE)
-    with whole_file(directory / TASKS_PROFILE_FILE) as file:
+    write_json(profile_to_dict(profile), directory / PROFILE_FILE)
+    with atomic_write(directory / TASKS_PROFILE_FILE) as file:
         for row in task_rows(profile):
-            file.write(json_line(row))
+            file.write(encode_json_line(row))
 
 
 def write_json(values: Mapping[str, Any], path: Path) -> None:
     """A whole file of indented JSON."""
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         file.write(text.encode("utf-8", errors="backslashreplace"))
 
@@ -61,7 +61,7 @@ def summary_table(profile: Profile) -> Table:
     table.add_column("")
     for summary in profile.summaries:
         table.add_column(escape(summary.dataset) or "(no name)", justify="right")
-    for name, values in _rows(profile.summaries):
+    for name, values in _summary_rows(profile.summaries):
         table.add_row(escape(name), *values)
     for title, counts in (("ended", profile.table.stop_reasons), ("failed", profile.table.failed_attempts)):
         for name, count in counts.items():
@@ -75,48 +75,48 @@ def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
     table = Table(title=escape(f"{second} against {first}, differences {how}"))
     for name in ("data set", "quantity"):
         table.add_column(name)
-    for name in (*_told_apart(first, second), "difference", "better", "worse"):
+    for name in (*_strip_common_prefix(first, second), "difference", "better", "worse"):
         table.add_column(escape(name), justify="right", overflow="fold")
     for row in comparison.differences:
         counts = (row.num_better, row.num_worse)
         numbers = [
-            _text(row.quantity, row.first),
-            _text(row.quantity, row.second),
-            _text(row.quantity, row.difference, row.standard_error, sign="+"),
+            _format_value(row.quantity, row.first),
+            _format_value(row.quantity, row.second),
+            _format_value(row.quantity, row.difference, row.standard_error, sign="+"),
             *("" if count is None or row.quantity == "tokens" else str(count) for count in counts),
         ]
         table.add_row(escape(row.dataset), escape(row.quantity), *numbers)
     return table
 
 
-def _told_apart(first: str, second: str) -> tuple[str, str]:
+def _strip_common_prefix(first: str, second: str) -> tuple[str, str]:
     """Without the folders above that both share. Example: runs/a/step_5 and runs/a/step_9 are step_5 and step_9."""
     one, other = first.split("/"), second.split("/")
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1], strict=False)))
     return "/".join(one[shared:]), "/".join(other[shared:])
 
 
-def _rows(summaries: Sequence[Summary]) -> Sequence[tuple[str, list[str]]]:
+def _summary_rows(summaries: Sequence[Summary]) -> Sequence[tuple[str, list[str]]]:
     rows = [
         ("tasks", [str(s.num_tasks) for s in summaries]),
         ("rollouts", [str(s.num_rollouts) for s in summaries]),
         ("missing", [str(s.missing) for s in summaries]),
     ]
     for name in summaries[0].scores:
-        rows.append((name, [_score(name, summary) for summary in summaries]))
+        rows.append((name, [_format_score(name, summary) for summary in summaries]))
     for limit in summaries[0].thresholds:
         shares = [summary.thresholds.get(limit) for summary in summaries]
         rows.append((f"tasks at reward {limit:g} or above", ["" if s is None else f"{s:.1%}" for s in shares]))
     return rows
 
 
-def _score(name: str, summary: Summary) -> str:
+def _format_score(name: str, summary: Summary) -> str:
     score = summary.scores[name]
-    text = _text(name, score.mean, score.standard_error)
+    text = _format_value(name, score.mean, score.standard_error)
     return text if not text or score.num_tasks == summary.num_tasks else f"{text} ({score.num_tasks})"
 
 
-def _text(quantity: str, value: float | None, error: float | None = None, *, sign: str = "") -> str:
+def _format_value(quantity: str, value: float | None, error: float | None = None, *, sign: str = "") -> str:
     if value is None:
         return ""
     digits = 1 if quantity == "tokens" else 4

@@ -33,7 +33,7 @@ class CollectionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RolloutBatch:
     """Rollouts that are asked for in one call: repeats of one task, or of several where the engine wants batches."""
 
     store: RolloutStore
@@ -56,7 +56,7 @@ async def collect_rollouts(
     """
     runner = _Runner(prompts, context, limits, on_rollout)
     for store in stores:
-        _finish_if_whole(store)
+        _finish_if_complete(store)
     while any(store.num_missing for store in stores):
         await runner.run(_batches(stores, limits.concurrency, whole=not context.generation.is_async))
 
@@ -75,35 +75,35 @@ class _Runner:
         self._limits = limits
         self._on_rollout = on_rollout
         self._context = replace(context, supervision=Supervision(context.limits.stall_timeout_s))
-        self._room = asyncio.Semaphore(limits.concurrency)
+        self._free_slots = asyncio.Semaphore(limits.concurrency)
         self._failures_in_a_row = 0
         self._is_stopping = False  # an error ends the pass: rollouts that still end are stored, failures are not
 
-    async def run(self, batches: Iterator[Batch]) -> None:
+    async def run(self, batches: Iterator[RolloutBatch]) -> None:
         """One pass. The first error ends all rollouts and is raised."""
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for batch in batches:
                     for _ in batch.keys:
-                        await self._room.acquire()
+                        await self._free_slots.acquire()
                     rollouts.create_task(self._run(batch))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: RolloutBatch) -> None:
         seed = batch.store.seed
-        waiting: dict[tuple[str, int], RolloutKey] = {}
+        pending_keys: dict[tuple[str, int], RolloutKey] = {}
         jobs = []
-        for task_index, of_task in groupby(batch.keys, key=lambda key: key.task_index):
+        for task_index, task_keys in groupby(batch.keys, key=lambda key: key.task_index):
             prompt = self._prompts[task_index]
             group_id = f"rs{seed}:{task_index}"  # requests of several seeds run at once
-            for key in of_task:
-                waiting[group_id, key.rollout_index] = key
+            for key in task_keys:
+                pending_keys[group_id, key.rollout_index] = key
                 jobs.append(RolloutJob(prompt, group_id, key.rollout_index))
 
         def ended(trajectory: Trajectory) -> None:
-            key = waiting.pop((trajectory.group_id, trajectory.generation_index))
-            self._room.release()
+            key = pending_keys.pop((trajectory.group_id, trajectory.generation_index))
+            self._free_slots.release()
             if self._is_stopping and trajectory.failure is not None:
                 return
             try:
@@ -116,14 +116,14 @@ class _Runner:
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:
         if trajectory.failure is None:
-            store.append(key, collected_row(trajectory, write_token_ids=self._limits.write_token_ids))
+            store.append(key, collection_row(trajectory, write_token_ids=self._limits.write_token_ids))
             self._failures_in_a_row = 0
         else:
             attempt = store.append_failure(key, trajectory.failure)
             self._failures_in_a_row += 1
             logger.debug("%s: attempt %d: %s", key, attempt, trajectory.failure.cause)
         self._on_rollout(trajectory)
-        _finish_if_whole(store)
+        _finish_if_complete(store)
         if trajectory.failure is not None and self._failures_in_a_row >= self._limits.max_failures_in_a_row:
             raise RolloutError(
                 f"{self._failures_in_a_row} rollouts in a row failed (collect.max_failures_in_a_row); the last one: "
@@ -131,7 +131,7 @@ class _Runner:
             )
 
 
-def collected_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> Mapping[str, Any]:
+def collection_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> Mapping[str, Any]:
     """`rollout_row` without what says nothing of a rollout that went well and belongs to no group."""
     row = rollout_row(trajectory, write_token_ids=write_token_ids)
     for name in ("group_id", "generation_index", "failure", "weight_versions"):
@@ -139,7 +139,7 @@ def collected_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> M
     return row
 
 
-def _batches(stores: Sequence[RolloutStore], concurrency: int, *, whole: bool) -> Iterator[Batch]:
+def _batches(stores: Sequence[RolloutStore], concurrency: int, *, whole: bool) -> Iterator[RolloutBatch]:
     """The missing keys of one pass: those of a task together, at most `concurrency` in a batch.
 
     `whole`: batches of `concurrency` over several tasks, for engines that serve one batch at a time.
@@ -148,13 +148,13 @@ def _batches(stores: Sequence[RolloutStore], concurrency: int, *, whole: bool) -
         batch: list[RolloutKey] = []
         for key in store.missing():
             if batch and (len(batch) == concurrency or (not whole and key.task_index != batch[0].task_index)):
-                yield Batch(store, tuple(batch))
+                yield RolloutBatch(store, tuple(batch))
                 batch = []
             batch.append(key)
         if batch:
-            yield Batch(store, tuple(batch))
+            yield RolloutBatch(store, tuple(batch))
 
 
-def _finish_if_whole(store: RolloutStore) -> None:
+def _finish_if_complete(store: RolloutStore) -> None:
     if not store.num_missing and not store.is_done:
         store.finish()

@@ -13,10 +13,10 @@ from typing import Any
 
 from nemo_rl.collect.identity import ShardIdentity
 from nemo_rl.collect.keys import KeySpace, RolloutKey
-from nemo_rl.collect.lines import AppendedLines, read_lines
+from nemo_rl.collect.lines import AppendOnlyFile, read_lines
 from nemo_rl.collect.shards import ShardFiles, find_shards
-from nemo_rl.collect.whole_file import whole_file
-from nemo_rl.data.jsonl import json_line
+from nemo_rl.collect.whole_file import atomic_write
+from nemo_rl.data.jsonl import encode_json_line
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SYNC_PERIOD_S = 10.0
 FINISHED = 255  # in the table of keys; anything below counts failed attempts
-MOST_ATTEMPTS = 254
+MAX_ATTEMPTS = 254
 
 
 class RolloutStore:
@@ -44,18 +44,18 @@ class RolloutStore:
         self._state = bytearray(len(self.keys))
         self._num_finished = 0
         self._num_given_up = 0
-        self._rollouts = AppendedLines(files.rollouts)
+        self._rollouts = AppendOnlyFile(files.rollouts)
         try:
-            self._failures = AppendedLines(files.failures)
+            self._failures = AppendOnlyFile(files.failures)
             try:
-                self._begin(identity)
+                self._load(identity)
             except BaseException:
                 self._failures.close()
                 raise
         except BaseException:
             self._rollouts.close()
             raise
-        self._syncing = _Syncing((self._rollouts, self._failures))
+        self._background_sync = _BackgroundSync((self._rollouts, self._failures))
 
     @classmethod
     def open(
@@ -71,13 +71,13 @@ class RolloutStore:
         another number of chunks, and while another process has it open; DataError for files that hold what they
         should not.
         """
-        if not 1 <= max_attempts <= MOST_ATTEMPTS:
-            raise ConfigError("max_attempts", max_attempts, f"must be from 1 to {MOST_ATTEMPTS}")
+        if not 1 <= max_attempts <= MAX_ATTEMPTS:
+            raise ConfigError("max_attempts", max_attempts, f"must be from 1 to {MAX_ATTEMPTS}")
         if seed < 0:
             raise ConfigError("seed", seed, "must not be negative")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        _check_cut(directory, seed, keys)
+        _check_chunking(directory, seed, keys)
         files = ShardFiles.of(directory, seed, None if keys.chunk is None else keys.chunk.index)
         return cls(files, ShardIdentity(seed, keys, identity), max_attempts=max_attempts)
 
@@ -121,37 +121,37 @@ class RolloutStore:
 
         ValueError for a finished key, RolloutError where the disk does not take it.
         """
-        number = self._open_number(key)
-        self._rollouts.append(self._line(key, row))
+        number = self._unfinished_number(key)
+        self._rollouts.append(self._encode_line(key, row))
         self._num_given_up -= self._state[number] >= self.max_attempts
         self._state[number] = FINISHED
         self._num_finished += 1
-        self._syncing.when_due()
+        self._background_sync.sync_if_due()
 
     def append_failure(self, key: RolloutKey, failure: Failure) -> int:
         """Note a failed attempt in the sidecar; how many there are now. ValueError for a finished key."""
-        number = self._open_number(key)
-        attempt = min(self._state[number] + 1, MOST_ATTEMPTS)
+        number = self._unfinished_number(key)
+        attempt = min(self._state[number] + 1, MAX_ATTEMPTS)
         row = {"attempt": attempt, "class": failure.failure_class, "cause": failure.cause}
-        self._failures.append(self._line(key, row))
+        self._failures.append(self._encode_line(key, row))
         self._state[number] = attempt
         self._num_given_up += attempt == self.max_attempts
-        self._syncing.when_due()
+        self._background_sync.sync_if_due()
         return attempt
 
     def finish(self) -> None:
         """Mark the shard as done. ValueError while rollouts are missing."""
         if self.num_missing:
             raise ValueError(f"{self.num_missing} rollouts are missing")
-        self._syncing.now()
-        with whole_file(self.files.done) as file:
+        self._background_sync.now()
+        with atomic_write(self.files.done) as file:
             counts = {"finished": self.num_finished, "given_up": self.num_given_up}
             file.write((json.dumps(counts) + "\n").encode())
 
     def close(self) -> None:
         """Sync and give up the lock; no call follows."""
         try:
-            self._syncing.close()
+            self._background_sync.close()
         finally:
             self._rollouts.close()
             self._failures.close()
@@ -162,24 +162,24 @@ class RolloutStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _begin(self, identity: ShardIdentity) -> None:
+    def _load(self, identity: ShardIdentity) -> None:
         if self.files.identity.exists():
             identity.check(self.files.identity)
         elif self.files.rollouts.stat().st_size:
             raise DataError(f"{self.files.rollouts}: holds rollouts, but {self.files.identity.name} is not there")
         else:
             identity.write(self.files.identity)
-        self._find_failures()
-        self._find_finished()
+        self._load_failures()
+        self._load_finished()
         if self.num_missing:
             self.files.done.unlink(missing_ok=True)  # more attempts are allowed than when it was written
 
-    def _find_failures(self) -> None:
-        for number in self._numbers(self.files.failures):
-            self._state[number] = min(self._state[number] + 1, MOST_ATTEMPTS)
+    def _load_failures(self) -> None:
+        for number in self._iter_key_numbers(self.files.failures):
+            self._state[number] = min(self._state[number] + 1, MAX_ATTEMPTS)
 
-    def _find_finished(self) -> None:
-        for number in self._numbers(self.files.rollouts):
+    def _load_finished(self) -> None:
+        for number in self._iter_key_numbers(self.files.rollouts):
             if self._state[number] == FINISHED:
                 raise DataError(f"{self.files.rollouts}: {self.keys.key(number)} is there twice")
             self._state[number] = FINISHED
@@ -187,26 +187,26 @@ class RolloutStore:
         given_up = range(self.max_attempts, FINISHED)
         self._num_given_up = sum(self._state.count(attempts) for attempts in given_up)
 
-    def _numbers(self, path: Path) -> Iterator[int]:
+    def _iter_key_numbers(self, path: Path) -> Iterator[int]:
         tasks, repeats = self.keys.tasks, self.keys.num_repeats
         for line in read_lines(path):
             if line.seed != self.seed or line.task_index not in tasks or line.rollout_index >= repeats:
                 raise DataError(f"{path}: a rollout of another shard, at byte {line.offset}: {line}")
             yield tasks.index(line.task_index) * repeats + line.rollout_index
 
-    def _open_number(self, key: RolloutKey) -> int:
+    def _unfinished_number(self, key: RolloutKey) -> int:
         number = self.keys.number(key)
         if self._state[number] == FINISHED:
             raise ValueError(f"{key} is finished already")
         return number
 
-    def _line(self, key: RolloutKey, row: Mapping[str, Any]) -> bytes:
-        stamp = {"task_index": key.task_index, "rollout_index": key.rollout_index, "seed": self.seed}
-        values = {**stamp, **row, **stamp}  # the stamp first: read_lines looks for it there
-        return json_line(values, allow_nan=False)
+    def _encode_line(self, key: RolloutKey, row: Mapping[str, Any]) -> bytes:
+        key_fields = {"task_index": key.task_index, "rollout_index": key.rollout_index, "seed": self.seed}
+        values = {**key_fields, **row, **key_fields}  # the stamp first: read_lines looks for it there
+        return encode_json_line(values, allow_nan=False)
 
 
-def _check_cut(directory: Path, seed: int, keys: KeySpace) -> None:
+def _check_chunking(directory: Path, seed: int, keys: KeySpace) -> None:
     """Shards of one seed that overlap could never be merged."""
     num_chunks = None if keys.chunk is None else keys.chunk.count
     for shard in find_shards(directory):
@@ -219,16 +219,16 @@ def _check_cut(directory: Path, seed: int, keys: KeySpace) -> None:
             raise ConfigError("collect.chunk", now, f"seed {seed} was begun {was} in {directory}: go on so")
 
 
-class _Syncing:
+class _BackgroundSync:
     """Syncs files on a thread of its own, since a disk may take long; an error comes with the next call."""
 
-    def __init__(self, files: Sequence[AppendedLines]) -> None:
+    def __init__(self, files: Sequence[AppendOnlyFile]) -> None:
         self._files = files
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store-sync")
         self._pending: Future[None] | None = None
         self._due_s = time.monotonic() + SYNC_PERIOD_S
 
-    def when_due(self) -> None:
+    def sync_if_due(self) -> None:
         """Begin a sync if the last one is old enough and has ended."""
         if time.monotonic() < self._due_s:
             return

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl.collect.gathering import gather
+from nemo_rl.collect.gathering import load_shard_set
 from nemo_rl.collect.lines import BLOCK_BYTES
 from nemo_rl.collect.merge import MERGED
 from nemo_rl.collect.shards import find_shards
@@ -27,7 +27,7 @@ _MESSAGES = b', "messages": '
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class CollectionManifest:
     """What a collection is meant to hold, and the files that hold what there is."""
 
     seeds: tuple[int, ...]
@@ -42,7 +42,7 @@ class Extent:
 class RolloutTable:
     """T tasks by N rollouts each, N = seeds x repeats, seed by seed. 20 bytes a rollout."""
 
-    extent: Extent
+    manifest: CollectionManifest
     rewards: npt.NDArray[np.float64]  # [T, N]; NaN: missing
     tokens: npt.NDArray[np.int32]  # [T, N] generated; -1: unknown or missing
     answers: npt.NDArray[np.int64]  # [T, N] alike where the answers are; 0: none
@@ -52,28 +52,28 @@ class RolloutTable:
     failed_attempts: Mapping[str, int] = field(default_factory=dict)  # by class
 
 
-def read_extent(directory: str | Path, seeds: Iterable[int] | None = None) -> Extent:
+def read_manifest(directory: str | Path, seeds: Iterable[int] | None = None) -> CollectionManifest:
     """Of the shards in `directory`, or of a merged file where no shards are. Raises ConfigError without either."""
     directory = Path(directory)
     merged = directory / f"{MERGED}_identity.json"
     if find_shards(directory) or not merged.exists():
-        whole = gather(directory, seeds)
-        begun = [shard.files for shard in whole.shards if shard.has_begun]
+        whole = load_shard_set(directory, seeds)
+        begun = [shard.files for shard in whole.shards if shard.has_started]
         rollouts, failures = tuple(f.rollouts for f in begun), tuple(f.failures for f in begun)
-        return Extent(whole.seeds, whole.num_tasks, whole.num_repeats, whole.run, rollouts, failures)
+        return CollectionManifest(whole.seeds, whole.num_tasks, whole.num_repeats, whole.run, rollouts, failures)
     rollouts, failures = directory / f"{MERGED}.jsonl", directory / f"{MERGED}_failures.jsonl"
     try:
         values = json.loads(merged.read_bytes())
-        extent = Extent(
+        manifest = CollectionManifest(
             tuple(values["seeds"]), values["num_tasks"], values["num_repeats"], values["run"], (rollouts,), (failures,)
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{merged}: is no identity of a collection: {error}") from error
     if seeds is None:
-        return extent
-    if absent := set(seeds) - set(extent.seeds):
+        return manifest
+    if absent := set(seeds) - set(manifest.seeds):
         raise ConfigError("seeds", sorted(absent), f"are not in {merged}")
-    return replace(extent, seeds=tuple(sorted(set(seeds))))
+    return replace(manifest, seeds=tuple(sorted(set(seeds))))
 
 
 def read_table(directory: str | Path, seeds: Iterable[int] | None = None) -> RolloutTable:
@@ -81,35 +81,37 @@ def read_table(directory: str | Path, seeds: Iterable[int] | None = None) -> Rol
 
     Raises DataError for a rollout that is there twice, or that the collection is not meant to hold.
     """
-    return _Reading(Path(directory), read_extent(directory, seeds)).table()
+    return _TableReader(Path(directory), read_manifest(directory, seeds)).table()
 
 
-class _Reading:
-    def __init__(self, directory: Path, extent: Extent) -> None:
-        self._extent = extent
-        self._column_of_seed = {seed: place * extent.num_repeats for place, seed in enumerate(extent.seeds)}
-        shape = (extent.num_tasks, len(extent.seeds) * extent.num_repeats)
+class _TableReader:
+    def __init__(self, directory: Path, manifest: CollectionManifest) -> None:
+        self._manifest = manifest
+        self._first_column_of_seed = {
+            seed: location * manifest.num_repeats for location, seed in enumerate(manifest.seeds)
+        }
+        shape = (manifest.num_tasks, len(manifest.seeds) * manifest.num_repeats)
         self._rewards = np.full(shape, np.nan)
         self._tokens = np.full(shape, UNKNOWN_LENGTH, np.int32)
         self._answers = np.full(shape, NO_ANSWER, np.int64)
-        self._is_there = np.zeros(shape, np.bool_)
+        self._is_present = np.zeros(shape, np.bool_)
         self._datasets: dict[str, int] = {}
-        self._dataset_of_task = np.zeros(extent.num_tasks, np.int32)
+        self._dataset_of_task = np.zeros(manifest.num_tasks, np.int32)
         for index, task in enumerate(read_tasks(directory)):
-            if index < extent.num_tasks:
+            if index < manifest.num_tasks:
                 self._dataset_of_task[index] = self._datasets.setdefault(task.dataset, len(self._datasets))
         self._reads_datasets = not self._datasets  # from the rollouts, where the input is not kept
         self._stop_reasons: Counter[str] = Counter()
 
     def table(self) -> RolloutTable:
-        for path in self._extent.rollouts:
-            for line, place in _lines(path):
-                self._add(_head(line, place), place)
-        failed = Counter(str(row.get("class")) for path in self._extent.failures for row in self._failures(path))
-        if unrewarded := int((self._is_there & np.isnan(self._rewards)).sum()):
+        for path in self._manifest.rollouts:
+            for line, location in _iter_lines(path):
+                self._add(_parse_head(line, location), location)
+        failed = Counter(str(row.get("class")) for path in self._manifest.failures for row in self._failures(path))
+        if unrewarded := int((self._is_present & np.isnan(self._rewards)).sum()):
             logger.warning("%d rollouts have no reward; they count as missing", unrewarded)
         return RolloutTable(
-            self._extent,
+            self._manifest,
             self._rewards,
             self._tokens,
             self._answers,
@@ -119,25 +121,25 @@ class _Reading:
             dict(failed.most_common()),
         )
 
-    def _add(self, row: Mapping[str, Any], place: str) -> None:
-        extent = self._extent
+    def _add(self, row: Mapping[str, Any], location: str) -> None:
+        manifest = self._manifest
         try:
             task, repeat, seed = row["task_index"], row["rollout_index"], row["seed"]
-            if seed not in self._column_of_seed:
+            if seed not in self._first_column_of_seed:
                 return  # of a merged file: a seed that was not asked for
-            if not (0 <= task < extent.num_tasks and 0 <= repeat < extent.num_repeats):
-                raise DataError(f"{place}: task {task}, rollout {repeat}: not a rollout of this collection")
-            at = task, self._column_of_seed[seed] + repeat
-            if self._is_there[at]:
-                raise DataError(f"{place}: rollout {repeat} of task {task} of seed {seed} is there twice")
-            self._is_there[at] = True
+            if not (0 <= task < manifest.num_tasks and 0 <= repeat < manifest.num_repeats):
+                raise DataError(f"{location}: task {task}, rollout {repeat}: not a rollout of this collection")
+            at = task, self._first_column_of_seed[seed] + repeat
+            if self._is_present[at]:
+                raise DataError(f"{location}: rollout {repeat} of task {task} of seed {seed} is there twice")
+            self._is_present[at] = True
             reward = row.get("reward")
             if reward is not None:
                 self._rewards[at] = reward
                 self._tokens[at] = row.get("num_generated_tokens", UNKNOWN_LENGTH)
-                self._answers[at] = _answer(row.get("answer"))
+                self._answers[at] = _hash_answer(row.get("answer"))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{place}: is no rollout of a collection: {type(error).__name__}: {error}") from error
+            raise DataError(f"{location}: is no rollout of a collection: {type(error).__name__}: {error}") from error
         if self._reads_datasets:
             name = row.get("dataset") or ""
             self._dataset_of_task[task] = self._datasets.setdefault(name, len(self._datasets))
@@ -145,13 +147,13 @@ class _Reading:
 
     def _failures(self, path: Path) -> Iterator[Mapping[str, Any]]:
         if path.exists():
-            for line, place in _lines(path):
-                row = _head(line, place)
-                if row.get("seed") in self._column_of_seed:
+            for line, location in _iter_lines(path):
+                row = _parse_head(line, location)
+                if row.get("seed") in self._first_column_of_seed:
                     yield row
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
+def _iter_lines(path: Path) -> Iterator[tuple[bytes, str]]:
     """Whole lines and their places."""
     try:
         with path.open("rb", buffering=BLOCK_BYTES) as file:
@@ -162,7 +164,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _head(line: bytes, place: str) -> Mapping[str, Any]:
+def _parse_head(line: bytes, location: str) -> Mapping[str, Any]:
     """What stands before the messages; the whole row where that is no JSON object."""
     messages = line.find(_MESSAGES)
     if messages >= 0:
@@ -173,13 +175,13 @@ def _head(line: bytes, place: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: no valid JSON: {error}") from error
+        raise DataError(f"{location}: no valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON object was expected, not {type(row).__name__}")
+        raise DataError(f"{location}: a JSON object was expected, not {type(row).__name__}")
     return row
 
 
-def _answer(answer: object) -> int:
+def _hash_answer(answer: object) -> int:
     """A number that is the same for the same answer, within this process."""
     if answer is None:
         return NO_ANSWER

@@ -7,8 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.whole_file import whole_file
-from nemo_rl.data.jsonl import json_line, read_jsonl
+from nemo_rl.collect.whole_file import atomic_write
+from nemo_rl.data.jsonl import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError, DataError
 
 TASKS_FILE = "tasks.jsonl"
@@ -25,14 +25,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Tasks:
+class TasksSummary:
     """What is known of the input."""
 
     num_tasks: int
     digest: str  # of all tasks in order; for the identity of the shards
 
 
-def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> Tasks:
+def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> TasksSummary:
     """Write all tasks to `tasks.jsonl`, or check that they are those that are there. Holds one task at a time.
 
     Every shard's job calls it before its store is opened, with the whole input. Raises ConfigError naming the first
@@ -41,14 +41,14 @@ def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> Tasks:
     path = Path(directory) / TASKS_FILE
     digest = hashlib.sha256()
     if path.exists():
-        return Tasks(_check(path, _lines(tasks), digest), digest.hexdigest())
+        return TasksSummary(_check_unchanged(path, _encode_lines(tasks), digest), digest.hexdigest())
     count = 0
-    with whole_file(path) as file:
-        for line in _lines(tasks):
+    with atomic_write(path) as file:
+        for line in _encode_lines(tasks):
             file.write(line)
             digest.update(line)
             count += 1
-    return Tasks(count, digest.hexdigest())
+    return TasksSummary(count, digest.hexdigest())
 
 
 def read_tasks(directory: str | Path) -> Iterator[Task]:
@@ -67,25 +67,27 @@ def read_tasks(directory: str | Path) -> Iterator[Task]:
         yield task
 
 
-def _lines(tasks: Iterable[Task]) -> Iterator[bytes]:
+def _encode_lines(tasks: Iterable[Task]) -> Iterator[bytes]:
     for index, task in enumerate(tasks):
         origin = {"prompt_id": task.prompt_id, "dataset": task.dataset, "task_name": task.task_name}
-        yield json_line({"task_index": index, **origin, "row": task.row})
+        yield encode_json_line({"task_index": index, **origin, "row": task.row})
 
 
-def _check(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash") -> int:
+def _check_unchanged(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash") -> int:
     count = 0
     with path.open("rb") as file:
         for before, now in zip_longest(file, lines):
             if before != now:
-                difference = f"task {count} differs\n  was {_shown(before)}\n  is  {_shown(now)}"
+                difference = (
+                    f"task {count} differs\n  was {_truncate_for_display(before)}\n  is  {_truncate_for_display(now)}"
+                )
                 raise ConfigError("output_dir", str(path.parent), f"holds a collection of other data: {difference}")
             digest.update(now)
             count += 1
     return count
 
 
-def _shown(line: bytes | None) -> str:
+def _truncate_for_display(line: bytes | None) -> str:
     if line is None:
         return "not there"
     text = line.decode("utf-8", errors="replace").strip()

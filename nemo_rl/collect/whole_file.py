@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file beside `path` to write to, renamed to it once the block has ended and its bytes are on the disk.
 
     Folders above are made. An error leaves what was at `path`. Writers on several machines do not meet; the last one

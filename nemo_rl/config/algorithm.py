@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from nemo_rl.config.section import Section
 
 
-class RewardScaling(Section):
+class RewardScalingConfig(Section):
     """Clamp rewards to the source range, then map it linearly to the target range."""
 
     enabled: bool = False
@@ -17,7 +17,7 @@ class RewardScaling(Section):
     target_max: float = 1.0
 
 
-class RewardShaping(Section):
+class RewardShapingConfig(Section):
     """DAPO's penalty for overlong responses (arXiv 2503.14476, equation 13)."""
 
     enabled: bool = False
@@ -26,7 +26,7 @@ class RewardShaping(Section):
     max_response_length: int | None = Field(default=None, gt=0)  # None: policy.generation.max_new_tokens
 
 
-class AdvEstimator(Section):
+class AdvantageEstimatorConfig(Section):
     """How rewards become advantages."""
 
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"  # opd: of teachers, not of rewards
@@ -36,7 +36,7 @@ class AdvEstimator(Section):
     reward_weights: dict[str, float] = Field(default_factory=dict)  # gdpo: by reward name; 1 where not named
 
 
-class AsyncRollouts(Section):
+class AsyncRolloutsConfig(Section):
     """Rollouts collected in the background, while the policy trains (AReaL, arXiv 2505.24298)."""
 
     enabled: bool = False
@@ -47,7 +47,7 @@ class AsyncRollouts(Section):
     stale_groups: Literal["wait", "drop"] = "wait"  # a group at the age bound that still runs: the trainer waits for it
 
 
-class RolloutTraining(Section):
+class RolloutTrainingConfig(Section):
     """Training on rollouts of the policy: how many, for how long, and how it is validated."""
 
     num_prompts_per_step: int = Field(default=32, gt=0)
@@ -72,21 +72,21 @@ class RolloutTraining(Section):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
-    def background(self) -> AsyncRollouts:
+    def background(self) -> AsyncRolloutsConfig:
         """Whether, and how, rollouts are collected while the policy trains."""
         raise NotImplementedError
 
 
-class GRPO(RolloutTraining):
+class GRPOConfig(RolloutTrainingConfig):
     """Group-relative policy optimization (arXiv 2402.03300) and its relatives."""
 
-    adv_estimator: AdvEstimator = AdvEstimator()
+    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     advantage_clip_low: float | None = None
     advantage_clip_high: float | None = None
     invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs
     malformed_thinking_advantage: float | None = None  # of replies whose thinking tags do not open and close once
-    reward_scaling: RewardScaling = RewardScaling()
-    reward_shaping: RewardShaping = RewardShaping()
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
     overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
     seq_logprob_error_threshold: float | None = Field(default=None, gt=1)  # sequences above it get weight 0
 
@@ -94,10 +94,10 @@ class GRPO(RolloutTraining):
     dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
     batch_multiplier: float = Field(default=1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
 
-    async_grpo: AsyncRollouts = AsyncRollouts()
+    async_grpo: AsyncRolloutsConfig = AsyncRolloutsConfig()
 
     @property
-    def background(self) -> AsyncRollouts:
+    def background(self) -> AsyncRolloutsConfig:
         return self.async_grpo
 
     @model_validator(mode="before")
@@ -114,15 +114,15 @@ class GRPO(RolloutTraining):
         return data
 
 
-class Distillation(RolloutTraining):
+class DistillationConfig(RolloutTrainingConfig):
     """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says what it would have said."""
 
     num_generations_per_prompt: int = Field(default=1, gt=0)
     topk_logits_k: int = Field(default=64, gt=0)  # of the teacher's most likely tokens, those that the loss compares
     off_policy: bool = False  # learn from the responses in the training data, in place of the student's samples
     val_teacher: bool = False  # measure the teachers too, once at the start, by the hf engine: for small models
-    async_rollouts: AsyncRollouts = AsyncRollouts()  # the keys of grpo.async_grpo
+    async_rollouts: AsyncRolloutsConfig = AsyncRolloutsConfig()  # the keys of grpo.async_grpo
 
     @property
-    def background(self) -> AsyncRollouts:
+    def background(self) -> AsyncRolloutsConfig:
         return self.async_rollouts

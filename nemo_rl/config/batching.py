@@ -11,20 +11,20 @@ PackingAlgorithm = Literal[
 ]
 
 
-class _TokenBudget(Section):
+class _TokenBudgetConfig(Section):
     enabled: bool = False
     # Tokens of one micro-batch; None: policy.max_total_sequence_length times its samples where samples are counted.
     train_mb_tokens: int | None = Field(default=None, gt=0)
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
 
 
-class SequencePacking(_TokenBudget):
+class SequencePackingConfig(_TokenBudgetConfig):
     """Samples lie one behind the other in a micro-batch, without padding."""
 
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
 
 
-class DynamicBatching(_TokenBudget):
+class DynamicBatchingConfig(_TokenBudgetConfig):
     """Samples of like length are padded to the longest, as many as the budget holds."""
 
     sequence_length_round: int = Field(default=64, gt=0)  # the padded length is a multiple of it

@@ -1,19 +1,19 @@
 """Rules of micro-batches that are bounded by tokens."""
 
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.errors import ConfigError
 
 PACKING, DYNAMIC = "sequence_packing", "dynamic_batching"
 
 
-def check_batching(policy: Policy) -> None:
+def check_batching(policy: PolicyConfig) -> None:
     """One way of making micro-batches, which holds every sample that there can be."""
     _check_section("policy", policy, policy.max_total_sequence_length)
 
 
-def check_teacher_batching(config: TrainingConfig) -> None:
+def check_teacher_batching(config: TrainingRunConfig) -> None:
     """The same of each teacher."""
     for key, teacher in config.teacher_sections.items():
         _check_section(key, teacher, config.policy.max_total_sequence_length)
@@ -23,7 +23,7 @@ def check_teacher_batching(config: TrainingConfig) -> None:
                 raise ConfigError(f"{key}.{name}.logprob_mb_tokens", None, "required: the tokens of one forward pass")
 
 
-def _check_section(key: str, model: Policy | Teacher, longest: int) -> None:
+def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) -> None:
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         problem = f"{key}.{DYNAMIC}.enabled is true too: samples are packed or padded; allowed: one of the two"
         raise ConfigError(f"{key}.{PACKING}.enabled", True, problem)

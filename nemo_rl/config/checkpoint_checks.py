@@ -1,7 +1,7 @@
 """Whether the metric that ranks checkpoints will exist."""
 
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.errors import ConfigError, suggestion
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.errors import ConfigError, suggest_name
 
 KEY = "checkpointing.metric_name"
 VALIDATION_METRICS = frozenset({"accuracy", "greedy_accuracy", "avg_length", "num_failed"})  # and pass_<k>
@@ -18,7 +18,7 @@ _TRAIN_NAMES = """
 TRAIN_METRICS = frozenset(_TRAIN_NAMES.split())
 
 
-def check_checkpointing(config: TrainingConfig) -> None:
+def check_checkpointing(config: TrainingRunConfig) -> None:
     """Raise ConfigError for a metric of an unknown name, or one that this run never computes.
 
     A name with a slash ("val:<data set>/accuracy", "train:advantages/mean") depends on the data and is checked when
@@ -32,12 +32,12 @@ def check_checkpointing(config: TrainingConfig) -> None:
         raise ConfigError(KEY, metric, 'must be "val:" or "train:" and a metric\'s name, e.g. "val:accuracy"')
     known = VALIDATION_METRICS | _pass_metrics(config) if kind == "val" else TRAIN_METRICS
     if "/" not in name and name not in known:
-        raise ConfigError(KEY, metric, f"no such metric{suggestion(name, known)}")
+        raise ConfigError(KEY, metric, f"no such metric{suggest_name(name, known)}")
     if kind == "val":
-        _check_validates(config, metric, name)
+        _check_validation_runs(config, metric, name)
 
 
-def _check_validates(config: TrainingConfig, metric: str, name: str) -> None:
+def _check_validation_runs(config: TrainingRunConfig, metric: str, name: str) -> None:
     algorithm, section = config.algorithm, config.algorithm_key
     if config.data.validation is None:
         raise ConfigError(KEY, metric, "needs a data set in data.validation; without one use train:reward or null")
@@ -47,6 +47,6 @@ def _check_validates(config: TrainingConfig, metric: str, name: str) -> None:
         raise ConfigError(KEY, metric, f"needs {section}.val_greedy: true")
 
 
-def _pass_metrics(config: TrainingConfig) -> frozenset[str]:
+def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
     k = config.algorithm.val_num_generations_per_prompt
     return frozenset({f"pass_{k}"} if k > 1 else ())

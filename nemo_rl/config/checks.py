@@ -9,36 +9,36 @@ from nemo_rl.config.async_checks import check_async
 from nemo_rl.config.batching_checks import check_batching, check_teacher_batching
 from nemo_rl.config.checkpoint_checks import check_checkpointing
 from nemo_rl.config.distillation_checks import check_distillation
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo_checks import check_grpo
-from nemo_rl.config.layout import layout_of
+from nemo_rl.config.layout import make_layout
 from nemo_rl.config.lora_checks import check_lora
-from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig, TrainingConfig
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.nemo_gym_checks import check_nemo_gym
-from nemo_rl.config.policy import Policy, SchedulerStage
+from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig
 from nemo_rl.config.scorer_checks import check_scorers
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.config.teacher_checks import check_teachers
-from nemo_rl.errors import ConfigError, suggestion
+from nemo_rl.errors import ConfigError, suggest_name
 
 
-def check(config: TrainingConfig) -> None:
+def check(config: TrainingRunConfig) -> None:
     """Raise ConfigError for the first combination that cannot run."""
     for one in (*_ROLLOUT_CHECKS, *_TRAINING_CHECKS):
         one(config)
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, GRPORunConfig):
         check_grpo(config)
-    if isinstance(config, DistillationConfig):
+    if isinstance(config, DistillationRunConfig):
         check_distillation(config)
 
 
-def check_rollouts(config: RolloutConfig) -> None:
+def check_rollouts(config: RolloutRunConfig) -> None:
     """The same for what rollouts alone need."""
     for one in _ROLLOUT_CHECKS:
         one(config)
 
 
-def _check_batches(config: TrainingConfig) -> None:
+def _check_batches(config: TrainingRunConfig) -> None:
     key, samples = config.algorithm_key, config.algorithm.num_samples_per_step
     batch = config.policy.train_global_batch_size
     if samples % batch:
@@ -51,7 +51,7 @@ def _check_batches(config: TrainingConfig) -> None:
     check_micro_batch(config.policy)
 
 
-def check_micro_batch(policy: Policy) -> None:
+def check_micro_batch(policy: PolicyConfig) -> None:
     batch, micro_batch = policy.train_global_batch_size, policy.train_micro_batch_size
     if batch % micro_batch:
         raise ConfigError(
@@ -61,8 +61,8 @@ def check_micro_batch(policy: Policy) -> None:
     check_lora(policy)
 
 
-def _check_groups(config: TrainingConfig) -> None:
-    if not isinstance(config, GRPOConfig):
+def _check_groups(config: TrainingRunConfig) -> None:
+    if not isinstance(config, GRPORunConfig):
         return
     size, smallest = config.algorithm.num_generations_per_prompt, config.rollout.min_group_size
     if smallest > size > 1:
@@ -70,7 +70,7 @@ def _check_groups(config: TrainingConfig) -> None:
         raise ConfigError("rollout.min_group_size", smallest, f"must be at most {key} = {size}")
 
 
-def _check_sampling(config: TrainingConfig) -> None:
+def _check_sampling(config: TrainingRunConfig) -> None:
     """The trainer's log-probs are log_softmax(logits / T): what else shapes the samples would not be in them."""
     generation, path = config.policy.generation, "policy.generation"
     if generation.temperature == 0:
@@ -85,14 +85,14 @@ def _check_sampling(config: TrainingConfig) -> None:
         raise ConfigError(f"{path}.top_k", generation.top_k, "training needs the whole distribution: null")
 
 
-def _check_lengths(config: RolloutConfig) -> None:
+def _check_lengths(config: RolloutRunConfig) -> None:
     policy, total = config.policy, config.policy.max_total_sequence_length
     limit = f"policy.max_total_sequence_length = {total}"
     new = policy.generation.max_new_tokens
     if new is not None and new > total:
         raise ConfigError("policy.generation.max_new_tokens", new, f"must be at most {limit}")
     generation = policy.generation
-    context = generation.vllm_cfg.max_model_len if isinstance(generation, GenerationSection) else None
+    context = generation.vllm_cfg.max_model_len if isinstance(generation, GenerationConfig) else None
     if context is not None and context < total:
         raise ConfigError("policy.generation.vllm_cfg.max_model_len", context, f"must be at least {limit}")
     prompt = config.data.max_input_seq_length
@@ -100,7 +100,7 @@ def _check_lengths(config: RolloutConfig) -> None:
         raise ConfigError("data.max_input_seq_length", prompt, f"must be at most {limit}")
 
 
-def _check_engine(config: TrainingConfig) -> None:
+def _check_engine(config: TrainingRunConfig) -> None:
     generation = config.policy.generation
     if generation.backend != "hf":
         return
@@ -114,18 +114,18 @@ def _check_engine(config: TrainingConfig) -> None:
         raise ConfigError("policy.generation.vllm_kwargs", generation.vllm_kwargs, "needs backend: vllm")
 
 
-def _check_layout(config: TrainingConfig) -> None:
+def _check_layout(config: TrainingRunConfig) -> None:
     """Where the device is known; `auto` is looked at before a model loads, by whoever may ask torch."""
     if config.policy.device != "auto":
-        layout_of(config, config.policy.device)
+        make_layout(config, config.policy.device)
 
 
-def check_scheduler(config: TrainingConfig | SFTConfig) -> None:
+def check_scheduler(config: TrainingRunConfig | SFTRunConfig) -> None:
     """One scheduler, or a sequence with the steps at which it goes on: one fewer than there are schedulers."""
     key, stages = "policy.scheduler", config.policy.scheduler
     if stages is None:
         return
-    listed = [stages] if isinstance(stages, SchedulerStage) else stages
+    listed = [stages] if isinstance(stages, SchedulerStageConfig) else stages
     for stage in listed:
         if (stage.name is None) == (stage.milestones is None):
             raise ConfigError(key, stage.model_dump(), "each entry has either a name (and kwargs) or milestones")
@@ -139,7 +139,7 @@ def check_scheduler(config: TrainingConfig | SFTConfig) -> None:
         raise ConfigError(key, milestones, "milestones must increase")
 
 
-def check_data(config: RolloutConfig | SFTConfig) -> None:
+def check_data(config: RolloutRunConfig | SFTRunConfig) -> None:
     """Whether each data set says where its rows come from, and its files are there."""
     default = config.data.default
     for name in config.data.fields_of_sets:
@@ -176,15 +176,15 @@ def _check_dataset(key: str, values: dict[str, Any]) -> None:
             raise ConfigError(f"{key}.{file_key}", path, f"no such file (from {Path.cwd()})")
 
 
-def _check_env_names(config: RolloutConfig) -> None:
+def _check_env_names(config: RolloutRunConfig) -> None:
     for key, dataset in config.data.sets:
         environment = config.data.default.env_name if dataset.env_name is None else dataset.env_name
         if environment is not None and environment not in config.env:
-            problem = f"no such entry of env{suggestion(environment, config.env)}"
+            problem = f"no such entry of env{suggest_name(environment, config.env)}"
             raise ConfigError(f"{key}.env_name", environment, problem)
 
 
-_ROLLOUT_CHECKS: tuple[Callable[[RolloutConfig], None], ...] = (
+_ROLLOUT_CHECKS: tuple[Callable[[RolloutRunConfig], None], ...] = (
     _check_lengths,
     check_agents,
     check_nemo_gym,
@@ -192,7 +192,7 @@ _ROLLOUT_CHECKS: tuple[Callable[[RolloutConfig], None], ...] = (
     check_data,
     _check_env_names,
 )
-_TRAINING_CHECKS: tuple[Callable[[TrainingConfig], None], ...] = (
+_TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     _check_engine,
     _check_batches,
     _check_groups,

@@ -6,16 +6,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
-from nemo_rl.config.data import InputData
-from nemo_rl.config.generation import GenerationSection, Sampling, VllmCfg
-from nemo_rl.config.master import RolloutConfig
-from nemo_rl.config.run import RolloutBounds
+from nemo_rl.config.data import InputDataConfig
+from nemo_rl.config.generation import GenerationConfig, SamplingConfig, VllmConfig
+from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.run import RolloutBoundsConfig
 from nemo_rl.config.section import Section
 
 HIGHEST_ATTEMPTS = 254  # the store counts them in a byte
 
 
-class Collect(Section):
+class CollectConfig(Section):
     """`collect`: which rollouts, and where they are kept."""
 
     output_dir: str  # a start with the same one goes on where an earlier one stopped
@@ -39,7 +39,7 @@ class Collect(Section):
 
     @field_validator("seeds")
     @classmethod
-    def _are_seeds(cls, seeds: int | str | list[int]) -> int | str | list[int]:
+    def _validate_seeds(cls, seeds: int | str | list[int]) -> int | str | list[int]:
         if not isinstance(seeds, list):
             parse_seeds(str(seeds))
         elif not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
@@ -48,13 +48,13 @@ class Collect(Section):
 
     @field_validator("chunk")
     @classmethod
-    def _is_chunk(cls, chunk: str | None) -> str | None:
+    def _validate_chunk(cls, chunk: str | None) -> str | None:
         if chunk is not None:
             parse_chunk(chunk)
         return chunk
 
 
-class Server(Section):
+class ServerConfig(Section):
     """`server`: one that runs already, at `address`, or an engine that is started for the collection alone."""
 
     # A server that speaks OpenAI's API; several addresses are replicas.
@@ -91,18 +91,18 @@ class Server(Section):
     @property
     def misplaced(self) -> tuple[str, ...]:
         """Keys that were set and have no meaning: an engine's beside an address, a server's without one."""
-        of_engine = tuple(name for name in type(self).model_fields if name not in ("address", *self.OF_ADDRESS))
-        wrong = self.OF_ADDRESS if self.address is None else of_engine
+        engine_keys = tuple(name for name in type(self).model_fields if name not in ("address", *self.OF_ADDRESS))
+        wrong = self.OF_ADDRESS if self.address is None else engine_keys
         return tuple(name for name in wrong if name in self.model_fields_set)
 
-    def engine(self, sampling: Sampling) -> GenerationSection:
+    def engine(self, sampling: SamplingConfig) -> GenerationConfig:
         """The engine as training recipes describe one."""
         parallel = {"data_parallel_size": self.data_parallel_size} if self.data_parallel_size > 1 else {}
         trusted = {"trust_remote_code": True} if self.trust_remote_code else {}
-        return GenerationSection(
+        return GenerationConfig(
             **sampling.model_dump(),
             backend=self.backend,
-            vllm_cfg=VllmCfg(
+            vllm_cfg=VllmConfig(
                 tensor_parallel_size=self.tensor_parallel_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
@@ -116,22 +116,22 @@ class Server(Section):
         )
 
     @model_serializer(mode="wrap")
-    def _without_the_other_kind(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_relevant_keys(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """What has no meaning is not written, so that a resolved recipe can be read again."""
         written = values(self)
         kept = {"address", *self.OF_ADDRESS} if self.address is not None else written.keys() - set(self.OF_ADDRESS)
         return {name: value for name, value in written.items() if name in kept}
 
 
-class SampledConfig(RolloutConfig):
+class SampledRunConfig(RolloutRunConfig):
     """Rollouts of a model that is only sampled; what `nemo-rl collect` and examples/run_eval.py have in common."""
 
-    data: InputData
-    server: Server = Server()
-    rollout: RolloutBounds = RolloutBounds()
+    data: InputDataConfig
+    server: ServerConfig = ServerConfig()
+    rollout: RolloutBoundsConfig = RolloutBoundsConfig()
 
     @property
-    def collection(self) -> Collect:
+    def collection(self) -> CollectConfig:
         raise NotImplementedError
 
     @property
@@ -144,13 +144,13 @@ class SampledConfig(RolloutConfig):
         return self.collection.max_rollout_turns
 
 
-class CollectConfig(SampledConfig):
+class CollectRunConfig(SampledRunConfig):
     """`nemo-rl collect`: what a recipe may say."""
 
-    collect: Collect
+    collect: CollectConfig
 
     @property
-    def collection(self) -> Collect:
+    def collection(self) -> CollectConfig:
         return self.collect
 
 
@@ -178,12 +178,12 @@ def parse_chunk(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def quoted_seeds(overrides: Sequence[str]) -> list[str]:
+def quote_seeds(overrides: Sequence[str]) -> list[str]:
     """Overrides whose seeds need no quotes on the command line: a comma would ask for several runs."""
-    return [_quoted(text) for text in overrides]
+    return [_quote_seeds_override(text) for text in overrides]
 
 
-def _quoted(text: str) -> str:
+def _quote_seeds_override(text: str) -> str:
     key, separator, value = text.partition("=")
     is_bare = key.lstrip("+") == "collect.seeds" and separator and not value.startswith(("'", '"', "["))
     return f"{key}='{value}'" if is_bare else text

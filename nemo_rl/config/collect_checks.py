@@ -1,18 +1,18 @@
 """What a collection or an evaluation needs beyond the schema: either a server's options or an engine's."""
 
 from nemo_rl.config.checks import check_rollouts
-from nemo_rl.config.collect import SampledConfig
+from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_sampled(config: SampledConfig) -> None:
+def check_sampled(config: SampledRunConfig) -> None:
     """Raise ConfigError for the first combination that cannot run."""
     check_rollouts(config)
     _check_server(config)
     _check_logger(config)
 
 
-def _check_server(config: SampledConfig) -> None:
+def _check_server(config: SampledRunConfig) -> None:
     server = config.server
     for name in server.misplaced:
         problem = "is of a server that runs already: set server.address"
@@ -37,7 +37,7 @@ def _check_server(config: SampledConfig) -> None:
         )
 
 
-def _check_logger(config: SampledConfig) -> None:
+def _check_logger(config: SampledRunConfig) -> None:
     for name in ("wandb_enabled", "tensorboard_enabled"):
         if getattr(config.logger, name):
             raise ConfigError(f"logger.{name}", True, "metrics are logged by training alone; allowed: false")

@@ -12,7 +12,7 @@ from typing import Any
 from nemo_rl.config.keys import Path, dotted
 from nemo_rl.config.lora_keys import LORA_RULES
 from nemo_rl.config.megatron_keys import MEGATRON_RULES, choose_backend
-from nemo_rl.config.rules import Rule, defaulted, ignored, refused, silent
+from nemo_rl.config.rules import Rule, defaulted, dropped, ignored, rejected
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ MOVED_KEYS = {
 }
 
 
-SET_NAMES = ("train", "validation", "input")
+DATASET_KEYS = ("train", "validation", "input")
 RESPONSE_DATASETS, NEMO_GYM_DATASET = ("ResponseDataset", "openai_format"), "NemoGymDataset"
 NO_TP = "the policy is parallel over data and tensors alone"
 NO_FP8 = "engines run in bfloat16 or float32"
@@ -32,7 +32,7 @@ ONE_ENGINE = "an engine is parallel over tensors alone"
 
 # NeMo-RL writes a whole policy section under `teacher`: what only training or sampling reads has no meaning there.
 TEACHER_RULES = (
-    *map(silent, (
+    *map(dropped, (
         "train_global_batch_size", "train_micro_batch_size", "generation_batch_size", "max_total_sequence_length",
         "max_grad_norm", "optimizer", "scheduler", "generation", "refit_buffer_size_gb",
         "sequence_packing.sequence_length_round", "make_sequence_length_divisible_by",
@@ -49,16 +49,16 @@ TEACHER_RULES = (
     defaulted("logprob_batch_size", None),
     defaulted("sequence_packing", None),
     defaulted("dynamic_batching", None),
-    refused("dtensor_cfg.enabled", "without megatron_cfg.enabled it is the teacher's backend", True),
-    *(refused(f"dtensor_cfg.{key}", NO_TP, *inert) for key, *inert in (
+    rejected("dtensor_cfg.enabled", "without megatron_cfg.enabled it is the teacher's backend", True),
+    *(rejected(f"dtensor_cfg.{key}", NO_TP, *inert) for key, *inert in (
         ("sequence_parallel", False), ("context_parallel_size", 1), ("expert_parallel_size", 1),
         ("custom_parallel_plan",),
     )),
-    refused("dtensor_cfg.env_vars", "set them in the environment of the command"),
+    rejected("dtensor_cfg.env_vars", "set them in the environment of the command"),
     *MEGATRON_RULES,
-    refused("reward_model_cfg.enabled", "a teacher gives log-probs of tokens", False),
-    silent("reward_model_cfg"),
-    refused("is_vlm", "only text is trained on", False),
+    rejected("reward_model_cfg.enabled", "a teacher gives log-probs of tokens", False),
+    dropped("reward_model_cfg"),
+    rejected("is_vlm", "only text is trained on", False),
 )  # fmt: skip
 
 RULES: tuple[Rule, ...] = (
@@ -71,10 +71,10 @@ RULES: tuple[Rule, ...] = (
         False,
     ),
     ignored("grpo.calculate_advantages_on_gpu", "advantages are computed where the batch lies", None, False),
-    refused("grpo.reward_shaping.stop_properly_penalty_coef", "use grpo.overlong_filtering or the overlong penalty"),
-    refused("grpo.stop_at_validation_metric", "end a run with grpo.max_num_steps"),
-    silent("grpo.stop_at_validation_threshold"),
-    refused("grpo.algorithm", "only grpo and its estimators", "grpo"),
+    rejected("grpo.reward_shaping.stop_properly_penalty_coef", "use grpo.overlong_filtering or the overlong penalty"),
+    rejected("grpo.stop_at_validation_metric", "end a run with grpo.max_num_steps"),
+    dropped("grpo.stop_at_validation_threshold"),
+    rejected("grpo.algorithm", "only grpo and its estimators", "grpo"),
     defaulted("grpo.val_batch_size", None),
     defaulted("distillation.val_batch_size", None),
     defaulted("grpo.reward_shaping", None),
@@ -91,104 +91,104 @@ RULES: tuple[Rule, ...] = (
     ignored("policy.generation_batch_size", "the hf engine takes what it is asked for", 32, None),
     ignored("policy.offload_optimizer_for_logprob", "the optimizer's state stays where it is", None, False),
     ignored("policy.refit_buffer_size_gb", "weights go tensor by tensor, or in chunks of 64 MiB", None),
-    silent("policy.make_sequence_length_divisible_by"),
-    refused("policy.dtensor_cfg.enabled", "without policy.megatron_cfg.enabled it is the training backend", True),
-    silent("policy.dtensor_cfg._v2"),
-    refused("policy.dtensor_cfg.sequence_parallel", NO_TP, False),
-    refused("policy.dtensor_cfg.context_parallel_size", NO_TP, 1),
-    refused("policy.dtensor_cfg.expert_parallel_size", NO_TP, 1),
-    refused("policy.dtensor_cfg.custom_parallel_plan", NO_TP),
+    dropped("policy.make_sequence_length_divisible_by"),
+    rejected("policy.dtensor_cfg.enabled", "without policy.megatron_cfg.enabled it is the training backend", True),
+    dropped("policy.dtensor_cfg._v2"),
+    rejected("policy.dtensor_cfg.sequence_parallel", NO_TP, False),
+    rejected("policy.dtensor_cfg.context_parallel_size", NO_TP, 1),
+    rejected("policy.dtensor_cfg.expert_parallel_size", NO_TP, 1),
+    rejected("policy.dtensor_cfg.custom_parallel_plan", NO_TP),
     ignored("policy.dtensor_cfg.clear_cache_every_n_steps", "the allocator's cache is left alone", None),
-    refused("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
-    refused("policy.dtensor_cfg.automodel_kwargs", "models are those of transformers", {}),
+    rejected("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
+    rejected("policy.dtensor_cfg.automodel_kwargs", "models are those of transformers", {}),
     *LORA_RULES,
-    silent("policy.sequence_packing.sequence_length_round"),  # a pack has no padding
+    dropped("policy.sequence_packing.sequence_length_round"),  # a pack has no padding
     defaulted("policy.sequence_packing", None),
     defaulted("policy.dynamic_batching", None),
-    refused("policy.reward_model_cfg.enabled", "examples/run_rm.py trains reward models", False),
-    silent("policy.reward_model_cfg"),
-    refused("policy.draft.enabled", "no draft model is trained", False),
-    silent("policy.draft"),
-    refused("policy.router_replay.enabled", "experts are routed anew in training", False),
-    silent("policy.router_replay"),
-    refused("policy.is_vlm", "only text is trained on", False),
+    rejected("policy.reward_model_cfg.enabled", "examples/run_rm.py trains reward models", False),
+    dropped("policy.reward_model_cfg"),
+    rejected("policy.draft.enabled", "no draft model is trained", False),
+    dropped("policy.draft"),
+    rejected("policy.router_replay.enabled", "experts are routed anew in training", False),
+    dropped("policy.router_replay"),
+    rejected("policy.is_vlm", "only text is trained on", False),
     *(replace(rule, key=f"policy.{rule.key}") for rule in MEGATRON_RULES),
     # policy.generation
-    silent("policy.generation.model_name"),
-    silent("policy.generation._pad_token_id"),
-    silent("policy.generation.mcore_generation_config"),
-    silent("policy.generation.sglang_cfg"),
-    refused("policy.generation.min_p", "the trainer cannot reproduce it", 0),
+    dropped("policy.generation.model_name"),
+    dropped("policy.generation._pad_token_id"),
+    dropped("policy.generation.mcore_generation_config"),
+    dropped("policy.generation.sglang_cfg"),
+    rejected("policy.generation.min_p", "the trainer cannot reproduce it", 0),
     defaulted("policy.generation.top_k", -1),
     defaulted("policy.generation.vllm_kwargs", None),
     ignored("policy.generation.vllm_cfg.async_engine", "the engine is always asynchronous", None, True, False),
-    refused("policy.generation.vllm_cfg.pipeline_parallel_size", ONE_ENGINE, 1),
-    refused("policy.generation.vllm_cfg.expert_parallel_size", ONE_ENGINE, 1),
-    refused("policy.generation.vllm_cfg.enable_expert_parallel", ONE_ENGINE, False),
-    refused("policy.generation.vllm_cfg.kv_cache_dtype", NO_FP8, "auto"),
+    rejected("policy.generation.vllm_cfg.pipeline_parallel_size", ONE_ENGINE, 1),
+    rejected("policy.generation.vllm_cfg.expert_parallel_size", ONE_ENGINE, 1),
+    rejected("policy.generation.vllm_cfg.enable_expert_parallel", ONE_ENGINE, False),
+    rejected("policy.generation.vllm_cfg.kv_cache_dtype", NO_FP8, "auto"),
     ignored("policy.generation.vllm_cfg.load_format", "the engine starts from the policy's files", None, "auto"),
-    refused("policy.generation.vllm_cfg.is_mx", NO_FP8, False),
-    silent("policy.generation.vllm_cfg.use_deep_gemm"),
-    silent("policy.generation.vllm_cfg.num_last_layers_in_bf16"),
-    silent("policy.generation.vllm_cfg.num_first_layers_in_bf16"),
-    silent("policy.generation.vllm_cfg.quantization_ignored_layer_kws"),
-    silent("policy.generation.vllm_cfg.use_activation_pow2_scale"),
-    silent("policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
-    silent("policy.generation.vllm_cfg.skip_tokenizer_init"),
-    silent("policy.generation.vllm_cfg.use_tqdm"),
-    silent("policy.generation.vllm_cfg.enable_vllm_metrics_logger"),
-    silent("policy.generation.vllm_cfg.vllm_metrics_logger_interval"),
-    refused("policy.generation.vllm_cfg.expose_http_server", "rollouts call the engine themselves", False),
-    silent("policy.generation.vllm_cfg.http_server_serving_chat_kwargs"),
-    refused("policy.generation.vllm_cfg.logprobs_mode", "log-probs are those of the sampled distribution",
+    rejected("policy.generation.vllm_cfg.is_mx", NO_FP8, False),
+    dropped("policy.generation.vllm_cfg.use_deep_gemm"),
+    dropped("policy.generation.vllm_cfg.num_last_layers_in_bf16"),
+    dropped("policy.generation.vllm_cfg.num_first_layers_in_bf16"),
+    dropped("policy.generation.vllm_cfg.quantization_ignored_layer_kws"),
+    dropped("policy.generation.vllm_cfg.use_activation_pow2_scale"),
+    dropped("policy.generation.vllm_cfg.pow2_weight_scaling_factors"),
+    dropped("policy.generation.vllm_cfg.skip_tokenizer_init"),
+    dropped("policy.generation.vllm_cfg.use_tqdm"),
+    dropped("policy.generation.vllm_cfg.enable_vllm_metrics_logger"),
+    dropped("policy.generation.vllm_cfg.vllm_metrics_logger_interval"),
+    rejected("policy.generation.vllm_cfg.expose_http_server", "rollouts call the engine themselves", False),
+    dropped("policy.generation.vllm_cfg.http_server_serving_chat_kwargs"),
+    rejected("policy.generation.vllm_cfg.logprobs_mode", "log-probs are those of the sampled distribution",
             "processed_logprobs"),
     # data
     ignored("data.num_workers", "rows are prepared once, in the trainer's process", None, 0, 1),
-    refused("data.use_multiple_dataloader", "the data sets of data.train are blended into one", False),
-    silent("data.num_prompts_per_dataloader"),
-    refused("data.dataset_name", "data sets are described in data.train and data.validation"),
-    refused("data.train_data_path", "write data.train.data_path"),
-    refused("data.val_data_path", "write data.validation.data_path"),
-    refused("data.prompt_file", "write data.default.prompt_file"),
-    refused("data.system_prompt_file", "write data.default.system_prompt_file"),
-    refused("data.*.split_validation_size", "describe the validation set in data.validation; data.disjoint keeps its "
+    rejected("data.use_multiple_dataloader", "the data sets of data.train are blended into one", False),
+    dropped("data.num_prompts_per_dataloader"),
+    rejected("data.dataset_name", "data sets are described in data.train and data.validation"),
+    rejected("data.train_data_path", "write data.train.data_path"),
+    rejected("data.val_data_path", "write data.validation.data_path"),
+    rejected("data.prompt_file", "write data.default.prompt_file"),
+    rejected("data.system_prompt_file", "write data.default.system_prompt_file"),
+    rejected("data.*.split_validation_size", "describe the validation set in data.validation; data.disjoint keeps its "
             "prompts out of training", 0),
     defaulted("data.*.processor", "math_hf_data_processor", "math_data_processor", "nemo_gym_data_processor"),
-    refused("data.train_jsonl_fpath", "write data.train.data_path, with dataset_name: nemo_gym"),
-    refused("data.validation_jsonl_fpath", "write data.validation.data_path, with dataset_name: nemo_gym"),
-    refused("data.agent_name", "write data.default.agent_name"),
+    rejected("data.train_jsonl_fpath", "write data.train.data_path, with dataset_name: nemo_gym"),
+    rejected("data.validation_jsonl_fpath", "write data.validation.data_path, with dataset_name: nemo_gym"),
+    rejected("data.agent_name", "write data.default.agent_name"),
     defaulted("data.default", None),
     # env
-    silent("env.should_use_nemo_gym"),  # an entry of type nemo_gym says so
-    silent("env.should_log_nemo_gym_responses"),
-    refused("env.should_mask_flagged_samples", "mask_sample of NeMo Gym's replies is honoured", True),
-    refused("env.*.math_verify_impl", "answers are compared by math-verify", "hf_math_verify"),
-    refused("env.*.verifier_type", "write env.<name>.type", "math"),
+    dropped("env.should_use_nemo_gym"),  # an entry of type nemo_gym says so
+    dropped("env.should_log_nemo_gym_responses"),
+    rejected("env.should_mask_flagged_samples", "mask_sample of NeMo Gym's replies is honoured", True),
+    rejected("env.*.math_verify_impl", "answers are compared by math-verify", "hf_math_verify"),
+    rejected("env.*.verifier_type", "write env.<name>.type", "math"),
     # checkpointing
-    refused("checkpointing.model_save_format", "weights are saved as Hugging Face safetensors", "safetensors"),
+    rejected("checkpointing.model_save_format", "weights are saved as Hugging Face safetensors", "safetensors"),
     ignored("checkpointing.save_consolidated", "weights are saved as Hugging Face files", None, True, False),
-    silent("checkpointing.model_cache_dir"),
-    silent("checkpointing.model_repo_id"),
+    dropped("checkpointing.model_cache_dir"),
+    dropped("checkpointing.model_repo_id"),
     # logger
-    refused("logger.mlflow_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
-    refused("logger.swanlab_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
-    silent("logger.mlflow"),
-    silent("logger.swanlab"),
-    silent("logger.tensorboard"),
+    rejected("logger.mlflow_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
+    rejected("logger.swanlab_enabled", "metrics go to metrics.jsonl, W&B and TensorBoard", False),
+    dropped("logger.mlflow"),
+    dropped("logger.swanlab"),
+    dropped("logger.tensorboard"),
     ignored("logger.monitor_gpus", "W&B records the machine's own metrics", None, True, False),
-    silent("logger.gpu_monitoring"),
+    dropped("logger.gpu_monitoring"),
     # cluster
-    silent("cluster.master_port_range_low"),
-    silent("cluster.master_port_range_high"),
-    silent("cluster.segment_size"),
+    dropped("cluster.master_port_range_low"),
+    dropped("cluster.master_port_range_high"),
+    dropped("cluster.segment_size"),
 )  # fmt: skip
 
 
 SFT_RULES: tuple[Rule, ...] = (
     ignored("policy.generation", "supervised training samples nothing", None),
-    silent("data.add_bos"),  # the chat template's text is what is trained
-    silent("data.add_eos"),
-    silent("data.add_generation_prompt"),
+    dropped("data.add_bos"),  # the chat template's text is what is trained
+    dropped("data.add_eos"),
+    dropped("data.add_generation_prompt"),
     defaulted("data.*.chat_key", "messages"),
     defaulted("data.*.tool_key", "tools"),
     defaulted("data.*.system_key", None),
@@ -202,7 +202,7 @@ def current_key(key: str) -> str:
     return MOVED_KEYS.get(key, key)
 
 
-def move_keys(layer: dict[str, Any]) -> None:
+def apply_moved_keys(layer: dict[str, Any]) -> None:
     """Move the keys of MOVED_KEYS in one layer, in place; where both stand, the one inside wins."""
     for old, new in MOVED_KEYS.items():
         section, name = old.split(".")
@@ -216,7 +216,7 @@ def move_keys(layer: dict[str, Any]) -> None:
             target.setdefault(name, value)
 
 
-def take_out(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
+def remove_unsupported_keys(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
     """Take the table's keys out of a resolved configuration, in place; raises ConfigError for what is refused."""
     choose_backend(config)
     for rule in rules:
@@ -224,7 +224,7 @@ def take_out(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
             value = parent[name]
             is_inert = rule.inert is None or value in rule.inert
             if not is_inert and rule.otherwise == "refuse":
-                allowed = ", ".join(_text(v) for v in (rule.inert or ()) if v is not None)
+                allowed = ", ".join(_format_value(v) for v in (rule.inert or ()) if v is not None)
                 hint = f"; only {allowed} is accepted" if allowed else ""
                 raise ConfigError(dotted(path), value, f"not available: {rule.text}{hint}")
             if not is_inert and rule.otherwise == "keep":
@@ -234,7 +234,7 @@ def take_out(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
             del parent[name]
 
 
-def name_datasets(config: dict[str, Any]) -> None:
+def normalize_dataset_names(config: dict[str, Any]) -> None:
     """Write NeMo-RL's `dataset_name: ResponseDataset`, or `openai_format`, as jsonl or huggingface, by its data_path,
     and `NemoGymDataset` as nemo_gym; in place."""
     data = config.get("data")
@@ -242,11 +242,11 @@ def name_datasets(config: dict[str, Any]) -> None:
         return
     default = data.get("default") if isinstance(data.get("default"), dict) else {}
     assert isinstance(default, dict)
-    for one in (default, *(one for name in SET_NAMES for one in _listed(data.get(name)))):
+    for one in (default, *(one for name in DATASET_KEYS for one in _as_list(data.get(name)))):
         if isinstance(one, dict) and one.get("dataset_name") == NEMO_GYM_DATASET:
             one["dataset_name"] = "nemo_gym"
-    for name in SET_NAMES:
-        for one in _listed(data.get(name)):
+    for name in DATASET_KEYS:
+        for one in _as_list(data.get(name)):
             if isinstance(one, dict) and (one.get("dataset_name") or default.get("dataset_name")) in RESPONSE_DATASETS:
                 path = str(one.get("data_path") or default.get("data_path"))
                 one["dataset_name"] = "jsonl" if path.endswith((".jsonl", ".json")) else "huggingface"
@@ -254,18 +254,18 @@ def name_datasets(config: dict[str, Any]) -> None:
         del default["dataset_name"]
 
 
-def name_metric(config: dict[str, Any]) -> None:
+def normalize_metric_name(config: dict[str, Any]) -> None:
     """Write NeMo-RL's `checkpointing.metric_name: val:val_loss` as val:loss; in place."""
     section = config.get("checkpointing")
     if isinstance(section, dict) and section.get("metric_name") == "val:val_loss":
         section["metric_name"] = "val:loss"
 
 
-def _listed(sets: object) -> list[object]:
+def _as_list(sets: object) -> list[object]:
     return sets if isinstance(sets, list) else [sets]
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class Dataset(Section):
+class DatasetConfig(Section):
     """One data set; what is None comes from `data.default`."""
 
     dataset_name: str | None = None  # jsonl, huggingface, reasoning_gym, nemo_gym, a registered name, a dotted path
@@ -30,16 +30,16 @@ class Dataset(Section):
     system_prompt_file: str | None = None
 
 
-class DataSets(Section):
+class BaseDataConfig(Section):
     """What any choice of data sets has."""
 
     fields_of_sets: ClassVar[tuple[str, ...]]
 
     max_input_seq_length: int | None = Field(default=None, gt=0)  # tokens of a prompt; None: room for one new token
-    default: Dataset = Dataset()
+    default: DatasetConfig = DatasetConfig()
 
     @property
-    def sets(self) -> Iterator[tuple[str, Dataset]]:
+    def sets(self) -> Iterator[tuple[str, DatasetConfig]]:
         """Every data set with its key; a list that names none is left to the caller."""
         for name in self.fields_of_sets:
             sets = getattr(self, name)
@@ -49,21 +49,21 @@ class DataSets(Section):
                 yield f"data.{name}", sets
 
 
-class Data(DataSets):
+class DataConfig(BaseDataConfig):
     """Of training."""
 
     fields_of_sets: ClassVar[tuple[str, ...]] = ("train", "validation")
 
     shuffle: bool = True
     disjoint: bool = True  # prompts of the validation sets are left out of training
-    train: Dataset | list[Dataset]
-    validation: Dataset | list[Dataset] | None = None
+    train: DatasetConfig | list[DatasetConfig]
+    validation: DatasetConfig | list[DatasetConfig] | None = None
 
 
-class InputData(DataSets):
+class InputDataConfig(BaseDataConfig):
     """Of a collection."""
 
     fields_of_sets: ClassVar[tuple[str, ...]] = ("input",)
 
-    input: Dataset | list[Dataset]  # one behind the other: a task's index is its place in all of them
+    input: DatasetConfig | list[DatasetConfig]  # one behind the other: a task's index is its place in all of them
     seed: int = 42  # of generated rows, where their set names none

@@ -5,7 +5,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class EndpointLimits(Section):
+class EndpointLimitsConfig(Section):
     """What a server is asked to bear."""
 
     max_concurrency: int = Field(default=64, gt=0)  # requests at once, over all replicas
@@ -16,10 +16,10 @@ class EndpointLimits(Section):
     retry_backoff_s: float = Field(default=0.5, ge=0)  # before the first; doubles
 
 
-class ServedModel(Section):
+class ServedModelConfig(Section):
     """A server over HTTP; several URLs are replicas, and the least busy one is asked."""
 
     base_urls: list[str] = Field(min_length=1)  # roots, with or without /v1
     model: str
     api_key_env: str | None = None  # the environment variable that holds the key
-    limits: EndpointLimits = EndpointLimits()
+    limits: EndpointLimitsConfig = EndpointLimitsConfig()

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
-from nemo_rl.config.scorers import SCORER_SECTIONS, CustomScorerSection
+from nemo_rl.config.env import ENVIRONMENT_CONFIGS, CustomEnvironmentConfig
+from nemo_rl.config.scorers import SCORER_CONFIGS, CustomScorerConfig
 from nemo_rl.config.section import Section
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class EntryKinds:
     """What the entries of one section may be."""
 
     noun: str  # in errors
@@ -24,7 +24,7 @@ class Kinds:
         """An entry as the section of its kind; what is no mapping is left for pydantic to refuse."""
         if not isinstance(entry, dict):
             return entry
-        kind = kind_of(name, entry)
+        kind = get_entry_kind(name, entry)
         return self.section(kind).model_validate({**entry, "type": kind})
 
     def read_all(self, entries: Any) -> Any:
@@ -33,23 +33,23 @@ class Kinds:
         return {name: self.read(name, entry) for name, entry in entries.items()}
 
 
-KINDS: dict[str, Kinds] = {
-    "env": Kinds("an environment", ENVIRONMENT_SECTIONS, CustomSection),
-    "scorers": Kinds("a scorer", SCORER_SECTIONS, CustomScorerSection),
+ENTRY_KINDS: dict[str, EntryKinds] = {
+    "env": EntryKinds("an environment", ENVIRONMENT_CONFIGS, CustomEnvironmentConfig),
+    "scorers": EntryKinds("a scorer", SCORER_CONFIGS, CustomScorerConfig),
 }
 
 
-def kind_of(name: str, entry: Any) -> str:
+def get_entry_kind(name: str, entry: Any) -> str:
     """The entry's `type`, or its own name."""
     kind = entry.get("type") if isinstance(entry, Mapping) else None
     return kind if isinstance(kind, str) else name
 
 
-def environment_section(name: str, entry: Any) -> Any:
+def parse_environment_config(name: str, entry: Any) -> Any:
     """One entry of `env`."""
-    return KINDS["env"].read(name, entry)
+    return ENTRY_KINDS["env"].read(name, entry)
 
 
-def scorer_section(name: str, entry: Any) -> Any:
+def parse_scorer_config(name: str, entry: Any) -> Any:
     """One entry of `scorers`."""
-    return KINDS["scorers"].read(name, entry)
+    return ENTRY_KINDS["scorers"].read(name, entry)

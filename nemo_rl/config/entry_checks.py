@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from nemo_rl.config.environment import EnvironmentSection
-from nemo_rl.config.master import RolloutConfig
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_session_timeout(key: str, timeout_s: float, config: RolloutConfig) -> None:
+def check_session_timeout(key: str, timeout_s: float, config: RolloutRunConfig) -> None:
     """A rollout that others run ends before the watchdog, and before the gateway forgets its session."""
     limits = {
         "rollout.stall_timeout_s": config.rollout.stall_timeout_s,
@@ -23,7 +23,7 @@ def check_timeout(key: str, timeout_s: float, limits: Mapping[str, float]) -> No
             raise ConfigError(f"{key}.timeout_s", timeout_s, f"must be below {name} = {limit:g}")
 
 
-def refuse_wrappers(key: str, section: EnvironmentSection, problem: str) -> None:
+def reject_wrappers(key: str, section: EnvironmentConfig, problem: str) -> None:
     """Raise ConfigError for an entry that can be neither batched nor put into actors; `problem` says why."""
     for part, enabled in (("batching", section.batching.enabled), ("remote", section.remote.enabled)):
         if enabled:

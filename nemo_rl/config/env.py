@@ -7,18 +7,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.environment import EnvironmentSection
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.nemo_gym import NemoGymConfig
 
 
-class MathSection(EnvironmentSection):
+class MathEnvironmentConfig(EnvironmentConfig):
     """Answers compared as mathematics."""
 
     num_workers: int = Field(default=2, gt=0)  # processes
     verify_timeout_s: float = Field(default=10.0, gt=0)  # of one answer
 
 
-class ReasoningGymSection(EnvironmentSection):
+class ReasoningGymEnvironmentConfig(EnvironmentConfig):
     """Answers scored by reasoning_gym's own verifiers; the prompt's state names the task."""
 
     num_workers: int = Field(default=0, ge=0)  # processes; 0: a thread
@@ -26,14 +26,14 @@ class ReasoningGymSection(EnvironmentSection):
     require_stop: bool = False  # an answer cut by its token limit scores 0
 
 
-class SlidingPuzzleSection(EnvironmentSection):
+class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
     """A game of several turns: slide tiles until they are in order."""
 
     move_reward: float = 0.0
     invalid_move_penalty: float = 0.0
 
 
-class ToolsSection(EnvironmentSection):
+class ToolsEnvironmentConfig(EnvironmentConfig):
     """A calculator and Python in a sandbox, then the final answer."""
 
     tools: list[Literal["calculator", "python"]] = Field(default_factory=lambda: ["calculator"])
@@ -44,7 +44,7 @@ class ToolsSection(EnvironmentSection):
     max_output_chars: int = Field(default=4096, gt=0)
 
 
-class AgentSection(EnvironmentSection):
+class AgentConfig(EnvironmentConfig):
     """An agent that owns its loop: exactly one of `function` and `command`. Its reward is what it returns or posts, or
     what the environment `scored_by` gives to its last conversation. `timeout_s` bounds one run."""
 
@@ -55,22 +55,22 @@ class AgentSection(EnvironmentSection):
     in_tasks: bool = False  # function: each run in a Ray task, a process of its own
 
 
-class RewardModelEnvironmentSection(EnvironmentSection):
+class RewardModelEnvironmentConfig(EnvironmentConfig):
     """One turn whose rewards are those of its `scorers` alone."""
 
 
-class CustomSection(EnvironmentSection):
+class CustomEnvironmentConfig(EnvironmentConfig):
     """A class or a function by dotted path, with the arguments it is made with."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-ENVIRONMENT_SECTIONS: dict[str, type[EnvironmentSection]] = {
-    "math": MathSection,
-    "reasoning_gym": ReasoningGymSection,
-    "sliding_puzzle": SlidingPuzzleSection,
-    "tools": ToolsSection,
-    "agent": AgentSection,
-    "nemo_gym": NemoGymSection,
-    "reward_model": RewardModelEnvironmentSection,
+ENVIRONMENT_CONFIGS: dict[str, type[EnvironmentConfig]] = {
+    "math": MathEnvironmentConfig,
+    "reasoning_gym": ReasoningGymEnvironmentConfig,
+    "sliding_puzzle": SlidingPuzzleEnvironmentConfig,
+    "tools": ToolsEnvironmentConfig,
+    "agent": AgentConfig,
+    "nemo_gym": NemoGymConfig,
+    "reward_model": RewardModelEnvironmentConfig,
 }

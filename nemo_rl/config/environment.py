@@ -5,7 +5,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class Batching(Section):
+class BatchingConfig(Section):
     """Collect the items of many pipelined rollouts into one call."""
 
     enabled: bool = False
@@ -15,7 +15,7 @@ class Batching(Section):
     max_calls: int | None = Field(default=None, gt=0)  # at once; items gather while so many run. None: any number
 
 
-class Remote(Section):
+class RemoteConfig(Section):
     """Run the environment in Ray actors."""
 
     enabled: bool = False
@@ -23,11 +23,11 @@ class Remote(Section):
     max_concurrency: int = Field(default=16, gt=0)  # calls at once in each
 
 
-class EnvironmentSection(Section):
+class EnvironmentConfig(Section):
     """What every environment has."""
 
     type: str | None = None
     timeout_s: float = Field(default=120.0, gt=0)  # of one call
-    batching: Batching = Batching()
-    remote: Remote = Remote()
+    batching: BatchingConfig = BatchingConfig()
+    remote: RemoteConfig = RemoteConfig()
     scorers: list[str] = Field(default_factory=list)  # entries of `scorers` that add their rewards at the end

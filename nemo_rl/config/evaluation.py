@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.collect import HIGHEST_ATTEMPTS, Collect, SampledConfig
+from nemo_rl.config.collect import HIGHEST_ATTEMPTS, CollectConfig, SampledRunConfig
 from nemo_rl.config.collect_checks import check_sampled
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     """`eval`, under NeMo-RL's names where it has them."""
 
     metric: Literal["pass@1", "pass@k", "cons@k"] = "pass@k"  # the one that is printed last; cons@k: majority vote
@@ -38,16 +38,16 @@ class Evaluation(Section):
         return f"pass@{self.k}" if self.metric == "pass@k" else f"majority@{self.k}"
 
 
-class EvalConfig(SampledConfig):
+class EvalRunConfig(SampledRunConfig):
     """`examples/run_eval.py`: what a recipe may say."""
 
-    eval: Evaluation = Evaluation()
+    eval: EvaluationConfig = EvaluationConfig()
 
     @property
-    def collection(self) -> Collect:
+    def collection(self) -> CollectConfig:
         own = self.eval
-        return Collect(
-            output_dir=f"{own.output_dir}/{folder_name(self.policy.model_name)}",
+        return CollectConfig(
+            output_dir=f"{own.output_dir}/{model_directory_name(self.policy.model_name)}",
             seeds=own.seed,
             num_repeats=own.num_tests_per_prompt,
             limit=own.limit,
@@ -57,7 +57,7 @@ class EvalConfig(SampledConfig):
         )
 
     @property
-    def models(self) -> "tuple[EvalConfig, ...]":
+    def models(self) -> "tuple[EvalRunConfig, ...]":
         """A configuration a model that is evaluated: the baseline first."""
         if self.eval.baseline is None:
             return (self,)
@@ -65,7 +65,7 @@ class EvalConfig(SampledConfig):
         return (self.model_copy(update={"policy": policy}), self)
 
 
-def folder_name(model_name: str) -> str:
+def model_directory_name(model_name: str) -> str:
     """Of a model's evaluation: the end of its name, told from others that end alike.
 
     Example: "runs/exp_001/checkpoints/step_50" is "checkpoints_step_50-" and eight digits.
@@ -74,14 +74,14 @@ def folder_name(model_name: str) -> str:
     return f"{end}-{hashlib.sha256(model_name.encode()).hexdigest()[:8]}"
 
 
-def move_old_keys(resolved: dict[str, Any]) -> None:
+def rename_legacy_keys(resolved: dict[str, Any]) -> None:
     """NeMo-RL's earlier `pass_k_value`, in place."""
     section = resolved.get("eval")
     if isinstance(section, dict) and "pass_k_value" in section:
         section.setdefault("k_value", section.pop("pass_k_value"))
 
 
-def check_evaluation(config: EvalConfig) -> None:
+def check_evaluation(config: EvalRunConfig) -> None:
     """Raise ConfigError for the first combination that cannot run or says nothing."""
     check_sampled(config)
     own, num_tests = config.eval, config.eval.num_tests_per_prompt

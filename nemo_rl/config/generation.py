@@ -7,7 +7,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class VllmCfg(Section):
+class VllmConfig(Section):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: policy.precision
     tensor_parallel_size: int = Field(default=1, gt=0)
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
@@ -20,19 +20,19 @@ class VllmCfg(Section):
     seed_requests: bool = True  # a seed for each request: repeatable samples, at a cost in the sampler
 
 
-class Resources(Section):
+class ResourcesConfig(Section):
     """GPUs of the engines alone, taken from those of `cluster`."""
 
     gpus_per_node: int | None = Field(default=None, gt=0)  # None: all of these nodes
     num_nodes: int | None = Field(default=None, gt=0)  # None: they stand on the policy's nodes
 
 
-class Colocated(Section):
+class ColocatedConfig(Section):
     enabled: bool = True  # trainer and engine share their devices
-    resources: Resources = Resources()  # where they do not
+    resources: ResourcesConfig = ResourcesConfig()  # where they do not
 
 
-class Sampling(Section):
+class SamplingConfig(Section):
     """How responses are sampled, whatever the engine."""
 
     max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
@@ -45,12 +45,12 @@ class Sampling(Section):
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
 
 
-class GenerationSection(Sampling):
+class GenerationConfig(SamplingConfig):
     """The engine of a training run beside it."""
 
     backend: Literal["vllm", "hf"] = "vllm"
     in_actor: bool = False  # vllm: in a Ray actor, a process of its own; several replicas always are
     num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
-    vllm_cfg: VllmCfg = VllmCfg()
+    vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
-    colocated: Colocated = Colocated()
+    colocated: ColocatedConfig = ColocatedConfig()

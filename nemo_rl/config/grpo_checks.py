@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from nemo_rl.config.loss_checks import check_advantages, check_loss
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.penalty_checks import check_penalties
 from nemo_rl.errors import ConfigError
 
 
-def check_grpo(config: GRPOConfig) -> None:
+def check_grpo(config: GRPORunConfig) -> None:
     """Raise ConfigError for the first combination that cannot run."""
-    checks: tuple[Callable[[GRPOConfig], None], ...] = (
+    checks: tuple[Callable[[GRPORunConfig], None], ...] = (
         _check_dynamic_sampling,
         _check_rewards,
         check_loss,
@@ -21,14 +21,14 @@ def check_grpo(config: GRPOConfig) -> None:
         one(config)
 
 
-def _check_dynamic_sampling(config: GRPOConfig) -> None:
+def _check_dynamic_sampling(config: GRPORunConfig) -> None:
     if config.grpo.use_dynamic_sampling and config.grpo.num_generations_per_prompt == 1:
         raise ConfigError(
             "grpo.use_dynamic_sampling", True, "would drop every group: grpo.num_generations_per_prompt must be above 1"
         )
 
 
-def _check_rewards(config: GRPOConfig) -> None:
+def _check_rewards(config: GRPORunConfig) -> None:
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low > high:
         raise ConfigError("grpo.advantage_clip_low", low, f"must be at most grpo.advantage_clip_high = {high}")

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
-from nemo_rl.config.entries import KINDS, kind_of
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.entries import ENTRY_KINDS, get_entry_kind
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.section import Section
 
 Path: TypeAlias = Sequence[str | int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SchemaNode:
     """What the schema says of the value at a path."""
 
     section: type[Section] | None = None  # a mapping whose keys are known
@@ -31,23 +31,23 @@ class Place:
         return self.values is not None
 
 
-def place_at(path: Path, raw: Any, schema: type[Section] = GRPOConfig) -> Place | None:
+def find_schema_node(path: Path, raw: Any, schema: type[Section] = GRPORunConfig) -> SchemaNode | None:
     """The place of `schema` at `path`; None: no such place.
 
     `raw` is the configuration, which tells the kinds of entries of `env` and the like.
     """
-    place: Place | None = _place(schema)
+    node: SchemaNode | None = _make_node(schema)
     for depth, name in enumerate(path):
-        if place is None:
+        if node is None:
             return None
-        kinds = KINDS.get(str(path[0])) if depth == 1 else None
-        place = _below(place, name) if kinds is None else _place(kinds.section(entry_kind(path[:2], raw)))
-    return place
+        kinds = ENTRY_KINDS.get(str(path[0])) if depth == 1 else None
+        node = _child_node(node, name) if kinds is None else _make_node(kinds.section(entry_kind(path[:2], raw)))
+    return node
 
 
 def entry_kind(path: Path, raw: Any) -> str:
     """The kind of the entry at `path`: its section and its name."""
-    return kind_of(str(path[1]), at(raw, path))
+    return get_entry_kind(str(path[1]), at(raw, path))
 
 
 def at(raw: Any, path: Path) -> Any:
@@ -74,19 +74,19 @@ def dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _below(place: Place, name: str | int) -> Place | None:
-    if place.section is not None and name in place.section.model_fields:
-        field_info = place.section.model_fields[str(name)]
+def _child_node(node: SchemaNode, name: str | int) -> SchemaNode | None:
+    if node.section is not None and name in node.section.model_fields:
+        field_info = node.section.model_fields[str(name)]
         default = field_info.get_default(call_default_factory=True, validated_data={})
-        return _place(field_info.annotation, default)
-    if place.items is not None and str(name).isdigit():
-        return _place(place.items)
-    if place.values is not None:
-        return _place(place.values)
+        return _make_node(field_info.annotation, default)
+    if node.items is not None and str(name).isdigit():
+        return _make_node(node.items)
+    if node.values is not None:
+        return _make_node(node.values)
     return None
 
 
-def _place(annotation: Any, default: Any = None) -> Place:
+def _make_node(annotation: Any, default: Any = None) -> SchemaNode:
     section, values, items = None, None, None
     for option in _options(annotation):
         if isinstance(option, type) and issubclass(option, Section):
@@ -95,7 +95,7 @@ def _place(annotation: Any, default: Any = None) -> Place:
             values = get_args(option)[1]
         elif get_origin(option) is list:
             items = get_args(option)[0]
-    return Place(section, values, items, default if isinstance(default, dict) else {})
+    return SchemaNode(section, values, items, default if isinstance(default, dict) else {})
 
 
 def _options(annotation: Any) -> Iterator[Any]:

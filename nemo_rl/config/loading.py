@@ -15,71 +15,77 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_rl.config.checks import check
-from nemo_rl.config.collect import CollectConfig, quoted_seeds
+from nemo_rl.config.collect import CollectRunConfig, quote_seeds
 from nemo_rl.config.collect_checks import check_sampled
-from nemo_rl.config.compatibility import SFT_RULES, move_keys, name_datasets, name_metric, take_out
-from nemo_rl.config.entries import KINDS, Kinds
-from nemo_rl.config.evaluation import EvalConfig, check_evaluation, move_old_keys
-from nemo_rl.config.master import DistillationConfig, GRPOConfig, RolloutConfig
-from nemo_rl.config.merging import merged
-from nemo_rl.config.nemo_gym import gather_overrides
+from nemo_rl.config.compatibility import (
+    SFT_RULES,
+    apply_moved_keys,
+    normalize_dataset_names,
+    normalize_metric_name,
+    remove_unsupported_keys,
+)
+from nemo_rl.config.entries import ENTRY_KINDS, EntryKinds
+from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation, rename_legacy_keys
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
+from nemo_rl.config.merging import merge_layers
+from nemo_rl.config.nemo_gym import collect_gym_overrides
 from nemo_rl.config.overrides import apply_override
-from nemo_rl.config.problems import interpolation_problem, refuse_booleans, schema_problem
-from nemo_rl.config.reward_model import RewardModelConfig, check_reward_model
+from nemo_rl.config.problems import make_interpolation_error, make_schema_error, reject_booleans
+from nemo_rl.config.reward_model import RewardModelRunConfig, check_reward_model
 from nemo_rl.config.section import Section
-from nemo_rl.config.sft import SFTConfig
+from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.config.sft_checks import check_sft
 from nemo_rl.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPOConfig:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPORunConfig:
     """The configuration of a recipe with overrides in Hydra's grammar; raises ConfigError for all that is wrong.
 
     Example: `load_config(Path("examples/configs/quickstart.yaml"), ["grpo.max_num_steps=2"])`
     """
-    config = read_config(GRPOConfig, path, overrides, prepare=translate)
+    config = read_config(GRPORunConfig, path, overrides, prepare=translate_nemo_rl_keys)
     check(config)
     return config
 
 
-def load_distillation_config(path: Path, overrides: Sequence[str] = ()) -> DistillationConfig:
+def load_distillation_config(path: Path, overrides: Sequence[str] = ()) -> DistillationRunConfig:
     """The same for `examples/run_distillation.py`."""
-    config = read_config(DistillationConfig, path, overrides, prepare=translate)
+    config = read_config(DistillationRunConfig, path, overrides, prepare=translate_nemo_rl_keys)
     check(config)
     return config
 
 
-def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SFTConfig:
+def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SFTRunConfig:
     """The same for `examples/run_sft.py`."""
-    config = read_config(SFTConfig, path, overrides, prepare=translate_sft)
+    config = read_config(SFTRunConfig, path, overrides, prepare=translate_sft_keys)
     check_sft(config)
     return config
 
 
-def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> RewardModelConfig:
+def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """The same for `examples/run_rm.py`."""
-    config = read_config(RewardModelConfig, path, overrides)
+    config = read_config(RewardModelRunConfig, path, overrides)
     check_reward_model(config)
     return config
 
 
-def load_collect_config(path: Path, overrides: Sequence[str] = ()) -> CollectConfig:
+def load_collect_config(path: Path, overrides: Sequence[str] = ()) -> CollectRunConfig:
     """The same for `nemo-rl collect`."""
-    config = read_config(CollectConfig, path, quoted_seeds(overrides), prepare=translate)
+    config = read_config(CollectRunConfig, path, quote_seeds(overrides), prepare=translate_nemo_rl_keys)
     check_sampled(config)
     return config
 
 
-def load_eval_config(path: Path, overrides: Sequence[str] = ()) -> EvalConfig:
+def load_eval_config(path: Path, overrides: Sequence[str] = ()) -> EvalRunConfig:
     """The same for `examples/run_eval.py`."""
 
     def prepare(resolved: dict[str, Any]) -> None:
-        translate(resolved)
-        move_old_keys(resolved)
+        translate_nemo_rl_keys(resolved)
+        rename_legacy_keys(resolved)
 
-    config = read_config(EvalConfig, path, overrides, prepare=prepare)
+    config = read_config(EvalRunConfig, path, overrides, prepare=prepare)
     check_evaluation(config)
     return config
 
@@ -91,13 +97,13 @@ def resolved_yaml(config: Section) -> str:
     come from `data.default` or from what is known of the set.
     """
     values = config.model_dump()
-    if isinstance(config, RolloutConfig | SFTConfig):
+    if isinstance(config, RolloutRunConfig | SFTRunConfig):
         set_values = config.data.model_dump(exclude_unset=True)
         names = (*config.data.fields_of_sets, "default")
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(own_first)))
+    return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolations(own_first)))
 
 
 def read_config(
@@ -108,7 +114,7 @@ def read_config(
     prepare: Callable[[dict[str, Any]], None] = lambda resolved: None,
 ) -> ConfigT:
     """A recipe with overrides, interpolations resolved, changed in place by `prepare`, and validated by the schema."""
-    raw = merged(None, _read(Path(path), ()))
+    raw = merge_layers(None, _read_recipe(Path(path), ()))
     for text in overrides:
         apply_override(raw, text, schema)
     resolved = _resolve(raw)
@@ -116,40 +122,40 @@ def read_config(
     return _validate(schema, resolved)
 
 
-def translate(resolved: dict[str, Any]) -> None:
+def translate_nemo_rl_keys(resolved: dict[str, Any]) -> None:
     """NeMo-RL's keys and names, in place."""
-    take_out(resolved)
-    name_datasets(resolved)
-    gather_overrides(resolved)
+    remove_unsupported_keys(resolved)
+    normalize_dataset_names(resolved)
+    collect_gym_overrides(resolved)
 
 
-def translate_sft(resolved: dict[str, Any]) -> None:
+def translate_sft_keys(resolved: dict[str, Any]) -> None:
     """The same for supervised training, where some keys are called otherwise or mean nothing."""
-    take_out(resolved, SFT_RULES)
-    name_datasets(resolved)
-    name_metric(resolved)
+    remove_unsupported_keys(resolved, SFT_RULES)
+    normalize_dataset_names(resolved)
+    normalize_metric_name(resolved)
 
 
-def _read(path: Path, opened_by: tuple[Path, ...]) -> dict[str, Any]:
+def _read_recipe(path: Path, include_chain: tuple[Path, ...]) -> dict[str, Any]:
     """A file over those that its `defaults:` names."""
     path = path.resolve()
-    if path in opened_by:
-        circle = " -> ".join(p.name for p in (*opened_by[opened_by.index(path) :], path))
-        raise ConfigError("defaults", path.name, f"recipes that lie under each other: {circle}")
-    layer = _read_one(path, opened_by[-1] if opened_by else None)
+    if path in include_chain:
+        cycle = " -> ".join(p.name for p in (*include_chain[include_chain.index(path) :], path))
+        raise ConfigError("defaults", path.name, f"recipes that lie under each other: {cycle}")
+    layer = _read_layer(path, include_chain[-1] if include_chain else None)
     names = layer.pop("defaults", None) or []
     names = [names] if isinstance(names, str) else names
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ConfigError("defaults", names, f"must be a file name or a list of file names (in {path})")
     base: dict[str, Any] = {}
     for name in names:
-        base = merged(base, _read(path.parent / name, (*opened_by, path)))
-    move_keys(layer)
-    return merged(base, layer)
+        base = merge_layers(base, _read_recipe(path.parent / name, (*include_chain, path)))
+    apply_moved_keys(layer)
+    return merge_layers(base, layer)
 
 
-def _read_one(path: Path, opened_by: Path | None) -> dict[str, Any]:
-    key = f"defaults of {opened_by}" if opened_by else "config"
+def _read_layer(path: Path, include_chain: Path | None) -> dict[str, Any]:
+    key = f"defaults of {include_chain}" if include_chain else "config"
     if not path.is_file():
         raise ConfigError(key, str(path), "no such file")
     try:
@@ -159,7 +165,7 @@ def _read_one(path: Path, opened_by: Path | None) -> dict[str, Any]:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(key, where, f"malformed YAML: {error.problem or error.context}") from error
     except OmegaConfBaseException as error:
-        raise interpolation_problem(error, None, source=str(path)) from error
+        raise make_interpolation_error(error, None, source=str(path)) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(key, str(path), f"cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(layer, dict):
@@ -172,31 +178,31 @@ def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=True)  # pyright: ignore
     except OmegaConfBaseException as error:
-        raise interpolation_problem(error, raw) from error
+        raise make_interpolation_error(error, raw) from error
 
 
 def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
     """Entries with kinds first, each by its own section, so that an error keeps its full key."""
     data = dict(resolved)
-    for key, kinds in KINDS.items():
+    for key, kinds in ENTRY_KINDS.items():
         if key in schema.model_fields and isinstance(data.get(key), dict):
-            data[key] = {name: _entry(key, kinds, name, entry, resolved) for name, entry in data[key].items()}
+            data[key] = {name: _parse_entry(key, kinds, name, entry, resolved) for name, entry in data[key].items()}
     try:
         config = schema.model_validate(data)
     except ValidationError as error:
-        raise schema_problem(error, resolved, schema=schema) from error
-    refuse_booleans(resolved, config.model_dump())
+        raise make_schema_error(error, resolved, schema=schema) from error
+    reject_booleans(resolved, config.model_dump())
     return config
 
 
-def _entry(key: str, kinds: Kinds, name: str, entry: Any, resolved: dict[str, Any]) -> Any:
+def _parse_entry(key: str, kinds: EntryKinds, name: str, entry: Any, resolved: dict[str, Any]) -> Any:
     entry = {} if entry is None else entry  # all defaults
     if not isinstance(entry, dict):
         raise ConfigError(f"{key}.{name}", entry, "must be a mapping")
     try:
         return kinds.read(name, entry)
     except ValidationError as error:
-        raise schema_problem(error, resolved, (key, name)) from error
+        raise make_schema_error(error, resolved, (key, name)) from error
 
 
 def _register_resolvers() -> None:
@@ -212,10 +218,10 @@ def _divide(a: float, b: float) -> float:
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
 
 
-def _escaped(value: Any) -> Any:
+def _escape_interpolations(value: Any) -> Any:
     """Strings that a second load reads as they are, and not as interpolations."""
     if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
+        return {key: _escape_interpolations(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escaped(item) for item in value]
+        return [_escape_interpolations(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class LoraCfg(Section):
+class LoraAdapterConfig(Section):
     """W + alpha / dim * B A of every adapted layer (LoRA, arXiv 2106.09685): B and A are trained, W is frozen.
 
     A name of a layer is its last part (`q_proj`), its whole name, or a pattern of the whole one (`*.layers.0.*`).

@@ -1,12 +1,12 @@
 """Rules of LoRA that need no model."""
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 
 
-def check_lora(policy: Policy) -> None:
+def check_lora(policy: PolicyConfig) -> None:
     """Raise ConfigError for what adapters cannot be combined with; nothing where they are off."""
     section, tensor_parallel = policy.dtensor_cfg.lora_cfg, policy.dtensor_cfg.tensor_parallel_size
     if not section.enabled:

@@ -7,7 +7,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class LossFn(Section):
+class LossConfig(Section):
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
@@ -32,7 +32,7 @@ class LossFn(Section):
     positive_example_nll_weight: float = Field(default=0.0, ge=0)  # VAPO
 
 
-class CrossTokenizer(Section):
+class CrossTokenizerConfig(Section):
     """A teacher whose tokens are others than the student's (docs/cross_tokenizer.md)."""
 
     enabled: bool = False
@@ -40,10 +40,10 @@ class CrossTokenizer(Section):
     unmatched_weight: float = Field(default=1.0, ge=0)  # identical: of the sorted L1 distance beside the divergence
 
 
-class DistillationLoss(Section):
+class DistillationLossConfig(Section):
     """A divergence of the student's next-token distributions from the teacher's, over its most likely tokens."""
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
     mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)  # mixed: of forward; reverse has the rest
     zero_outside_topk: bool = False  # the teacher gives no probability to other tokens; else both are renormalised
-    cross_tokenizer: CrossTokenizer = CrossTokenizer()
+    cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig()

@@ -1,11 +1,11 @@
 """Which keys of `loss_fn` and `grpo.adv_estimator` go together."""
 
-from nemo_rl.config.loss import LossFn
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_loss(config: GRPOConfig) -> None:
+def check_loss(config: GRPORunConfig) -> None:
     """Raise ConfigError for a combination that has no formula in docs/losses.md."""
     loss, grpo = config.loss_fn, config.grpo
     check_loss_fn(loss)
@@ -18,18 +18,18 @@ def check_loss(config: GRPOConfig) -> None:
         )
 
 
-def check_loss_fn(loss: LossFn) -> None:
+def check_loss_fn(loss: LossConfig) -> None:
     """Raise ConfigError for options of `loss_fn` that exclude, or need, each other."""
     _check_ratio(loss)
     _check_truncation(loss)
 
 
-def _check_ratio(loss: LossFn) -> None:
+def _check_ratio(loss: LossConfig) -> None:
     if loss.use_cispo:
-        _refuse_beside("use_cispo", loss, "disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c")
-        _refuse_beside("use_cispo", loss, "sequence_level_importance_ratios")
+        _reject_combination("use_cispo", loss, "disable_ppo_ratio", "force_on_policy_ratio", "ratio_clip_c")
+        _reject_combination("use_cispo", loss, "sequence_level_importance_ratios")
     if loss.disable_ppo_ratio:
-        _refuse_beside(
+        _reject_combination(
             "disable_ppo_ratio", loss, "force_on_policy_ratio", "ratio_clip_c", "sequence_level_importance_ratios"
         )
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
@@ -40,7 +40,7 @@ def _check_ratio(loss: LossFn) -> None:
         )
 
 
-def _refuse_beside(key: str, loss: LossFn, *others: str) -> None:
+def _reject_combination(key: str, loss: LossConfig, *others: str) -> None:
     for other in others:
         value = getattr(loss, other)
         if value:
@@ -48,7 +48,7 @@ def _refuse_beside(key: str, loss: LossFn, *others: str) -> None:
             raise ConfigError(f"loss_fn.{other}", value, f"has no meaning with loss_fn.{key}; allowed: {allowed}")
 
 
-def _check_truncation(loss: LossFn) -> None:
+def _check_truncation(loss: LossConfig) -> None:
     """Off-policy correction: every kind has an upper bound; the lower one is 0 where it is not set."""
     key = "loss_fn.truncated_importance_sampling"
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
@@ -68,7 +68,7 @@ def _check_truncation(loss: LossFn) -> None:
         raise ConfigError(f"{key}_type", kind, "has no meaning with loss_fn.sequence_level_importance_ratios")
 
 
-def check_advantages(config: GRPOConfig) -> None:
+def check_advantages(config: GRPORunConfig) -> None:
     """Raise ConfigError where an estimator lacks what it reads, or is given what it never reads."""
     estimator, loss = config.grpo.adv_estimator, config.loss_fn
     if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
@@ -78,7 +78,7 @@ def check_advantages(config: GRPOConfig) -> None:
             "grpo.adv_estimator.reward_weights", estimator.reward_weights, "read by name: gdpo only; allowed: {}"
         )
     if estimator.name == "opd":
-        _refuse_rewards(config)
+        _reject_reward_options(config)
     if estimator.name == "gdpo":
         for name in ("reward_scaling", "reward_shaping"):
             if getattr(config.grpo, name).enabled:
@@ -91,16 +91,16 @@ def check_advantages(config: GRPOConfig) -> None:
         )
 
 
-def _refuse_rewards(config: GRPOConfig) -> None:
+def _reject_reward_options(config: GRPORunConfig) -> None:
     """opd reads what teachers say and no reward: what shapes or selects by rewards would be without effect, or drop
     prompts for no reason."""
     grpo = config.grpo
-    asked = {
+    reward_options = {
         "loss_fn.use_kl_in_reward": config.loss_fn.use_kl_in_reward,
         "grpo.reward_scaling.enabled": grpo.reward_scaling.enabled,
         "grpo.reward_shaping.enabled": grpo.reward_shaping.enabled,
         "grpo.use_dynamic_sampling": grpo.use_dynamic_sampling,
         "grpo.adv_estimator.use_leave_one_out_baseline": grpo.adv_estimator.use_leave_one_out_baseline,
     }
-    for key in (key for key, value in asked.items() if value):
+    for key in (key for key, value in reward_options.items() if value):
         raise ConfigError(key, True, "adv_estimator.name: opd reads no reward; allowed: false")

@@ -4,33 +4,41 @@ from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from nemo_rl.config.algorithm import GRPO, Distillation, RolloutTraining
-from nemo_rl.config.data import Data, DataSets
-from nemo_rl.config.entries import KINDS
-from nemo_rl.config.environment import EnvironmentSection
-from nemo_rl.config.loss import DistillationLoss, LossFn
-from nemo_rl.config.penalties import RewardPenalties
-from nemo_rl.config.policy import RolloutPolicy, SampledModel
-from nemo_rl.config.run import Checkpointing, Cluster, Gateway, Logger, Rollout, RolloutBounds, WeightSync
-from nemo_rl.config.scorers import RewardModelPlacement, ScorerSection
+from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RolloutTrainingConfig
+from nemo_rl.config.data import BaseDataConfig, DataConfig
+from nemo_rl.config.entries import ENTRY_KINDS
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.loss import DistillationLossConfig, LossConfig
+from nemo_rl.config.penalties import RewardPenaltiesConfig
+from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig
+from nemo_rl.config.run import (
+    CheckpointingConfig,
+    ClusterConfig,
+    GatewayConfig,
+    LoggerConfig,
+    RolloutBoundsConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
+from nemo_rl.config.scorers import RewardModelPlacementConfig, ScorerConfig
 from nemo_rl.config.section import Section
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.teacher import TeacherConfig
 
 TEACHER, TEACHERS = "teacher", "teachers"
 
 
-class RolloutConfig(Section):
+class RolloutRunConfig(Section):
     """What rollouts are made of, whatever becomes of them."""
 
-    policy: SampledModel
-    data: DataSets
-    env: dict[str, SerializeAsAny[EnvironmentSection]] = Field(default_factory=dict)
-    scorers: dict[str, SerializeAsAny[ScorerSection]] = Field(default_factory=dict)
-    reward_model: RewardModelPlacement = RewardModelPlacement()
-    rollout: RolloutBounds = RolloutBounds()
-    gateway: Gateway = Gateway()
-    logger: Logger = Logger()
-    cluster: Cluster = Cluster()
+    policy: SampledModelConfig
+    data: BaseDataConfig
+    env: dict[str, SerializeAsAny[EnvironmentConfig]] = Field(default_factory=dict)
+    scorers: dict[str, SerializeAsAny[ScorerConfig]] = Field(default_factory=dict)
+    reward_model: RewardModelPlacementConfig = RewardModelPlacementConfig()
+    rollout: RolloutBoundsConfig = RolloutBoundsConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def seed(self) -> int:
@@ -44,29 +52,29 @@ class RolloutConfig(Section):
     @field_validator("env", mode="before")
     @classmethod
     def _environment_by_type(cls, entries: Any) -> Any:
-        return KINDS["env"].read_all(entries)
+        return ENTRY_KINDS["env"].read_all(entries)
 
     @field_validator("scorers", mode="before")
     @classmethod
     def _scorer_by_type(cls, entries: Any) -> Any:
-        return KINDS["scorers"].read_all(entries)
+        return ENTRY_KINDS["scorers"].read_all(entries)
 
 
-class TrainingConfig(RolloutConfig):
+class TrainingRunConfig(RolloutRunConfig):
     """What every algorithm that trains on rollouts has; `algorithm` is the section named `algorithm_key`."""
 
     algorithm_key: ClassVar[str]
 
-    policy: RolloutPolicy
-    data: Data
-    rollout: Rollout = Rollout()
-    weight_sync: WeightSync = WeightSync()
-    checkpointing: Checkpointing = Checkpointing()
-    teacher: Teacher | None = None  # of all tasks
-    teachers: dict[str, Teacher] = Field(default_factory=dict)  # by task name, before `teacher`
+    policy: RolloutPolicyConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    teacher: TeacherConfig | None = None  # of all tasks
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name, before `teacher`
 
     @property
-    def algorithm(self) -> RolloutTraining:
+    def algorithm(self) -> RolloutTrainingConfig:
         raise NotImplementedError
 
     @property
@@ -88,7 +96,7 @@ class TrainingConfig(RolloutConfig):
         return False
 
     @property
-    def teacher_sections(self) -> dict[str, Teacher]:
+    def teacher_sections(self) -> dict[str, TeacherConfig]:
         """All teachers by the key of their section."""
         default = {} if self.teacher is None else {TEACHER: self.teacher}
         return default | {f"{TEACHERS}.{task}": section for task, section in self.teachers.items()}
@@ -100,17 +108,17 @@ class TrainingConfig(RolloutConfig):
         return None if self.teacher is None else TEACHER
 
 
-class GRPOConfig(TrainingConfig):
+class GRPORunConfig(TrainingRunConfig):
     """`examples/run_grpo.py`: what a recipe may say."""
 
     algorithm_key: ClassVar[str] = "grpo"
 
-    grpo: GRPO
-    loss_fn: LossFn = LossFn()
-    reward_penalties: RewardPenalties = RewardPenalties()
+    grpo: GRPOConfig
+    loss_fn: LossConfig = LossConfig()
+    reward_penalties: RewardPenaltiesConfig = RewardPenaltiesConfig()
 
     @property
-    def algorithm(self) -> GRPO:
+    def algorithm(self) -> GRPOConfig:
         return self.grpo
 
     @property
@@ -123,16 +131,16 @@ class GRPOConfig(TrainingConfig):
         return 1 if self.grpo.adv_estimator.name == "opd" else super().min_group_size
 
 
-class DistillationConfig(TrainingConfig):
+class DistillationRunConfig(TrainingRunConfig):
     """`examples/run_distillation.py`: what a recipe may say."""
 
     algorithm_key: ClassVar[str] = "distillation"
 
-    distillation: Distillation = Distillation()
-    loss_fn: DistillationLoss = DistillationLoss()
+    distillation: DistillationConfig = DistillationConfig()
+    loss_fn: DistillationLossConfig = DistillationLossConfig()
 
     @property
-    def algorithm(self) -> Distillation:
+    def algorithm(self) -> DistillationConfig:
         return self.distillation
 
     @property

@@ -7,7 +7,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class MegatronOptimizer(Section):
+class MegatronOptimizerConfig(Section):
     """What NeMo-RL writes in the place of `policy.optimizer`. Biases and norms are not decayed, as Megatron-LM does."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
@@ -20,7 +20,7 @@ class MegatronOptimizer(Section):
     sgd_momentum: float = Field(default=0.9, ge=0)
 
 
-class MegatronScheduler(Section):
+class MegatronSchedulerConfig(Section):
     """The learning rate over training steps: a linear warm-up, then a decay to `optimizer.min_lr`."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -29,14 +29,14 @@ class MegatronScheduler(Section):
     lr_warmup_init: float = Field(default=0.0, ge=0)
 
 
-class DistributedDataParallel(Section):
+class MegatronDDPConfig(Section):
     """How gradients are added up over data parallel ranks."""
 
     grad_reduce_in_fp32: bool = True
     overlap_grad_reduce: bool = False  # while the backward pass still runs
 
 
-class MegatronCfg(Section):
+class MegatronConfig(Section):
     """Megatron-core in the place of FSDP2; its ranks are tensor x pipeline x data parallel."""
 
     enabled: bool = False
@@ -48,8 +48,8 @@ class MegatronCfg(Section):
     pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # what stages send each other; None: the precision
 
 
-class TrainedMegatronCfg(MegatronCfg):
+class TrainedMegatronConfig(MegatronConfig):
     activation_checkpointing: bool = False
-    optimizer: MegatronOptimizer | None = None  # None: policy.optimizer
-    scheduler: MegatronScheduler | None = None  # None: policy.scheduler
-    distributed_data_parallel_config: DistributedDataParallel = DistributedDataParallel()
+    optimizer: MegatronOptimizerConfig | None = None  # None: policy.optimizer
+    scheduler: MegatronSchedulerConfig | None = None  # None: policy.scheduler
+    distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()

@@ -5,10 +5,10 @@ from typing import Any
 
 from pydantic import Field
 
-from nemo_rl.config.environment import EnvironmentSection
+from nemo_rl.config.environment import EnvironmentConfig
 
 
-class NemoGymSection(EnvironmentSection):
+class NemoGymConfig(EnvironmentConfig):
     """NeMo Gym's agents run the rollouts of the rows that name them: exactly one of `head_url` and `config_paths`."""
 
     head_url: str | None = None  # of a stack that runs already, e.g. http://127.0.0.1:11000
@@ -31,15 +31,15 @@ GYM_KEYS = frozenset(
 )
 
 
-def gather_overrides(config: dict[str, Any]) -> None:
+def collect_gym_overrides(config: dict[str, Any]) -> None:
     """Move Gym's own keys and servers to `overrides` in every entry of this type, in place; what stands there wins."""
     entries = config.get("env")
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         if isinstance(entry, dict) and (entry.get("type") or name) == "nemo_gym":
-            _gather(entry)
+            _move_gym_keys(entry)
 
 
-def _gather(entry: dict[str, Any]) -> None:
+def _move_gym_keys(entry: dict[str, Any]) -> None:
     own = [name for name, value in entry.items() if name in GYM_KEYS or (name != "overrides" and _is_server(value))]
     if own and isinstance(entry.setdefault("overrides", {}), dict):
         for name in own:

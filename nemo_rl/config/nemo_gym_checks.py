@@ -2,21 +2,21 @@
 
 from urllib.parse import urlsplit
 
-from nemo_rl.config.entry_checks import check_session_timeout, refuse_wrappers
-from nemo_rl.config.master import RolloutConfig
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.entry_checks import check_session_timeout, reject_wrappers
+from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_nemo_gym(config: RolloutConfig) -> None:
+def check_nemo_gym(config: RolloutRunConfig) -> None:
     """Raise ConfigError for the first stack that can neither be reached nor started."""
     for name, section in config.env.items():
-        if isinstance(section, NemoGymSection):
+        if isinstance(section, NemoGymConfig):
             _check_stack(f"env.{name}", section)
             _check_limits(f"env.{name}", section, config)
 
 
-def _check_stack(key: str, section: NemoGymSection) -> None:
+def _check_stack(key: str, section: NemoGymConfig) -> None:
     if (section.head_url is None) == (section.config_paths is None):
         both = {"head_url": section.head_url, "config_paths": section.config_paths}
         raise ConfigError(key, both, "a stack is either reached by head_url or started from config_paths")
@@ -32,9 +32,9 @@ def _check_stack(key: str, section: NemoGymSection) -> None:
             raise ConfigError(f"{key}.{name}", value, "is for a stack that is started; this one runs already")
 
 
-def _check_limits(key: str, section: NemoGymSection, config: RolloutConfig) -> None:
+def _check_limits(key: str, section: NemoGymConfig, config: RolloutRunConfig) -> None:
     check_session_timeout(key, section.timeout_s, config)
     if section.port_range_low > section.port_range_high:
         low, high = section.port_range_low, section.port_range_high
         raise ConfigError(f"{key}.port_range_low", low, f"must be at most port_range_high = {high}")
-    refuse_wrappers(key, section, "NeMo Gym runs one row each; allowed: false")
+    reject_wrappers(key, section, "NeMo Gym runs one row each; allowed: false")

@@ -18,15 +18,15 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from nemo_rl.config.compatibility import current_key
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS
-from nemo_rl.config.keys import at, dotted, has, place_at
-from nemo_rl.config.master import GRPOConfig
-from nemo_rl.config.merging import merged
+from nemo_rl.config.env import ENVIRONMENT_CONFIGS
+from nemo_rl.config.keys import at, dotted, find_schema_node, has
+from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.config.merging import merge_layers
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 
-def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GRPOConfig) -> None:
+def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GRPORunConfig) -> None:
     """Change `config` in place; raises ConfigError for text that is no override or has nothing to act on."""
     override = _parse(text)
     path = current_key(override.key_or_group).split(".")
@@ -40,7 +40,7 @@ def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GR
         raise ConfigError(dotted(path), value, "the recipe has this key already: write it without +")
     if override.type is OverrideType.CHANGE:
         _check_exists(config, path, value, schema)
-    _put(config, path, value)
+    _set_value(config, path, value)
 
 
 def _parse(text: str) -> Override:
@@ -59,34 +59,34 @@ def _parse(text: str) -> Override:
 def _check_exists(config: dict[str, Any], path: list[str], value: object, schema: type[Section]) -> None:
     """Below a free mapping the schema cannot catch a misspelt key, so that it must be there already."""
     for depth in range(1, len(path)):
-        place = place_at(path[:depth], config, schema)
+        place = find_schema_node(path[:depth], config, schema)
         if place is None or not place.is_free:
             continue
         known = set(place.names) | set(at(config, path[:depth]) or {})
         if path[:depth] == ["env"]:
-            known |= set(ENVIRONMENT_SECTIONS)
+            known |= set(ENVIRONMENT_CONFIGS)
         if path[depth] not in known:
             problem = "the recipe has no such key; ++ adds it"
             raise ConfigError(dotted(path[: depth + 1]), value, problem, known=known)
 
 
-def _put(config: dict[str, Any], path: list[str], value: Any) -> None:
+def _set_value(config: dict[str, Any], path: list[str], value: Any) -> None:
     parent: Any = config
     for depth, name in enumerate(path[:-1]):
-        _check_holds(parent, path[:depth], name)
+        _check_container(parent, path[:depth], name)
         key: Any = int(name) if isinstance(parent, list) else name
         if isinstance(parent, dict) and parent.get(key) is None:
             if path[depth + 1].isdigit():
                 raise ConfigError(dotted(path[: depth + 1]), None, "the recipe has no list here")
             parent[key] = {}
         parent = parent[key]
-    _check_holds(parent, path[:-1], path[-1])
+    _check_container(parent, path[:-1], path[-1])
     key: Any = int(path[-1]) if isinstance(parent, list) else path[-1]
     old = parent.get(key) if isinstance(parent, dict) else parent[key]
-    parent[key] = merged(old, value)
+    parent[key] = merge_layers(old, value)
 
 
-def _check_holds(parent: Any, path: list[str], name: str) -> None:
+def _check_container(parent: Any, path: list[str], name: str) -> None:
     if isinstance(parent, dict):
         return
     if not isinstance(parent, list):

@@ -2,11 +2,11 @@
 
 from pydantic import Field
 
-from nemo_rl.config.megatron import MegatronCfg
+from nemo_rl.config.megatron import MegatronConfig
 from nemo_rl.config.section import Section
 
 
-class DTensorCfg(Section):
+class DTensorConfig(Section):
     """FSDP2, and tensor parallelism by DTensor."""
 
     enabled: bool = True
@@ -17,11 +17,11 @@ class DTensorCfg(Section):
     data_parallel_size: int | None = Field(default=None, gt=0)
 
 
-class ParallelModel(Section):
+class ParallelModelConfig(Section):
     """A model on ranks of the backend that is enabled."""
 
-    dtensor_cfg: DTensorCfg = DTensorCfg()
-    megatron_cfg: MegatronCfg = MegatronCfg()  # before dtensor_cfg
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    megatron_cfg: MegatronConfig = MegatronConfig()  # before dtensor_cfg
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -36,7 +36,7 @@ class ParallelModel(Section):
         return self.megatron_cfg.pipeline_model_parallel_size if self.megatron_cfg.enabled else 1
 
     @property
-    def ranks_of_a_copy(self) -> int:
+    def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model between them; they work on the same samples."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 

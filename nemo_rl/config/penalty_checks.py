@@ -1,10 +1,10 @@
 """What `reward_penalties` needs, and what it does not go with."""
 
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_penalties(config: GRPOConfig) -> None:
+def check_penalties(config: GRPORunConfig) -> None:
     """Raise ConfigError for penalties that could not be seen, or would change nothing."""
     penalties = config.reward_penalties
     if penalties.penalize_unwanted_tokens and not penalties.token_ids.unwanted:

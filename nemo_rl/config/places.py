@@ -7,7 +7,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceSlot:
     """Where one process stands."""
 
     node: int  # of the run's nodes
@@ -15,7 +15,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class DevicePool:
     """Nodes and the GPUs on each of them that one part of the run may use."""
 
     nodes: range
@@ -26,6 +26,6 @@ class Pool:
         return len(self.nodes) * len(self.gpus)
 
 
-def spread(count: int, nodes: range) -> tuple[Place, ...]:
+def spread_over_nodes(count: int, nodes: range) -> tuple[DeviceSlot, ...]:
     """As many on each node as on any other, or one more; neighbours stay together."""
-    return tuple(Place(nodes[index * len(nodes) // count]) for index in range(count))
+    return tuple(DeviceSlot(nodes[index * len(nodes) // count]) for index in range(count))

@@ -5,54 +5,58 @@ from typing import Any
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
-from nemo_rl.config.entries import KINDS
-from nemo_rl.config.keys import Path, at, dotted, entry_kind, has, place_at
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.entries import ENTRY_KINDS
+from nemo_rl.config.keys import Path, at, dotted, entry_kind, find_schema_node, has
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
-PROBLEMS = {
+ERROR_MESSAGES = {
     "missing": "required, but not set",
     "model_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "list_type": "must be a list",
 }
-FIRST = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
+PRIORITY_ERROR_TYPES = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
 
 
-def schema_problem(
-    error: ValidationError, raw: Any, prefix: Path = (), schema: type[Section] = GRPOConfig
+def make_schema_error(
+    error: ValidationError, raw: Any, prefix: Path = (), schema: type[Section] = GRPORunConfig
 ) -> ConfigError:
     """The most telling of the errors; `raw` is the whole configuration, `prefix` where the validated part lies."""
     found = []
     for details in error.errors(include_url=False):
-        path = _real_path((*prefix, *details["loc"]), raw, details["type"])
-        rank = FIRST.index(details["type"]) if details["type"] in FIRST else len(FIRST)
+        path = _strip_union_members((*prefix, *details["loc"]), raw, details["type"])
+        rank = (
+            PRIORITY_ERROR_TYPES.index(details["type"])
+            if details["type"] in PRIORITY_ERROR_TYPES
+            else len(PRIORITY_ERROR_TYPES)
+        )
         found.append((rank, -len(path), path, details))
     _, _, path, details = min(found, key=lambda item: item[:2])
     if details["type"] == "extra_forbidden":
-        return unknown_key(path, raw, schema)
+        return make_unknown_key_error(path, raw, schema)
     message = details["msg"].removeprefix("Value error, ")  # of a validator of our own
-    problem = PROBLEMS.get(details["type"]) or message[:1].lower() + message[1:]
+    problem = ERROR_MESSAGES.get(details["type"]) or message[:1].lower() + message[1:]
     value = at(raw, path)
     if value in ("None", "none"):
         problem += " (nothing is written null)"
     return ConfigError(dotted(path), value, problem)
 
 
-def unknown_key(path: Path, raw: Any, schema: type[Section] = GRPOConfig) -> ConfigError:
+def make_unknown_key_error(path: Path, raw: Any, schema: type[Section] = GRPORunConfig) -> ConfigError:
     """An unknown key, with the nearest of those that its section has."""
-    place = place_at(path[:-1], raw, schema)
+    node = find_schema_node(path[:-1], raw, schema)
     problem = "unknown key"
-    if len(path) == 3 and (kinds := KINDS.get(str(path[0]))):
+    if len(path) == 3 and (kinds := ENTRY_KINDS.get(str(path[0]))):
         kind = entry_kind(path[:2], raw)
         is_own = kind not in kinds.built_in
         problem += f" of {kinds.noun} of type {kind!r}"
         problem += f" (built in: {', '.join(kinds.built_in)}; one's own takes kwargs)" if is_own else ""
-    return ConfigError(dotted(path), at(raw, path), problem, known=place.names if place else ())
+    return ConfigError(dotted(path), at(raw, path), problem, known=node.names if node else ())
 
 
-def refuse_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
+def reject_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
     """Raise ConfigError where true or false stands for a number: pydantic would read 1 or 0."""
     if isinstance(raw, bool) and not isinstance(validated, bool):
         raise ConfigError(
@@ -60,13 +64,13 @@ def refuse_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
         )
     if isinstance(raw, dict) and isinstance(validated, dict):
         for name in raw.keys() & validated.keys():
-            refuse_booleans(raw[name], validated[name], (*path, name))
+            reject_booleans(raw[name], validated[name], (*path, name))
     elif isinstance(raw, list) and isinstance(validated, list):
         for index, (item, own) in enumerate(zip(raw, validated, strict=True)):
-            refuse_booleans(item, own, (*path, index))
+            reject_booleans(item, own, (*path, index))
 
 
-def interpolation_problem(error: OmegaConfBaseException, raw: Any, source: str | None = None) -> ConfigError:
+def make_interpolation_error(error: OmegaConfBaseException, raw: Any, source: str | None = None) -> ConfigError:
     """A value that cannot be resolved: an unknown key or resolver, or text that is no interpolation."""
     key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")
     if isinstance(error, MissingMandatoryValue):
@@ -78,7 +82,7 @@ def interpolation_problem(error: OmegaConfBaseException, raw: Any, source: str |
     return ConfigError(key or "interpolation", at(raw, key.split(".")), f"cannot be resolved: {reason}{where}")
 
 
-def _real_path(loc: Path, raw: Any, error_type: str) -> Path:
+def _strip_union_members(loc: Path, raw: Any, error_type: str) -> Path:
     """The location without the names that pydantic puts in for the members of a union."""
     path: tuple[str | int, ...] = ()
     for position, name in enumerate(loc):

@@ -5,13 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from nemo_rl.config.policy import Optimizer, Tokenizer
-from nemo_rl.config.run import Logger
+from nemo_rl.config.policy import OptimizerConfig, TokenizerConfig
+from nemo_rl.config.run import LoggerConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 
-class RewardModelTraining(Section):
+class RewardModelTrainingConfig(Section):
     """`rm`: how long, and how often it is measured."""
 
     max_num_epochs: int = Field(default=1, gt=0)
@@ -20,20 +20,20 @@ class RewardModelTraining(Section):
     seed: int = 42  # of the order of the pairs and of fresh weights
 
 
-class RewardModelPolicy(Section):
+class RewardModelPolicyConfig(Section):
     """`policy`: the model, in float32 in this process, and its optimizer."""
 
     model_name: str  # a Hugging Face name or a folder; its head is replaced by a fresh one of one label
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     train_global_batch_size: int = Field(default=64, gt=0)  # pairs of one optimizer step
     train_micro_batch_size: int = Field(default=16, gt=0)  # pairs of one forward and backward
     max_total_sequence_length: int = Field(default=1024, gt=0)  # tokens; a pair with a longer side is left out
     max_grad_norm: float = Field(default=1.0, gt=0)
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
 
 
-class PreferenceDataset(Section):
+class PreferenceDatasetConfig(Section):
     """Pairs of answers to one prompt, one better than the other."""
 
     dataset_name: Literal["jsonl", "spell_backward"] = "jsonl"  # spell_backward: the quickstart's words
@@ -41,26 +41,26 @@ class PreferenceDataset(Section):
     size: int | None = Field(default=None, gt=0)  # pairs at most
 
 
-class PreferenceData(Section):
-    train: PreferenceDataset
-    validation: PreferenceDataset | None = None
+class PreferenceDataConfig(Section):
+    train: PreferenceDatasetConfig
+    validation: PreferenceDatasetConfig | None = None
 
 
-class RewardModelCheckpointing(Section):
+class RewardModelCheckpointingConfig(Section):
     checkpoint_dir: str | None = None  # the Hugging Face folder that is written; None: model/ in the run directory
 
 
-class RewardModelConfig(Section):
+class RewardModelRunConfig(Section):
     """`examples/run_rm.py`: what a recipe may say."""
 
-    rm: RewardModelTraining = RewardModelTraining()
-    policy: RewardModelPolicy
-    data: PreferenceData
-    checkpointing: RewardModelCheckpointing = RewardModelCheckpointing()
-    logger: Logger = Logger()
+    rm: RewardModelTrainingConfig = RewardModelTrainingConfig()
+    policy: RewardModelPolicyConfig
+    data: PreferenceDataConfig
+    checkpointing: RewardModelCheckpointingConfig = RewardModelCheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
 
 
-def check_reward_model(config: RewardModelConfig) -> None:
+def check_reward_model(config: RewardModelRunConfig) -> None:
     """Raise ConfigError for the first combination that cannot run; files are only looked for."""
     batch, micro_batch = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
     if batch % micro_batch:

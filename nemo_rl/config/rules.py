@@ -14,7 +14,7 @@ class Rule:
     text: str = ""
 
 
-def silent(key: str) -> Rule:
+def dropped(key: str) -> Rule:
     """Means nothing here, whatever its value."""
     return Rule(key, None, "note")
 
@@ -24,7 +24,7 @@ def ignored(key: str, note: str, *inert: object) -> Rule:
     return Rule(key, inert, "note", note)
 
 
-def refused(key: str, reason: str, *inert: object) -> Rule:
+def rejected(key: str, reason: str, *inert: object) -> Rule:
     """Cannot be had; null and the inert values do not ask for it."""
     return Rule(key, (None, *inert), "refuse", reason)
 

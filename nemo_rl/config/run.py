@@ -7,7 +7,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class RolloutBounds(Section):
+class RolloutBoundsConfig(Section):
     """Bounds on retries and waits."""
 
     max_retries: int = Field(default=2, ge=0)  # of one generation request, with backoff
@@ -16,7 +16,7 @@ class RolloutBounds(Section):
     trajectory_selection: Literal["all", "longest"] = "all"  # of an agent's histories: which are kept and trained on
 
 
-class Rollout(RolloutBounds):
+class RolloutConfig(RolloutBoundsConfig):
     """Of training: also bounds on failures, and what is written down."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's rollouts; above it the run stops
@@ -25,7 +25,7 @@ class Rollout(RolloutBounds):
     write_token_ids: bool = False
 
 
-class WeightSync(Section):
+class WeightSyncConfig(Section):
     """`weight_sync`: the way of the policy's weights to the engines, and the check that they arrive."""
 
     transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"  # auto: by the layout
@@ -34,7 +34,7 @@ class WeightSync(Section):
     num_probe_prompts: int = Field(default=4, gt=0)
 
 
-class Checkpointing(Section):
+class CheckpointingConfig(Section):
     enabled: bool = False
     checkpoint_dir: str | None = None  # None: checkpoints/ in the run directory
     metric_name: str | None = None  # "val:accuracy", "train:reward"; None: keep the newest
@@ -46,23 +46,23 @@ class Checkpointing(Section):
     checkpoint_must_save_by: str | None = Field(default=None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$")
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     project: str = "nemo-rl"
     name: str | None = None
     entity: str | None = None
     tags: list[str] = Field(default_factory=list)
 
 
-class Logger(Section):
+class LoggerConfig(Section):
     log_dir: str = "runs"  # a run's directory is made in it: exp_001, exp_002, ...
     wandb_enabled: bool = False  # offline where no key is set
     tensorboard_enabled: bool = False
     progress: bool = True  # the display in the terminal
     num_val_samples_to_print: int = Field(default=3, ge=0)
-    wandb: Wandb = Wandb()
+    wandb: WandbConfig = WandbConfig()
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """The machines of a run. One process and no Ray where that is enough."""
 
     gpus_per_node: int = Field(default=1, ge=0)
@@ -71,7 +71,7 @@ class Cluster(Section):
     start_timeout_s: float = Field(default=300.0, gt=0)  # for all workers and engines to be placed and to answer
 
 
-class Gateway(Section):
+class GatewayConfig(Section):
     """`gateway`: the OpenAI server that agents talk to. It is started where an environment is an agent."""
 
     num_servers: int = Field(default=1, gt=0)

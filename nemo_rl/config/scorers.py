@@ -4,33 +4,33 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.endpoint import ServedModel
-from nemo_rl.config.environment import Batching
+from nemo_rl.config.endpoint import ServedModelConfig
+from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.config.section import Section
 
 
-class ScorerSection(Section):
+class ScorerConfig(Section):
     """What every scorer has."""
 
     type: str | None = None  # a kind below or a dotted path; None: the entry's own name
     weight: float = 1.0  # of its score in the reward
 
 
-class CalledScorerSection(ScorerSection):
+class BatchedScorerConfig(ScorerConfig):
     """A scorer that is called with several rollouts at once."""
 
     timeout_s: float = Field(default=120.0, gt=0)  # of one call
-    batching: Batching = Batching(enabled=True, max_batch_size=16)
+    batching: BatchingConfig = BatchingConfig(enabled=True, max_batch_size=16)
 
 
-class FunctionScorerSection(CalledScorerSection):
+class FunctionScorerConfig(BatchedScorerConfig):
     """A rule: `(messages, metadata) -> float`, in processes of its own."""
 
     function: str  # a dotted path
     num_workers: int = Field(default=2, gt=0)
 
 
-class RewardModelSection(CalledScorerSection):
+class RewardModelScorerConfig(BatchedScorerConfig):
     """A sequence classifier of one label, in this process or in a Ray actor."""
 
     model_name: str  # a Hugging Face name or a folder
@@ -46,14 +46,14 @@ class RewardModelSection(CalledScorerSection):
     start_timeout_s: float = Field(default=300.0, gt=0)  # for an actor to have loaded the model
 
 
-class EndpointSection(ScorerSection, ServedModel):
+class EndpointScorerConfig(ScorerConfig, ServedModelConfig):
     """A served scorer.
 
     Requests go one by one, and `limits` bounds each: there is neither `timeout_s` nor `batching`.
     """
 
 
-class ClassifySection(EndpointSection):
+class ClassifyScorerConfig(EndpointScorerConfig):
     """A served reward model: `POST /classify` or `/pooling` of vLLM, `/classify` of SGLang, `/v1/embeddings`."""
 
     api: Literal["vllm_classify", "vllm_pooling", "sglang_classify", "embeddings"] = "vllm_classify"
@@ -62,7 +62,7 @@ class ClassifySection(EndpointSection):
     label: int = Field(default=0, ge=0)  # whose score it is, where the model has several
 
 
-class JudgeSection(EndpointSection):
+class JudgeScorerConfig(EndpointScorerConfig):
     """A generative judge over chat completions."""
 
     prompt: str  # Jinja, with `messages`, `prompt`, `response` and the row's `metadata`
@@ -74,21 +74,21 @@ class JudgeSection(EndpointSection):
     max_tokens: int = Field(default=512, gt=0)
 
 
-class CustomScorerSection(CalledScorerSection):
+class CustomScorerConfig(BatchedScorerConfig):
     """A class by dotted path: interfaces.Scorer, made with `kwargs`."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-SCORER_SECTIONS: dict[str, type[ScorerSection]] = {
-    "function": FunctionScorerSection,
-    "reward_model": RewardModelSection,
-    "classify": ClassifySection,
-    "judge": JudgeSection,
+SCORER_CONFIGS: dict[str, type[ScorerConfig]] = {
+    "function": FunctionScorerConfig,
+    "reward_model": RewardModelScorerConfig,
+    "classify": ClassifyScorerConfig,
+    "judge": JudgeScorerConfig,
 }
 
 
-class RewardModelPlacement(Section):
+class RewardModelPlacementConfig(Section):
     """`reward_model`, as verl names it: where the scorers of kind reward_model live."""
 
     enable: bool = False

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_rl.config.submit import Server
+from nemo_rl.config.submit import SlurmServerConfig
 from nemo_rl.errors import ConfigError
 
 KEY = "slurm.server"
@@ -27,14 +27,14 @@ class ServerLayout:
         return self.num_groups > 1
 
 
-def server_layout(server: Server, num_nodes: int) -> ServerLayout:
+def server_layout(server: SlurmServerConfig, num_nodes: int) -> ServerLayout:
     """Raises ConfigError for replicas and processes that do not fill the nodes evenly.
 
     Example: 8 replicas on 2 nodes are 2 processes of 4 replicas, one group by vLLM's data parallelism; with
     `balance: router` they are 8 processes and 8 groups behind our router.
     """
     if server.nodes_per_replica > 1:
-        return _over_nodes(server, num_nodes)
+        return _make_multi_node_layout(server, num_nodes)
     is_one_group = server.command is None and server.balance != "router"
     default = min(num_nodes, server.num_replicas) if is_one_group else server.num_replicas
     num_tasks = server.num_tasks or default
@@ -49,7 +49,7 @@ def server_layout(server: Server, num_nodes: int) -> ServerLayout:
     )
 
 
-def _over_nodes(server: Server, num_nodes: int) -> ServerLayout:
+def _make_multi_node_layout(server: SlurmServerConfig, num_nodes: int) -> ServerLayout:
     """One process a node, each with a part of a replica."""
     if server.balance == "vllm" and server.num_replicas > 1:
         raise ConfigError(f"{KEY}.balance", "vllm", "replicas over several nodes are spread by our router")

@@ -4,13 +4,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from nemo_rl.config.data import Data
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.run import Checkpointing, Cluster, Logger
+from nemo_rl.config.data import DataConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl.config.section import Section
 
 
-class SFT(Section):
+class SFTConfig(Section):
     """`sft`: how long, and how often it is measured, under NeMo-RL's names."""
 
     max_num_epochs: int = Field(default=1, gt=0)
@@ -25,22 +25,22 @@ class SFT(Section):
     val_micro_batch_size: int | None = Field(default=None, gt=0)  # of one forward; None: policy.train_micro_batch_size
 
 
-class SFTData(Data):
+class SFTDataConfig(DataConfig):
     """`data`: rows with OpenAI `messages`, or with a question and its answer."""
 
     max_input_seq_length: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
     overlong: Literal["drop", "truncate"] = "drop"  # conversations of more tokens; those dropped are counted
 
 
-class SFTConfig(Section):
+class SFTRunConfig(Section):
     """`examples/run_sft.py`: what a recipe may say."""
 
-    sft: SFT = SFT()
-    policy: Policy
-    data: SFTData
-    checkpointing: Checkpointing = Checkpointing()
-    logger: Logger = Logger()
-    cluster: Cluster = Cluster()
+    sft: SFTConfig = SFTConfig()
+    policy: PolicyConfig
+    data: SFTDataConfig
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def max_tokens(self) -> int:

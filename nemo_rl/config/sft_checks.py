@@ -2,34 +2,34 @@
 
 from nemo_rl.config.checkpoint_checks import KEY as METRIC_NAME
 from nemo_rl.config.checks import check_data, check_micro_batch, check_scheduler
-from nemo_rl.config.layout import policy_layout
-from nemo_rl.config.sft import SFTConfig
-from nemo_rl.errors import ConfigError, suggestion
+from nemo_rl.config.layout import make_policy_layout
+from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.errors import ConfigError, suggest_name
 
 TRAIN_METRICS = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_valid_toks", "total_num_tokens"})
-UNREAD = ("env_name", "agent_name", "processor")  # keys of data sets that only rollouts read
+UNUSED_DATASET_KEYS = ("env_name", "agent_name", "processor")  # keys of data sets that only rollouts read
 
 
-def check_sft(config: SFTConfig) -> None:
+def check_sft(config: SFTRunConfig) -> None:
     """Raise ConfigError for the first combination that cannot run; files are only looked for."""
     check_micro_batch(config.policy)
     check_scheduler(config)
     check_data(config)
-    _check_unread(config)
+    _check_unused_keys(config)
     _check_lengths(config)
     _check_metric(config)
     if config.policy.device != "auto":
-        policy_layout(config.policy, config.cluster, config.policy.device)
+        make_policy_layout(config.policy, config.cluster, config.policy.device)
 
 
-def _check_unread(config: SFTConfig) -> None:
-    for place, dataset in (*config.data.sets, ("data.default", config.data.default)):
-        for key in UNREAD:
+def _check_unused_keys(config: SFTRunConfig) -> None:
+    for section_key, dataset in (*config.data.sets, ("data.default", config.data.default)):
+        for key in UNUSED_DATASET_KEYS:
             if getattr(dataset, key) is not None:
-                raise ConfigError(f"{place}.{key}", getattr(dataset, key), "supervised training does not read it")
+                raise ConfigError(f"{section_key}.{key}", getattr(dataset, key), "supervised training does not read it")
 
 
-def _check_lengths(config: SFTConfig) -> None:
+def _check_lengths(config: SFTRunConfig) -> None:
     longest, total = config.data.max_input_seq_length, config.policy.max_total_sequence_length
     if longest is not None and longest > total:
         raise ConfigError(
@@ -37,7 +37,7 @@ def _check_lengths(config: SFTConfig) -> None:
         )
 
 
-def _check_metric(config: SFTConfig) -> None:
+def _check_metric(config: SFTRunConfig) -> None:
     """Of a name with a slash ("val:<data set>/loss") the first checkpoint tells."""
     metric = config.checkpointing.metric_name
     if not config.checkpointing.enabled or metric is None:
@@ -47,7 +47,7 @@ def _check_metric(config: SFTConfig) -> None:
         raise ConfigError(METRIC_NAME, metric, 'must be "val:" or "train:" and a metric\'s name, e.g. "val:loss"')
     known = {"loss"} if kind == "val" else TRAIN_METRICS
     if "/" not in name and name not in known:
-        raise ConfigError(METRIC_NAME, metric, f"no such metric{suggestion(name, known)}")
+        raise ConfigError(METRIC_NAME, metric, f"no such metric{suggest_name(name, known)}")
     if kind == "val" and config.data.validation is None:
         raise ConfigError(METRIC_NAME, metric, "needs a data set in data.validation; without one use null")
     if kind == "val" and config.sft.val_period == 0 and not config.sft.val_at_end:

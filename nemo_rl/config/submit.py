@@ -7,7 +7,7 @@ from pydantic import Field
 from nemo_rl.config.section import Section
 
 
-class Component(Section):
+class SlurmComponentConfig(Section):
     """A part of the job: the steps that run it. Dependencies are the job's (`slurm.dependency`), never a part's."""
 
     container: str | None = None  # image of the steps, with Slurm's plugin pyxis; None: the node itself
@@ -17,7 +17,7 @@ class Component(Section):
     srun_args: list[str] = Field(default_factory=list)  # further arguments of srun
 
 
-class Server(Component):
+class SlurmServerConfig(SlurmComponentConfig):
     """OpenAI-compatible servers that an array task starts for its collection, behind one address."""
 
     model: str | None = None  # a Hugging Face name or a folder; None: `command` knows it
@@ -33,13 +33,13 @@ class Server(Component):
     start_timeout_s: int = Field(default=1800, gt=0)
 
 
-class Collection(Component):
+class SlurmCollectionConfig(SlurmComponentConfig):
     """`nemo-rl collect`."""
 
     num_tasks: int = Field(default=1, gt=0)  # processes that share the servers; each has a chunk of its own
 
 
-class Aggregation(Component):
+class SlurmAggregationConfig(SlurmComponentConfig):
     """`nemo-rl merge` and `nemo-rl profile`, a job of their own after all collections have gone well."""
 
     enabled: bool = True
@@ -52,7 +52,7 @@ class Aggregation(Component):
     sbatch_args: list[str] = Field(default_factory=list)  # those of the collection are not taken
 
 
-class Slurm(Section):
+class SlurmConfig(Section):
     """The jobs. What is None is left to Slurm's defaults."""
 
     job_name: str = Field(default="nemo-rl", pattern=r"^[\w.+-]+$")
@@ -71,6 +71,6 @@ class Slurm(Section):
     directory: str | None = None  # of scripts and logs; None: slurm/ in the output directory
     setup: str = ""  # shell lines at the start of the job, on its first node: "module load cuda"
     program: list[str] | None = Field(default=None, min_length=1)  # None: this Python's, in a container `nemo-rl`
-    server: Server | None = None  # None: `nemo-rl collect` has its own engine, or server.address
-    collection: Collection = Collection()
-    aggregation: Aggregation = Aggregation()
+    server: SlurmServerConfig | None = None  # None: `nemo-rl collect` has its own engine, or server.address
+    collection: SlurmCollectionConfig = SlurmCollectionConfig()
+    aggregation: SlurmAggregationConfig = SlurmAggregationConfig()

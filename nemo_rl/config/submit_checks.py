@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from nemo_rl.config.server_layout import server_layout
-from nemo_rl.config.submit import Component, Server, Slurm
+from nemo_rl.config.submit import SlurmComponentConfig, SlurmConfig, SlurmServerConfig
 from nemo_rl.errors import ConfigError
 
-OF_THE_JOB = ("array", "dependency", "job-name", "output", "error", "nodes", "open-mode", "signal", "parsable", "wrap")
-OF_A_STEP = ("nodes", "ntasks", "ntasks-per-node", "output", "error", "container-image", "container-mounts")
+JOB_OPTIONS = ("array", "dependency", "job-name", "output", "error", "nodes", "open-mode", "signal", "parsable", "wrap")
+STEP_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "output", "error", "container-image", "container-mounts")
 SHORT_FORMS = {
     "-a": "array",
     "-d": "dependency",
@@ -22,7 +22,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET_OPTION = re.compile(r"--(.*[-_])?(key|token|secret|password)", re.IGNORECASE)
 
 
-def check_slurm(slurm: Slurm) -> None:
+def check_slurm(slurm: SlurmConfig) -> None:
     """Raise ConfigError for the first thing that no job can be made of."""
     for key, value in _directive_values(slurm):
         if not value.isprintable() or not value:
@@ -30,7 +30,7 @@ def check_slurm(slurm: Slurm) -> None:
     if slurm.requeue_s_before_end and not slurm.requeue:
         raise ConfigError("slurm.requeue_s_before_end", slurm.requeue_s_before_end, "needs slurm.requeue: true")
     for key, arguments in _sbatch_arguments(slurm):
-        _check_arguments(key, arguments, OF_THE_JOB)
+        _check_arguments(key, arguments, JOB_OPTIONS)
     components = {"collection": slurm.collection, "aggregation": slurm.aggregation, "server": slurm.server}
     for name, component in components.items():
         if component is not None:
@@ -42,12 +42,12 @@ def check_slurm(slurm: Slurm) -> None:
         raise ConfigError("slurm.nodes", slurm.nodes, problem)
 
 
-def _sbatch_arguments(slurm: Slurm) -> Iterator[tuple[str, list[str]]]:
+def _sbatch_arguments(slurm: SlurmConfig) -> Iterator[tuple[str, list[str]]]:
     yield "slurm.sbatch_args", slurm.sbatch_args
     yield "slurm.aggregation.sbatch_args", slurm.aggregation.sbatch_args
 
 
-def _directive_values(slurm: Slurm) -> Iterator[tuple[str, str]]:
+def _directive_values(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:
     """What stands in lines that bash takes for comments, so that no quoting can carry a line break."""
     for name in ("partition", "account", "qos", "time", "dependency", "directory"):
         if (value := getattr(slurm, name)) is not None:
@@ -59,7 +59,7 @@ def _directive_values(slurm: Slurm) -> Iterator[tuple[str, str]]:
         yield from ((key, argument) for argument in arguments)
 
 
-def _check_arguments(key: str, arguments: Sequence[str], of_the_script: Sequence[str]) -> None:
+def _check_arguments(key: str, arguments: Sequence[str], reserved_options: Sequence[str]) -> None:
     for argument in arguments:
         if not argument.startswith("-"):
             raise ConfigError(key, argument, "must begin with -; a value follows its option: --name=value")
@@ -67,12 +67,12 @@ def _check_arguments(key: str, arguments: Sequence[str], of_the_script: Sequence
         name = option.removeprefix("--") if option.startswith("--") else SHORT_FORMS.get(option[:2])
         if name == "dependency":
             raise ConfigError(key, argument, "a dependency is the job's: set slurm.dependency")
-        if name in of_the_script:
+        if name in reserved_options:
             raise ConfigError(key, argument, "is set by the script, from other keys of `slurm`")
 
 
-def _check_component(key: str, component: Component) -> None:
-    _check_arguments(f"{key}.srun_args", component.srun_args, OF_A_STEP)
+def _check_component(key: str, component: SlurmComponentConfig) -> None:
+    _check_arguments(f"{key}.srun_args", component.srun_args, STEP_OPTIONS)
     for name, value in component.environment.items():
         if not VARIABLE.fullmatch(name):
             raise ConfigError(f"{key}.environment.{name}", "(not shown)", "is no name of a variable")
@@ -86,7 +86,7 @@ def _check_component(key: str, component: Component) -> None:
             raise ConfigError(f"{key}.mounts", mount, "must be /on/the/node:/in/the/container, perhaps with :ro")
 
 
-def _check_server(server: Server, num_nodes: int) -> None:
+def _check_server(server: SlurmServerConfig, num_nodes: int) -> None:
     key = "slurm.server"
     if (server.model is None) == (server.command is None):
         raise ConfigError(f"{key}.model", server.model, f"exactly one of {key}.model and {key}.command must be set")
@@ -108,11 +108,11 @@ def _check_no_secret(key: str, words: Sequence[str]) -> None:
             raise ConfigError(key, option, problem)
 
 
-def _check_command(server: Server, command: Sequence[str]) -> None:
+def _check_command(server: SlurmServerConfig, command: Sequence[str]) -> None:
     key = "slurm.server"
-    of_vllm = {name: Server.model_fields[name] for name in ("program", "args", "tensor_parallel_size")}
-    of_vllm["nodes_per_replica"] = Server.model_fields["nodes_per_replica"]
-    for name, field in of_vllm.items():
+    vllm_fields = {name: SlurmServerConfig.model_fields[name] for name in ("program", "args", "tensor_parallel_size")}
+    vllm_fields["nodes_per_replica"] = SlurmServerConfig.model_fields["nodes_per_replica"]
+    for name, field in vllm_fields.items():
         value = getattr(server, name)
         if value != field.get_default(call_default_factory=True):
             raise ConfigError(f"{key}.{name}", value, f"belongs to {key}.model; {key}.command is whole")

@@ -2,25 +2,25 @@
 
 from typing import TypeGuard
 
-from nemo_rl.config.master import TEACHERS, DistillationConfig, GRPOConfig, TrainingConfig
+from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, TrainingRunConfig
 from nemo_rl.errors import ConfigError
 
 
-def reads_teachers(config: TrainingConfig) -> bool:
+def uses_teachers(config: TrainingRunConfig) -> bool:
     """Whether anything of the algorithm asks a teacher."""
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, GRPORunConfig):
         return config.grpo.adv_estimator.name == "opd"
-    return isinstance(config, DistillationConfig)
+    return isinstance(config, DistillationRunConfig)
 
 
-def crosses_tokenizers(config: TrainingConfig) -> TypeGuard[DistillationConfig]:
+def uses_cross_tokenizer(config: TrainingRunConfig) -> TypeGuard[DistillationRunConfig]:
     """Whether teachers are asked in tokens of their own."""
-    return isinstance(config, DistillationConfig) and config.loss_fn.cross_tokenizer.enabled
+    return isinstance(config, DistillationRunConfig) and config.loss_fn.cross_tokenizer.enabled
 
 
-def check_teachers(config: TrainingConfig) -> None:
+def check_teachers(config: TrainingRunConfig) -> None:
     """Raise ConfigError for a teacher that nobody asks, for a task that is not there, and where none is."""
-    if not reads_teachers(config):
+    if not uses_teachers(config):
         for key in config.teacher_sections:
             reason = "teachers are read by grpo.adv_estimator.name: opd and by examples/run_distillation.py only"
             raise ConfigError(key, "set", f"{reason}; allowed: null")
@@ -41,7 +41,7 @@ def check_teachers(config: TrainingConfig) -> None:
             )
 
 
-def check_task_teachers(config: TrainingConfig, task_names: frozenset[str]) -> None:
+def check_task_teachers(config: TrainingRunConfig, task_names: frozenset[str]) -> None:
     """Raise ConfigError for a task of the training data that no teacher teaches."""
     for task in sorted(task_names):
         if config.teacher_key(task) is None:

@@ -1,24 +1,26 @@
 """Where teachers stand: on the policy's devices, or on nodes or GPUs taken from the end of the cluster's."""
 
-from nemo_rl.config.master import TrainingConfig
-from nemo_rl.config.places import Device, Pool
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.places import Device, DevicePool
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.errors import ConfigError
 
 
-def pools_of_teachers(config: TrainingConfig, whole: Pool, device: Device) -> tuple[dict[str, Pool], Pool]:
+def allocate_teacher_pools(
+    config: TrainingRunConfig, cluster_pool: DevicePool, device: Device
+) -> tuple[dict[str, DevicePool], DevicePool]:
     """What each teacher that is not colocated has for itself, and what is left for policy and engines."""
-    pools: dict[str, Pool] = {}
-    left = whole
+    pools: dict[str, DevicePool] = {}
+    left = cluster_pool
     for key, section in config.teacher_sections.items():
         if section.server is None and section.device not in ("auto", device):
             raise ConfigError(f"{key}.device", section.device, f"the run computes on {device}; allowed: auto, {device}")
         if section.server is None and not section.colocated.enabled:
-            pools[key], left = _taken(key, section, left, device)
+            pools[key], left = _take_pool(key, section, left, device)
     return pools, left
 
 
-def _taken(key: str, section: Teacher, left: Pool, device: Device) -> tuple[Pool, Pool]:
+def _take_pool(key: str, section: TeacherConfig, left: DevicePool, device: Device) -> tuple[DevicePool, DevicePool]:
     """The teacher's own, and what remains."""
     wanted = section.colocated.resources
     resources = f"{key}.colocated.resources"
@@ -31,7 +33,7 @@ def _taken(key: str, section: Teacher, left: Pool, device: Device) -> tuple[Pool
             )
         first = left.nodes.stop - wanted.num_nodes
         gpus = left.gpus[: wanted.gpus_per_node] if wanted.gpus_per_node else left.gpus
-        return Pool(range(first, left.nodes.stop), gpus), Pool(range(left.nodes.start, first), left.gpus)
+        return DevicePool(range(first, left.nodes.stop), gpus), DevicePool(range(left.nodes.start, first), left.gpus)
     if device == "cpu":
         return left, left  # a CPU is not divided
     own = wanted.gpus_per_node
@@ -43,4 +45,4 @@ def _taken(key: str, section: Teacher, left: Pool, device: Device) -> tuple[Pool
             "and policy and engines have the others; allowed: less than that, or colocated.enabled: true",
         )
     first = left.gpus.stop - own
-    return Pool(left.nodes, range(first, left.gpus.stop)), Pool(left.nodes, range(left.gpus.start, first))
+    return DevicePool(left.nodes, range(first, left.gpus.stop)), DevicePool(left.nodes, range(left.gpus.start, first))

@@ -33,16 +33,16 @@ def align(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[Span, ...
     """
     if b"".join(student) != b"".join(teacher):
         raise ValueError("the two sides stand for different bytes")
-    student_ends, teacher_ends = _ends(student), _ends(teacher)
+    student_ends, teacher_ends = _token_counts_by_end(student), _token_counts_by_end(teacher)
     shared = sorted(student_ends.keys() & teacher_ends.keys())
-    places = [(0, 0), *((student_ends[end], teacher_ends[end]) for end in shared)]
-    if len(places) == 1:
+    boundaries = [(0, 0), *((student_ends[end], teacher_ends[end]) for end in shared)]
+    if len(boundaries) == 1:
         return (Span(0, len(student), 0, len(teacher)),) if student or teacher else ()
-    places[-1] = (len(student), len(teacher))
-    return tuple(Span(s0, s1, t0, t1) for (s0, t0), (s1, t1) in pairwise(places))
+    boundaries[-1] = (len(student), len(teacher))
+    return tuple(Span(s0, s1, t0, t1) for (s0, t0), (s1, t1) in pairwise(boundaries))
 
 
-def _ends(pieces: Sequence[bytes]) -> dict[int, int]:
+def _token_counts_by_end(pieces: Sequence[bytes]) -> dict[int, int]:
     """Number of tokens up to each byte at which a token with bytes ends."""
     ends: dict[int, int] = {}
     offset = 0
@@ -53,7 +53,7 @@ def _ends(pieces: Sequence[bytes]) -> dict[int, int]:
     return ends
 
 
-def valid_prefix(data: bytes) -> bytes:
+def valid_utf8_prefix(data: bytes) -> bytes:
     """The bytes before the first that are not UTF-8: a response may end, or go wrong, inside a character."""
     try:
         data.decode()

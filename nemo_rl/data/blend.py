@@ -18,7 +18,7 @@ from nemo_rl.types import Prompt
 
 
 class Rows(Protocol):
-    """Rows that are read as they are asked for: `RowFile`, or `HeldRows`."""
+    """Rows that are read as they are asked for: `RowFile`, or `InMemoryRows`."""
 
     digests: "array[int]"
 
@@ -28,7 +28,7 @@ class Rows(Protocol):
 
     def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]: ...
 
-    def place(self, index: int) -> str: ...
+    def position(self, index: int) -> str: ...
 
 
 class FilePrompts:
@@ -50,7 +50,7 @@ class FilePrompts:
         self._make_prompt = make_prompt
         tasks, agents = set(), set()
         for index, row in enumerate(file.rows()):
-            prompt = self._made(index, row)
+            prompt = self._build_prompt(index, row)
             tasks.add(prompt.task_name)
             agents.add(prompt.agent_name)
             if digest is not None:
@@ -62,7 +62,7 @@ class FilePrompts:
         return len(self._file)
 
     def at(self, index: int) -> Prompt:
-        return self._made(index, self._file.row(index))
+        return self._build_prompt(index, self._file.row(index))
 
     def read(self, indices: Sequence[int]) -> Iterator[Prompt]:
         """Those prompts, with the file opened once."""
@@ -71,17 +71,17 @@ class FilePrompts:
     def read_rows(self, indices: Sequence[int]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
         """Those prompts, each with its row."""
         for index, row in zip(indices, self._file.rows(indices), strict=True):
-            yield self._made(index, row), row
+            yield self._build_prompt(index, row), row
 
-    def _made(self, index: int, row: dict[str, Any]) -> Prompt:
+    def _build_prompt(self, index: int, row: dict[str, Any]) -> Prompt:
         try:
             return self._make_prompt(row)
         except (DataError, KeyError, TypeError, ValueError) as error:
             problem = f"has no field {error}" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"{self._file.place(index)}: {problem}") from error
+            raise DataError(f"{self._file.position(index)}: {problem}") from error
 
 
-class HeldPrompts:
+class InMemoryPrompts:
     """Prompts in memory, as a part of a blend."""
 
     def __init__(self, prompts: Sequence[Prompt], digests: Sequence[int]) -> None:
@@ -105,16 +105,18 @@ class Blend(Sequence[Prompt]):
     """Prompts of several parts one after another, with ids: a digest of what they are made of, numbered where it
     repeats. A prompt keeps its id when others are added, removed or moved. A slice is a blend too."""
 
-    parts: tuple[FilePrompts | HeldPrompts, ...]
-    places: "array[int]"  # of its prompts, counted over all parts
+    parts: tuple[FilePrompts | InMemoryPrompts, ...]
+    positions: "array[int]"  # of its prompts, counted over all parts
     repeats: "array[int]"  # of each: how many prompts before it are made of the same
 
     @classmethod
-    def of(cls, parts: Sequence[FilePrompts | HeldPrompts], *, without: Container[int] = ()) -> "Blend":
+    def of(cls, parts: Sequence[FilePrompts | InMemoryPrompts], *, without: Container[int] = ()) -> "Blend":
         """All prompts of the parts but those at the places `without`."""
-        places = array("I", (place for place in range(sum(len(part) for part in parts)) if place not in without))
+        positions = array(
+            "I", (position for position in range(sum(len(part) for part in parts)) if position not in without)
+        )
         digests = np.concatenate([np.asarray(part.digests, dtype=np.uint64) for part in parts])
-        return cls(tuple(parts), places, _repeats(digests[np.asarray(places)]))
+        return cls(tuple(parts), positions, _count_earlier_duplicates(digests[np.asarray(positions)]))
 
     @property
     def task_names(self) -> frozenset[str]:
@@ -126,13 +128,13 @@ class Blend(Sequence[Prompt]):
 
     def prompt_ids(self) -> Iterator[str]:
         """Of all prompts in order; no row is read."""
-        starts = self._starts()
-        for place, repeat in zip(self.places, self.repeats, strict=True):
-            number = bisect_right(starts, place) - 1
-            yield _prompt_id(self.parts[number].digests[place - starts[number]], repeat)
+        starts = self._part_offsets()
+        for position, repeat in zip(self.positions, self.repeats, strict=True):
+            number = bisect_right(starts, position) - 1
+            yield _prompt_id(self.parts[number].digests[position - starts[number]], repeat)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -140,22 +142,22 @@ class Blend(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> "Blend": ...
     def __getitem__(self, index: int | slice) -> "Prompt | Blend":
         if isinstance(index, slice):
-            return Blend(self.parts, self.places[index], self.repeats[index])
-        place, starts = self.places[index], self._starts()
-        number = bisect_right(starts, place) - 1
-        part, row = self.parts[number], place - starts[number]
+            return Blend(self.parts, self.positions[index], self.repeats[index])
+        position, starts = self.positions[index], self._part_offsets()
+        number = bisect_right(starts, position) - 1
+        part, row = self.parts[number], position - starts[number]
         return replace(part.at(row), prompt_id=_prompt_id(part.digests[row], self.repeats[index]))
 
     def __iter__(self) -> Iterator[Prompt]:
         """One prompt is held at a time; a file is opened once for a stretch of its rows."""
-        starts, index = self._starts(), 0
-        for number, stretch in groupby(self.places, key=lambda place: bisect_right(starts, place) - 1):
-            part, rows = self.parts[number], array("I", (place - starts[number] for place in stretch))
+        starts, index = self._part_offsets(), 0
+        for number, stretch in groupby(self.positions, key=lambda position: bisect_right(starts, position) - 1):
+            part, rows = self.parts[number], array("I", (position - starts[number] for position in stretch))
             for row, prompt in zip(rows, part.read(rows), strict=True):
                 yield replace(prompt, prompt_id=_prompt_id(part.digests[row], self.repeats[index]))
                 index += 1
 
-    def _starts(self) -> list[int]:
+    def _part_offsets(self) -> list[int]:
         """The place at which each part begins."""
         return list(accumulate((len(part) for part in self.parts[:-1]), initial=0))
 
@@ -164,7 +166,7 @@ def _prompt_id(digest: int, repeat: int) -> str:
     return f"{digest:016x}-{repeat}" if repeat else f"{digest:016x}"
 
 
-def _repeats(digests: np.ndarray) -> "array[int]":
+def _count_earlier_duplicates(digests: np.ndarray) -> "array[int]":
     """How many equal numbers stand before each: [7, 5, 7, 7] gives [0, 0, 1, 2]."""
     order = np.argsort(digests, kind="stable")
     ordered = digests[order]

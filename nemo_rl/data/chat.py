@@ -13,15 +13,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.template import ChatTemplate, TemplateRefusal
+from nemo_rl.data.template import ChatTemplate, ChatTemplateError
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
 
 KEY = "policy.tokenizer.chat_template"
-STAND_IN = "nemoRlStandIn"  # letters only: no template escapes or strips them
+SENTINEL = "nemoRlStandIn"  # letters only: no template escapes or strips them
 PROBE = "nemoRlProbe"
 QUESTION = Message("user", "question")
-UNNAMED_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits: Mistral's templates insist
+PLACEHOLDER_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits: Mistral's templates insist
 
 
 def flat_token_ids(message_log: MessageLog) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class ChatEncoder:
     A segment that was not sampled has all its tokens on its last message; its earlier messages carry none.
     """
 
-    is_rendered_elsewhere = False  # True: messages have no tokens here, and requests carry the messages themselves
+    is_rendered_by_server = False  # True: messages have no tokens here, and requests carry the messages themselves
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class ChatEncoder:
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
         self._special = re.compile(f"(?:{alternatives})" if special else r"(?!)")
         self._special_run = re.compile(rf"(?:{self._special.pattern}\s*)+")
-        self._understood: set[str] = set()  # roles that the template is known to render behind a sampled message
-        self._opened_by: set[str] = set()  # and at the start of a conversation
+        self._supported_roles: set[str] = set()  # roles that the template is known to render behind a sampled message
+        self._supported_first_roles: set[str] = set()  # and at the start of a conversation
 
     @property
     def vocab_size(self) -> int:
@@ -67,7 +67,7 @@ class ChatEncoder:
 
     def check(self, roles: Iterable[str] = ("user",)) -> None:
         """Raise ConfigError unless prompts of a user and answers to the model by all `roles` can be rendered."""
-        self.encode_prompt((Message("user", STAND_IN),))
+        self.encode_prompt((Message("user", SENTINEL),))
         for role in roles:
             self._check_role(role, ())
         if not self.stop_token_ids:
@@ -75,7 +75,7 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
         """The rendered conversation with the opening of the assistant's turn; raises ConfigError when refused."""
-        return _segment(messages, self._encode(self._prompt_text(messages, tools)))
+        return _to_message_log(messages, self._encode(self._prompt_text(messages, tools)))
 
     def prompt_fits(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> bool:
         """Whether `encode_prompt` gives at most `max_tokens` tokens; raises as it does.
@@ -105,7 +105,7 @@ class ChatEncoder:
         token_ids = self._encode(self._bridge(sampled.message, new_messages, tools))
         if sampled.token_ids and token_ids and sampled.token_ids[-1] == token_ids[0]:
             token_ids = token_ids[1:]
-        return _segment(new_messages, token_ids)
+        return _to_message_log(new_messages, token_ids)
 
     def encode_answer(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """The tokens that the model is to write for an assistant's message in a turn that has been opened.
@@ -118,8 +118,8 @@ class ChatEncoder:
         """
         try:
             text, is_ended = self._answer(message, tools if message.tool_calls else ())
-        except TemplateRefusal as error:
-            raise self._refusal(["assistant"], error) from error
+        except ChatTemplateError as error:
+            raise self._template_error(["assistant"], error) from error
         return self._encode(text) if is_ended else (*self._encode(text), self.stop_token_ids[0])
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
@@ -137,25 +137,25 @@ class ChatEncoder:
     def _prompt_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         if messages[0].role == "system":
             self._check_system_role()
-        return self._rendered_prompt(messages, tools)
+        return self._render_prompt(messages, tools)
 
-    def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         try:
             return self._template.render(messages, tools, add_generation_prompt=True)
-        except TemplateRefusal as error:
-            raise self._refusal((message.role for message in messages), error) from error
+        except ChatTemplateError as error:
+            raise self._template_error((message.role for message in messages), error) from error
 
     @cached_property
     def _opening(self) -> str:
         return self._template.render((QUESTION,), (), add_generation_prompt=True)
 
     @cached_property
-    def _behind_answer(self) -> str:
+    def _text_after_answer(self) -> str:
         """What the template puts behind an assistant's text at the end of a conversation."""
-        past = (QUESTION, Message("assistant", STAND_IN))
-        _, found, tail = self._template.render(past, (), add_generation_prompt=False).rpartition(STAND_IN)
+        past = (QUESTION, Message("assistant", SENTINEL))
+        _, found, tail = self._template.render(past, (), add_generation_prompt=False).rpartition(SENTINEL)
         if not found:
-            raise TemplateRefusal("the assistant's text is not rendered, so that nothing of it can be learnt")
+            raise ChatTemplateError("the assistant's text is not rendered, so that nothing of it can be learnt")
         return tail
 
     def _answer(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
@@ -163,8 +163,8 @@ class ChatEncoder:
         text = self._template.render((QUESTION, message), tools, add_generation_prompt=False)
         opening = self._template.render((QUESTION,), tools, add_generation_prompt=True) if tools else self._opening
         if not text.startswith(opening):
-            raise TemplateRefusal(f"its turn does not begin as the generation prompt opens it: {opening[-40:]!r}")
-        text, behind = text[len(opening) :], self._behind_answer
+            raise ChatTemplateError(f"its turn does not begin as the generation prompt opens it: {opening[-40:]!r}")
+        text, behind = text[len(opening) :], self._text_after_answer
         end = text.rfind(self._terminator) if self._terminator else -1
         if end >= 0:
             return text[: end + len(self._terminator)], True
@@ -178,39 +178,39 @@ class ChatEncoder:
         """The special token that the template puts behind an assistant's text; empty where there is none."""
         past, following = Message("assistant", ""), (Message("user", "next"),)
         try:
-            tail = self._tail_behind_stand_in(past, following, ())
-        except TemplateRefusal:
+            tail = self._text_after_sentinel(past, following, ())
+        except ChatTemplateError:
             try:
-                tail = self._difference(past, following, ())
-            except TemplateRefusal:
+                tail = self._bridge_by_difference(past, following, ())
+            except ChatTemplateError:
                 return ""
         first = self._special.match(tail.lstrip())
         return first.group() if first else ""
 
     def _bridge(self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The text from the sampled turn's terminator on."""
-        sampled = _with_calls_answered(sampled, new_messages)
+        sampled = _add_missing_calls(sampled, new_messages)
         try:
-            tail = self._tail_behind_stand_in(sampled, new_messages, tools)
+            tail = self._text_after_sentinel(sampled, new_messages, tools)
             return self._from_terminator(tail, after_call=bool(sampled.tool_calls))
-        except TemplateRefusal as refusal:
+        except ChatTemplateError as refusal:
             try:
-                return self._difference(sampled, new_messages, tools)
-            except TemplateRefusal:
-                raise self._refusal((message.role for message in new_messages), refusal) from refusal
+                return self._bridge_by_difference(sampled, new_messages, tools)
+            except ChatTemplateError:
+                raise self._template_error((message.role for message in new_messages), refusal) from refusal
 
-    def _tail_behind_stand_in(
+    def _text_after_sentinel(
         self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:
         """What the template renders behind the sampled message, whose text or last argument is a stand-in here."""
-        stand_in = STAND_IN
-        while any(stand_in in message.content for message in new_messages):
-            stand_in += "n"
-        conversation = (QUESTION, _standing_in(sampled, stand_in), *new_messages)
+        sentinel = SENTINEL
+        while any(sentinel in message.content for message in new_messages):
+            sentinel += "n"
+        conversation = (QUESTION, _with_sentinel(sampled, sentinel), *new_messages)
         text = self._template.render(conversation, tools, add_generation_prompt=True)
-        _, found, tail = text.rpartition(stand_in)
+        _, found, tail = text.rpartition(sentinel)
         if not found:
-            raise TemplateRefusal("the assistant's text is not rendered")
+            raise ChatTemplateError("the assistant's text is not rendered")
         return tail
 
     def _from_terminator(self, tail: str, *, after_call: bool) -> str:
@@ -221,53 +221,57 @@ class ChatEncoder:
         start = tail.find(self._terminator, run.start(), run.end()) if self._terminator else -1
         return tail[run.start() if start < 0 else start :]
 
-    def _difference(self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _bridge_by_difference(
+        self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
         """The bridge as what a longer rendering adds to a shorter one, from the terminator at the seam on."""
         past = (QUESTION, Message("assistant", sampled.content or "answer", sampled.tool_calls))
         shorter = self._template.render(past, tools, add_generation_prompt=False)
         longer = self._template.render((*past, *new_messages), tools, add_generation_prompt=True)
         if not longer.startswith(shorter):
-            raise TemplateRefusal("the template rewrites earlier turns and hides the assistant's text")
+            raise ChatTemplateError("the template rewrites earlier turns and hides the assistant's text")
         ending = re.search(rf"{self._special.pattern}\s*$", shorter)
         return longer[len(shorter) if ending is None else ending.start() :]
 
     def _check_role(self, role: str, tools: Sequence[Mapping[str, Any]]) -> None:
-        if role in self._understood:
+        if role in self._supported_roles:
             return
-        call_id = UNNAMED_CALL.id if role == "tool" else None
+        call_id = PLACEHOLDER_CALL.id if role == "tool" else None
         probe = Message(role, PROBE, tool_call_id=call_id)  # type: ignore[arg-type]
         if probe.content not in self._bridge(Message("assistant", ""), (probe,), tools):
-            raise self._refusal([role], TemplateRefusal("its messages are not rendered"))
-        self._understood.add(role)
+            raise self._template_error([role], ChatTemplateError("its messages are not rendered"))
+        self._supported_roles.add(role)
 
     def _check_system_role(self) -> None:
-        if "system" not in self._opened_by:
-            text = self._rendered_prompt((Message("system", STAND_IN), QUESTION), ())
-            if STAND_IN not in text:
-                raise self._refusal(["system"], TemplateRefusal("its messages are not rendered"))
-            self._opened_by.add("system")
+        if "system" not in self._supported_first_roles:
+            text = self._render_prompt((Message("system", SENTINEL), QUESTION), ())
+            if SENTINEL not in text:
+                raise self._template_error(["system"], ChatTemplateError("its messages are not rendered"))
+            self._supported_first_roles.add("system")
 
-    def _refusal(self, roles: Iterable[str], error: TemplateRefusal) -> ConfigError:
+    def _template_error(self, roles: Iterable[str], error: ChatTemplateError) -> ConfigError:
         named = ", ".join(dict.fromkeys(roles))
         return ConfigError(KEY, self._template.name, f"refuses messages of role {named}: {error}")
 
 
-def _segment(messages: Sequence[Message], token_ids: tuple[int, ...]) -> MessageLog:
+def _to_message_log(messages: Sequence[Message], token_ids: tuple[int, ...]) -> MessageLog:
     last = len(messages) - 1
     return tuple(TokenizedMessage(message, token_ids if i == last else ()) for i, message in enumerate(messages))
 
 
-def _with_calls_answered(sampled: Message, new_messages: Sequence[Message]) -> Message:
+def _add_missing_calls(sampled: Message, new_messages: Sequence[Message]) -> Message:
     """The sampled message with the calls that the new messages answer, where only its text tells of them."""
     answers = [message for message in new_messages if message.role == "tool"]
     if not answers or new_messages[0].role != "tool" or sampled.tool_calls:
         return sampled
-    calls = tuple(ToolCall(answer.tool_call_id or UNNAMED_CALL.id, UNNAMED_CALL.name, "{}") for answer in answers)
+    calls = tuple(
+        ToolCall(answer.tool_call_id or PLACEHOLDER_CALL.id, PLACEHOLDER_CALL.name, "{}") for answer in answers
+    )
     return Message("assistant", sampled.content, calls)
 
 
-def _standing_in(sampled: Message, stand_in: str) -> Message:
+def _with_sentinel(sampled: Message, sentinel: str) -> Message:
     if not sampled.tool_calls:
-        return Message("assistant", stand_in)
+        return Message("assistant", sentinel)
     *earlier, last = sampled.tool_calls
-    return Message("assistant", "", (*earlier, ToolCall(last.id, last.name, json.dumps({"argument": stand_in}))))
+    return Message("assistant", "", (*earlier, ToolCall(last.id, last.name, json.dumps({"argument": sentinel}))))

@@ -5,22 +5,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.config.data import Dataset
-from nemo_rl.config.sft import SFTData
-from nemo_rl.data.datasets import SEED_STRIDE, unique_name
-from nemo_rl.data.processors import PLACEHOLDER, RowFormat, message_of, row_format_of
-from nemo_rl.data.sources import PRESETS, Row, load_rows, overlay, with_preset
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.sft import SFTDataConfig
+from nemo_rl.data.datasets import SEED_STRIDE, make_unique_name
+from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format, parse_message
+from nemo_rl.data.sources import PRESETS, Row, apply_preset, load_rows, merge_sections
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message
 
 logger = logging.getLogger(__name__)
 
-PAIRS = (("input", "output"), ("prompt", "response"), ("prompt", "completion"))  # fields of a question and its answer
+QUESTION_ANSWER_FIELDS = (
+    ("input", "output"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+)  # fields of a question and its answer
 
 # What is learnt of data sets that are known by name, where it is not what a rollout is scored by.
-ANSWERS: dict[str, Dataset] = {
-    "OpenMathInstruct-2": Dataset(output_key="generated_solution"),
-    "tulu3_sft_mixture": Dataset(
+SFT_PRESETS: dict[str, DatasetConfig] = {
+    "OpenMathInstruct-2": DatasetConfig(output_key="generated_solution"),
+    "tulu3_sft_mixture": DatasetConfig(
         dataset_name="huggingface", data_path="allenai/tulu-3-sft-mixture", split="train", name="tulu3_sft_mixture"
     ),
 }
@@ -34,7 +38,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
 
     @property
-    def asked(self) -> tuple[Message, ...]:
+    def prompt_messages(self) -> tuple[Message, ...]:
         """All before the last turn."""
         return self.messages[:-1]
 
@@ -47,26 +51,26 @@ class ConversationSet:
     conversations: Sequence[Conversation]
 
 
-def load_conversations(config: SFTData, run_seed: int) -> tuple[ConversationSet, tuple[ConversationSet, ...]]:
+def load_conversations(config: SFTDataConfig, run_seed: int) -> tuple[ConversationSet, tuple[ConversationSet, ...]]:
     """The training blend, named "train", and the validation sets; seeds as in datasets.load_datasets.
 
     With `config.disjoint`, training rows that ask what a validation row asks are left out.
     """
     train: list[ConversationSet] = []
     held_out: list[ConversationSet] = []
-    for place, (key, own) in enumerate(config.sets):
+    for index, (key, overrides) in enumerate(config.sets):
         loaded = train if key.startswith("data.train") else held_out
-        seed, taken = run_seed + SEED_STRIDE * place, {each.name for each in loaded}
-        loaded.append(_load(own, config.default, key=key, seed=seed, taken=taken))
+        seed, taken = run_seed + SEED_STRIDE * index, {each.name for each in loaded}
+        loaded.append(_load(overrides, config.default, key=key, seed=seed, taken=taken))
     blend = [conversation for each in train for conversation in each.conversations]
     if config.disjoint:
-        blend = _without(blend, held_out)
+        blend = _remove_held_out(blend, held_out)
     return ConversationSet("train", blend), tuple(held_out)
 
 
-def read_conversations(rows: Sequence[Row], section: Dataset, *, key: str) -> list[Conversation]:
+def read_conversations(rows: Sequence[Row], section: DatasetConfig, *, key: str) -> list[Conversation]:
     """One conversation a row. Raises DataError naming the data set and the row for a row that cannot be read."""
-    row_format = row_format_of(section, key)
+    row_format = make_row_format(section, key)
     conversations = []
     for index, row in enumerate(rows):
         try:
@@ -77,44 +81,46 @@ def read_conversations(rows: Sequence[Row], section: Dataset, *, key: str) -> li
     return conversations
 
 
-def _load(own: Dataset, default: Dataset, *, key: str, seed: int, taken: set[str]) -> ConversationSet:
-    section = overlay(Dataset(dataset_name=default.dataset_name), own)
-    section = overlay(ANSWERS.get(section.dataset_name or "", Dataset()), section)
-    if section.dataset_name in ANSWERS and section.dataset_name not in PRESETS:
+def _load(overrides: DatasetConfig, default: DatasetConfig, *, key: str, seed: int, taken: set[str]) -> ConversationSet:
+    section = merge_sections(DatasetConfig(dataset_name=default.dataset_name), overrides)
+    section = merge_sections(SFT_PRESETS.get(section.dataset_name or "", DatasetConfig()), section)
+    if section.dataset_name in SFT_PRESETS and section.dataset_name not in PRESETS:
         section = section.model_copy(update={"dataset_name": "huggingface"})
-    section = overlay(default, with_preset(section))
-    name = unique_name(section.name or str(section.dataset_name), taken)
+    section = merge_sections(default, apply_preset(section))
+    name = make_unique_name(section.name or str(section.dataset_name), taken)
     rows = load_rows(section, seed=seed if section.seed is None else section.seed, key=key)
     conversations = read_conversations(rows, section, key=key)
     logger.info("%s: %d conversations of %s", key, len(conversations), name)
     return ConversationSet(name, conversations * (section.repeat or 1))
 
 
-def _conversation(row: Row, row_format: RowFormat, section: Dataset) -> Conversation:
+def _conversation(row: Row, row_format: RowFormat, section: DatasetConfig) -> Conversation:
     if "entry" in row and "task" in row:  # of reasoning_gym
-        return _pair(row["entry"]["question"], row["entry"]["answer"], row_format)
+        return _from_pair(row["entry"]["question"], row["entry"]["answer"], row_format)
     if section.input_key is None and "messages" in row:
-        return _of_messages(row, row_format)
-    question, answer = _fields(row, section)
-    return _pair(row[question], row[answer], row_format)
+        return _from_messages(row, row_format)
+    question, answer = _question_answer_fields(row, section)
+    return _from_pair(row[question], row[answer], row_format)
 
 
-def _fields(row: Row, section: Dataset) -> tuple[str, str]:
+def _question_answer_fields(row: Row, section: DatasetConfig) -> tuple[str, str]:
     """The fields with the question and with the answer; where the recipe names none, a pair that the row has."""
-    known = next((pair for pair in PAIRS if pair[0] in row and pair[1] in row), PAIRS[0])
+    known = next(
+        (pair for pair in QUESTION_ANSWER_FIELDS if pair[0] in row and pair[1] in row), QUESTION_ANSWER_FIELDS[0]
+    )
     return section.input_key or known[0], section.output_key or known[1]
 
 
-def _pair(question: Any, answer: Any, row_format: RowFormat) -> Conversation:
+def _from_pair(question: Any, answer: Any, row_format: RowFormat) -> Conversation:
     for text in (question, answer):
         if not isinstance(text, str):
             raise DataError(f"{text!r} is {type(text).__name__}, not text")
     return Conversation((*row_format.messages(question), Message("assistant", answer)))
 
 
-def _of_messages(row: Row, row_format: RowFormat) -> Conversation:
+def _from_messages(row: Row, row_format: RowFormat) -> Conversation:
     """OpenAI messages; what follows the last assistant message answers nothing and is left out."""
-    messages = tuple(message_of(item) for item in row["messages"])
+    messages = tuple(parse_message(item) for item in row["messages"])
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not messages:
@@ -135,9 +141,9 @@ def _check_turns(messages: Sequence[Message]) -> None:
         previous = message.role
 
 
-def _without(train: list[Conversation], held_out: Sequence[ConversationSet]) -> list[Conversation]:
-    asked = {conversation.asked for each in held_out for conversation in each.conversations}
-    kept = [conversation for conversation in train if conversation.asked not in asked]
+def _remove_held_out(train: list[Conversation], held_out: Sequence[ConversationSet]) -> list[Conversation]:
+    prompt_messages = {conversation.prompt_messages for each in held_out for conversation in each.conversations}
+    kept = [conversation for conversation in train if conversation.prompt_messages not in prompt_messages]
     if not kept:
         raise ConfigError("data.disjoint", True, "every training conversation asks what a validation set asks")
     if len(kept) < len(train):

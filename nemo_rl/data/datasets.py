@@ -7,18 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from nemo_rl.config.data import Data, Dataset
-from nemo_rl.data.blend import Blend, FilePrompts, HeldPrompts
+from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.data.blend import Blend, FilePrompts, InMemoryPrompts
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.nemo_gym import NEMO_GYM, open_gym_rows
+from nemo_rl.data.nemo_gym import NEMO_GYM, open_nemo_gym_prompts
 from nemo_rl.data.processors import make_prompts
-from nemo_rl.data.sources import json_able, load_rows, overlay, with_preset
+from nemo_rl.data.sources import apply_preset, load_rows, merge_sections, to_jsonable
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-PartT = TypeVar("PartT", bound=FilePrompts | HeldPrompts, covariant=True)
+PartT = TypeVar("PartT", bound=FilePrompts | InMemoryPrompts, covariant=True)
 
 SEED_STRIDE = 1_000_003  # between data sets that name no seed: none is a shifted copy of another
 
@@ -45,20 +45,20 @@ class PromptSet:
         return frozenset(prompt.agent_name for prompt in self.prompts if prompt.agent_name)
 
 
-def load_datasets(config: Data, run_seed: int) -> tuple[PromptSet, tuple[PromptSet, ...]]:
+def load_datasets(config: DataConfig, run_seed: int) -> tuple[PromptSet, tuple[PromptSet, ...]]:
     """The training blend, named "train", and the validation sets.
 
     A set that names no seed gets one derived from `run_seed` and its place, the first training set `run_seed` itself.
     With `config.disjoint`, training prompts whose messages occur in a validation set are left out; of NeMo Gym's rows,
     those that are rows of a validation set.
     """
-    train_sections, validation_sections = listed(config.train), listed(config.validation)
-    seeds = (run_seed + SEED_STRIDE * place for place in range(len(train_sections) + len(validation_sections)))
-    train = load_sets(train_sections, config.default, seeds, "data.train", _part)
-    held_out = load_sets(validation_sections, config.default, seeds, "data.validation", _part)
+    train_sections, validation_sections = as_list(config.train), as_list(config.validation)
+    seeds = (run_seed + SEED_STRIDE * index for index in range(len(train_sections) + len(validation_sections)))
+    train = load_dataset_sections(train_sections, config.default, seeds, "data.train", _load_part)
+    held_out = load_dataset_sections(validation_sections, config.default, seeds, "data.validation", _load_part)
     held_parts = [part for loaded in held_out for part in loaded.parts]
     train_parts = [part for loaded in train for part in loaded.parts]
-    repeated = _held_out_places(train_parts, held_parts) if config.disjoint else frozenset()
+    repeated = _find_held_out(train_parts, held_parts) if config.disjoint else frozenset()
     return PromptSet("train", Blend.of(train_parts, without=repeated)), tuple(
         PromptSet(loaded.name, Blend.of(loaded.parts)) for loaded in held_out
     )
@@ -77,7 +77,7 @@ def check_prompt_lengths(prompt_sets: Iterable[PromptSet], encoder: ChatEncoder,
                 )
 
 
-def listed(sections: Dataset | list[Dataset] | None) -> list[Dataset]:
+def as_list(sections: DatasetConfig | list[DatasetConfig] | None) -> list[DatasetConfig]:
     if sections is None:
         return []
     return sections if isinstance(sections, list) else [sections]
@@ -86,44 +86,50 @@ def listed(sections: Dataset | list[Dataset] | None) -> list[Dataset]:
 class LoadPart(Protocol[PartT]):
     """Loads one set; `key` is its place in the configuration."""
 
-    def __call__(self, section: Dataset, name: str, *, seed: int, key: str) -> PartT: ...
+    def __call__(self, section: DatasetConfig, name: str, *, seed: int, key: str) -> PartT: ...
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedSet(Generic[PartT]):
+class LoadedDataset(Generic[PartT]):
     """One set of the configuration; a set that is repeated has its part several times."""
 
     name: str
     parts: list[PartT]
 
 
-def load_sets(
-    sections: Sequence[Dataset], default: Dataset, seeds: Iterator[int], key: str, load_part: LoadPart[PartT]
-) -> list[LoadedSet[PartT]]:
+def load_dataset_sections(
+    sections: Sequence[DatasetConfig],
+    default: DatasetConfig,
+    seeds: Iterator[int],
+    key: str,
+    load_part: LoadPart[PartT],
+) -> list[LoadedDataset[PartT]]:
     names: set[str] = set()
     loaded = []
-    for place, own in enumerate(sections):
-        where = key if len(sections) == 1 else f"{key}[{place}]"
-        section = overlay(default, with_preset(overlay(Dataset(dataset_name=default.dataset_name), own)))
+    for index, own in enumerate(sections):
+        section_key = key if len(sections) == 1 else f"{key}[{index}]"
+        section = merge_sections(
+            default, apply_preset(merge_sections(DatasetConfig(dataset_name=default.dataset_name), own))
+        )
         seed = next(seeds)
-        name = unique_name(section.name or str(section.dataset_name), names)
+        name = make_unique_name(section.name or str(section.dataset_name), names)
         names.add(name)
-        part = load_part(section, name, seed=seed if section.seed is None else section.seed, key=where)
-        logger.info("%s: %d prompts of %s", where, len(part), name)
-        loaded.append(LoadedSet(name, [part] * (section.repeat or 1)))
+        part = load_part(section, name, seed=seed if section.seed is None else section.seed, key=section_key)
+        logger.info("%s: %d prompts of %s", section_key, len(part), name)
+        loaded.append(LoadedDataset(name, [part] * (section.repeat or 1)))
     return loaded
 
 
-def _part(section: Dataset, name: str, *, seed: int, key: str) -> FilePrompts | HeldPrompts:
+def _load_part(section: DatasetConfig, name: str, *, seed: int, key: str) -> FilePrompts | InMemoryPrompts:
     """One set's prompts; those of NeMo Gym, whose files are large, stay in their file."""
     if section.dataset_name == NEMO_GYM:
-        return open_gym_rows(section, name, key=key)
+        return open_nemo_gym_prompts(section, name, key=key)
     rows = load_rows(section, seed=seed, key=key)
     prompts = [replace(prompt, dataset=name) for prompt in make_prompts(rows, section, key=key)]
-    return HeldPrompts(prompts, [prompt_digest(prompt) for prompt in prompts])
+    return InMemoryPrompts(prompts, [prompt_digest(prompt) for prompt in prompts])
 
 
-def unique_name(name: str, taken: set[str]) -> str:
+def make_unique_name(name: str, taken: set[str]) -> str:
     """The name, or the first of name_2, name_3, ... that is free."""
     candidate, number = name, 1
     while candidate in taken:
@@ -132,12 +138,12 @@ def unique_name(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _held_out_places(
-    parts: Sequence[FilePrompts | HeldPrompts], held_out: Sequence[FilePrompts | HeldPrompts]
+def _find_held_out(
+    parts: Sequence[FilePrompts | InMemoryPrompts], held_out: Sequence[FilePrompts | InMemoryPrompts]
 ) -> frozenset[int]:
     """Places in the blend of `parts` of what is validated on."""
     rows = {digest for part in held_out if isinstance(part, FilePrompts) for digest in part.digests}
-    asked = {prompt.messages for part in held_out if isinstance(part, HeldPrompts) for prompt in part.prompts}
+    asked = {prompt.messages for part in held_out if isinstance(part, InMemoryPrompts) for prompt in part.prompts}
     repeated, start = [], 0
     for part in parts:
         if isinstance(part, FilePrompts):
@@ -155,5 +161,5 @@ def _held_out_places(
 def prompt_digest(prompt: Prompt) -> int:
     """Of what a prompt asks and carries."""
     messages = [(m.role, m.content, [(c.id, c.name, c.arguments) for c in m.tool_calls]) for m in prompt.messages]
-    content = [prompt.task_name, messages, json_able(dict(prompt.env_state)), json_able(list(prompt.tools))]
+    content = [prompt.task_name, messages, to_jsonable(dict(prompt.env_state)), to_jsonable(list(prompt.tools))]
     return int(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16], 16)

@@ -17,14 +17,14 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _object_of(line, f"{path}:{number}")
+                    yield _parse_object(line, f"{path}:{number}")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text: {error.reason}") from error
 
 
-def json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
+def encode_json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
     """`values` as one line of UTF-8 with its newline.
 
     Half a surrogate pair, which a message may hold and UTF-8 cannot, stands as its JSON escape: Python's json reads it
@@ -34,11 +34,11 @@ def json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
     return (text + "\n").encode("utf-8", errors="backslashreplace")  # only surrogates cannot be encoded
 
 
-def _object_of(line: str, place: str) -> dict[str, Any]:
+def _parse_object(line: str, location: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: no valid JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(f"{location}: no valid JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON object was expected, not {type(row).__name__}")
+        raise DataError(f"{location}: a JSON object was expected, not {type(row).__name__}")
     return row

@@ -57,7 +57,7 @@ class PromptLoader:
         return self.epoch_after(self.consumed)
 
     @property
-    def is_spent(self) -> bool:
+    def data_exhausted(self) -> bool:
         """Whether `take` has nothing left."""
         return not self._put_back and self._next >= self._max_epochs * len(self._prompts)
 

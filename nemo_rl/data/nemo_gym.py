@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.data import Dataset
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data.blend import FilePrompts
 from nemo_rl.data.row_file import RowFile
 from nemo_rl.errors import ConfigError, DataError
@@ -22,10 +22,10 @@ NEMO_GYM = "nemo_gym"  # the data set's kind, and the entry of `env` where the s
 
 ROLES: Mapping[str, Role] = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
-HONOURED_TOOL_CHOICES = (None, "auto", "none")  # a forced call is no sample of the policy
+SUPPORTED_TOOL_CHOICES = (None, "auto", "none")  # a forced call is no sample of the policy
 
 
-def open_gym_rows(section: Dataset, dataset: str, *, key: str) -> FilePrompts:
+def open_nemo_gym_prompts(section: DatasetConfig, dataset: str, *, key: str) -> FilePrompts:
     """The prompts of `section.data_path`, one a row; the file's rows are not kept in memory.
 
     `dataset` is the set's name; empty: each prompt's is that of its agent.
@@ -36,25 +36,25 @@ def open_gym_rows(section: Dataset, dataset: str, *, key: str) -> FilePrompts:
     file = RowFile(Path(section.data_path), limit=section.size)
     if not len(file):
         raise DataError(f"{key}: {file.path} has no rows")
-    return FilePrompts(file, GymRows(section.env_name or NEMO_GYM, section.agent_name or "", dataset))
+    return FilePrompts(file, NemoGymPromptMaker(section.env_name or NEMO_GYM, section.agent_name or "", dataset))
 
 
 @dataclass(frozen=True, slots=True)
-class GymRows:
+class NemoGymPromptMaker:
     """Makes the prompt of a row. Dropped parameters are noted once."""
 
     task_name: str
     default_agent: str  # of rows without agent_ref; empty: they are refused
     dataset: str  # empty: the row's agent
-    noted: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
     def __call__(self, row: Mapping[str, Any]) -> Prompt:
         """Raises DataError saying what is wrong with the row."""
         parameters = row.get("responses_create_params")
         if not isinstance(parameters, dict):
-            raise DataError(f"responses_create_params is {_said(parameters)}, not an object")
+            raise DataError(f"responses_create_params is {_format_value(parameters)}, not an object")
         agent_name = self._agent(row)
-        sent = {**row, "responses_create_params": self._accepted(parameters)}
+        sent = {**row, "responses_create_params": self._drop_unsupported(parameters)}
         sent.setdefault("agent_ref", {"type": "responses_api_agents", "name": agent_name})
         return Prompt(
             "",
@@ -73,38 +73,38 @@ class GymRows:
         name = reference.get("name") if isinstance(reference, dict) else None
         if not isinstance(name, str) or not name:
             hint = "" if reference is not None else " (agent_name of the data set names one for such rows)"
-            raise DataError(f"agent_ref is {_said(reference)}, not an object with the name of an agent{hint}")
+            raise DataError(f"agent_ref is {_format_value(reference)}, not an object with the name of an agent{hint}")
         return name
 
-    def _accepted(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        dropped = set(_refused(parameters))
-        if unnoted := dropped - self.noted:
-            self.noted.update(unnoted)
+    def _drop_unsupported(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        dropped = set(_unsupported_parameters(parameters))
+        if newly_dropped := dropped - self.logged:
+            self.logged.update(newly_dropped)
             logger.info(
                 "%s: %s of responses_create_params dropped: the policy decides what it samples",
                 self.dataset or NEMO_GYM,
-                ", ".join(sorted(unnoted)),
+                ", ".join(sorted(newly_dropped)),
             )
         return {name: value for name, value in parameters.items() if name not in dropped} if dropped else parameters
 
 
-def _refused(parameters: Mapping[str, Any]) -> Iterator[str]:
+def _unsupported_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Names of what the gateway answers with 400, or what Gym's agents do not take."""
-    if parameters.get("tool_choice") not in HONOURED_TOOL_CHOICES:
+    if parameters.get("tool_choice") not in SUPPORTED_TOOL_CHOICES:
         yield "tool_choice"
     yield from (name for name in ("top_logprobs", "stream", "background") if parameters.get(name))
 
 
-def _messages(given: Any) -> Iterator[Message]:
+def _messages(value: Any) -> Iterator[Message]:
     """The conversation of an `input`, as Gym's model servers send it: what the model has said is one message."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise DataError(f"responses_create_params.input is {_said(given)}, not text or a list of items")
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"responses_create_params.input is {_format_value(value)}, not text or a list of items")
     said, calls = "", []
-    for place, item in enumerate(given):
+    for index, item in enumerate(value):
         kind = item.get("type") or "message" if isinstance(item, dict) else None
-        where = f"responses_create_params.input[{place}]"
+        where = f"responses_create_params.input[{index}]"
         if kind == "reasoning":
             said += "".join(f"<think>{_text(part, where)}</think>" for part in item.get("summary") or ())
         elif kind == "function_call":
@@ -115,17 +115,17 @@ def _messages(given: Any) -> Iterator[Message]:
             if said or calls:
                 yield Message("assistant", said, tuple(calls))
                 said, calls = "", []
-            yield _other(kind, item, where)
+            yield _convert_message(kind, item, where)
     if said or calls:
         yield Message("assistant", said, tuple(calls))
 
 
-def _other(kind: str | None, item: Any, where: str) -> Message:
+def _convert_message(kind: str | None, item: Any, where: str) -> Message:
     """A message that the model did not write."""
     if kind == "function_call_output":
         return Message("tool", str(item["output"]), tool_call_id=item.get("call_id"))
     if kind != "message":
-        raise DataError(f"{where} is {_said(item)}, not a message or a call with its output")
+        raise DataError(f"{where} is {_format_value(item)}, not a message or a call with its output")
     role = item.get("role")
     if role not in ROLES:
         raise DataError(f"{where}.role is {role!r}; known: {', '.join(ROLES)}")
@@ -136,7 +136,7 @@ def _content(content: Any, where: str, *, between: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}.content is {_said(content)}, not text or a list of parts")
+        raise DataError(f"{where}.content is {_format_value(content)}, not text or a list of parts")
     return between.join(_text(part, where) for part in content)
 
 
@@ -147,19 +147,21 @@ def _text(part: Any, where: str) -> str:
     return part["text"]
 
 
-def _tools(given: Any) -> Iterator[Mapping[str, Any]]:
+def _tools(value: Any) -> Iterator[Mapping[str, Any]]:
     """Tool schemas in the shape of chat completions, which templates render; the strict flag is left out, as by Gym."""
-    if given is None:
+    if value is None:
         return
-    if not isinstance(given, list):
-        raise DataError(f"responses_create_params.tools is {_said(given)}, not a list")
-    for place, tool in enumerate(given):
+    if not isinstance(value, list):
+        raise DataError(f"responses_create_params.tools is {_format_value(value)}, not a list")
+    for index, tool in enumerate(value):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise DataError(f"responses_create_params.tools[{place}] is {_said(tool)}, not a function with a name")
+            raise DataError(
+                f"responses_create_params.tools[{index}] is {_format_value(tool)}, not a function with a name"
+            )
         yield {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value as an error shows it: short, and absent ones as missing."""
     if value is None:
         return "missing"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
-from nemo_rl.config.data import Dataset
-from nemo_rl.data.registry import find
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.data.registry import find_registered
 from nemo_rl.data.sources import Row
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, Prompt, Role, ToolCall
@@ -46,16 +46,18 @@ def register_processor(name: str) -> Callable[[ProcessorT], ProcessorT]:
     return add
 
 
-def prompt_maker(section: Dataset, *, key: str) -> Callable[[Row], Prompt]:
+def make_prompt_maker(section: DatasetConfig, *, key: str) -> Callable[[Row], Prompt]:
     """Makes the prompt of a row; raises DataError, KeyError, TypeError or ValueError for one that cannot be read."""
-    row_format = row_format_of(section, key)
-    named = None if section.processor is None else find(section.processor, PROCESSORS, key=f"{key}.processor")
-    return lambda row: (named or _by_shape(row, section))(row, row_format)
+    row_format = make_row_format(section, key)
+    named = (
+        None if section.processor is None else find_registered(section.processor, PROCESSORS, key=f"{key}.processor")
+    )
+    return lambda row: (named or _infer_processor(row, section))(row, row_format)
 
 
-def make_prompts(rows: Sequence[Row], section: Dataset, *, key: str) -> list[Prompt]:
+def make_prompts(rows: Sequence[Row], section: DatasetConfig, *, key: str) -> list[Prompt]:
     """One prompt a row. Raises DataError naming the data set and the row for a row that cannot be read."""
-    make_prompt = prompt_maker(section, key=key)
+    make_prompt = make_prompt_maker(section, key=key)
     prompts = []
     for index, row in enumerate(rows):
         try:
@@ -86,7 +88,7 @@ def final_answer(row: Row, row_format: RowFormat) -> Prompt:
 @register_processor("messages")
 def conversation(row: Row, row_format: RowFormat) -> Prompt:
     """OpenAI messages. A last assistant message is the answer; the row's other fields go to the environment."""
-    messages = tuple(message_of(item) for item in row["messages"])
+    messages = tuple(parse_message(item) for item in row["messages"])
     state = {name: value for name, value in row.items() if name not in ("messages", "tools")}
     if messages and messages[-1].role == "assistant":
         state.setdefault("answer", messages[-1].content)
@@ -103,12 +105,12 @@ def conversation(row: Row, row_format: RowFormat) -> Prompt:
 
 
 @register_processor("reasoning_gym")
-def generated(row: Row, row_format: RowFormat) -> Prompt:
+def reasoning_gym_entry(row: Row, row_format: RowFormat) -> Prompt:
     """A reasoning_gym entry; the environment gets all of it, since the task scores with it."""
     return Prompt("", row_format.task_name, row_format.messages(row["entry"]["question"]), dict(row))
 
 
-def row_format_of(section: Dataset, key: str) -> RowFormat:
+def make_row_format(section: DatasetConfig, key: str) -> RowFormat:
     prompt_text = _text(section.prompt_file, f"{key}.prompt_file") or PLACEHOLDER
     if PLACEHOLDER not in prompt_text:
         raise ConfigError(f"{key}.prompt_file", section.prompt_file, "has no {} where the question goes")
@@ -130,14 +132,14 @@ def _text(file: str | None, key: str) -> str | None:
         raise ConfigError(key, file, f"cannot be read: {error}") from error
 
 
-def _by_shape(row: Row, section: Dataset) -> Processor:
+def _infer_processor(row: Row, section: DatasetConfig) -> Processor:
     if "entry" in row and "task" in row:
-        return generated
+        return reasoning_gym_entry
     has_messages = section.input_key is None and "messages" in row
     return conversation if has_messages else question_answer
 
 
-def message_of(item: Any) -> Message:
+def parse_message(item: Any) -> Message:
     if not isinstance(item, Mapping) or item.get("role") not in get_args(Role):
         raise DataError(f"{item!r} is no message with a role of {', '.join(get_args(Role))}")
     content = item.get("content")

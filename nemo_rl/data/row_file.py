@@ -72,14 +72,14 @@ class RowFile:
             for index in range(len(self)) if indices is None else indices:
                 yield self._read(file, index)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """`file:line` of a row, for errors."""
-        number, left = 1, self._offsets[index]
+        number, remaining = 1, self._offsets[index]
         with self._open() as file:
-            while left > 0:
-                chunk = file.read(min(left, CHUNK_BYTES))
+            while remaining > 0:
+                chunk = file.read(min(remaining, CHUNK_BYTES))
                 number += chunk.count(b"\n")
-                left -= len(chunk) or left
+                remaining -= len(chunk) or remaining
         return f"{self.path}:{number}"
 
     def _open(self) -> BinaryIO:
@@ -97,11 +97,11 @@ class RowFile:
         try:
             row = json.loads(line.rstrip())  # an error counts columns in this line
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.place(index)}: no valid JSON: {error.msg} at column {error.colno}") from error
+            raise DataError(f"{self.location(index)}: no valid JSON: {error.msg} at column {error.colno}") from error
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.place(index)}: is not UTF-8 text: {error.reason}") from error
+            raise DataError(f"{self.location(index)}: is not UTF-8 text: {error.reason}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.place(index)}: a JSON object was expected, not {type(row).__name__}")
+            raise DataError(f"{self.location(index)}: a JSON object was expected, not {type(row).__name__}")
         return row
 
     def _check_size(self, file: BinaryIO) -> None:
@@ -121,7 +121,7 @@ def _digest(line: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(line.strip(), digest_size=DIGEST_BYTES).digest())
 
 
-class HeldRows:
+class InMemoryRows:
     """Rows in memory, asked for as those of a file."""
 
     def __init__(self, source: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -139,5 +139,5 @@ class HeldRows:
     def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
         return (self.row(index) for index in (range(len(self)) if indices is None else indices))
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._source}: row {index}"

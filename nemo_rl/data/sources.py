@@ -7,29 +7,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from nemo_rl.config.data import Dataset
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.data.jsonl import read_jsonl
-from nemo_rl.data.registry import find
+from nemo_rl.data.registry import find_registered
 from nemo_rl.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 Row: TypeAlias = Mapping[str, Any]
-RowSource: TypeAlias = Callable[[Dataset, int], Iterable[Row]]  # (section, seed) -> rows
+RowSource: TypeAlias = Callable[[DatasetConfig, int], Iterable[Row]]  # (section, seed) -> rows
 SourceT = TypeVar("SourceT", bound=RowSource)
 
 SOURCES: dict[str, RowSource] = {}
 
 # Data sets known by name: what their section says where the recipe does not.
-PRESETS: dict[str, Dataset] = {
-    "OpenMathInstruct-2": Dataset(
+PRESETS: dict[str, DatasetConfig] = {
+    "OpenMathInstruct-2": DatasetConfig(
         data_path="nvidia/OpenMathInstruct-2", split="train_1M", input_key="problem", output_key="expected_answer"
     ),
-    "DeepScaleR": Dataset(
+    "DeepScaleR": DatasetConfig(
         data_path="agentica-org/DeepScaleR-Preview-Dataset", split="train", input_key="problem", output_key="answer"
     ),
-    "AIME2024": Dataset(data_path="HuggingFaceH4/aime_2024", split="train", input_key="problem", output_key="answer"),
-    "gsm8k": Dataset(
+    "AIME2024": DatasetConfig(
+        data_path="HuggingFaceH4/aime_2024", split="train", input_key="problem", output_key="answer"
+    ),
+    "gsm8k": DatasetConfig(
         data_path="openai/gsm8k",
         subset="main",
         split="train",
@@ -50,25 +52,25 @@ def register_dataset(name: str) -> Callable[[SourceT], SourceT]:
     return add
 
 
-def with_preset(section: Dataset) -> Dataset:
+def apply_preset(section: DatasetConfig) -> DatasetConfig:
     """The section with what is known of its data set; its own keys win."""
     preset = PRESETS.get(section.dataset_name or "")
-    return section if preset is None else overlay(preset, section)
+    return section if preset is None else merge_sections(preset, section)
 
 
-def overlay(base: Dataset, section: Dataset) -> Dataset:
+def merge_sections(base: DatasetConfig, section: DatasetConfig) -> DatasetConfig:
     """`section`, with the values of `base` for every key that it does not set."""
     own = {key: getattr(section, key) for key in section.model_fields_set if getattr(section, key) is not None}
     inherited = {key: getattr(base, key) for key in base.model_fields_set}
-    return Dataset(**{**inherited, **own})
+    return DatasetConfig(**{**inherited, **own})
 
 
-def load_rows(section: Dataset, *, seed: int, key: str) -> list[Row]:
+def load_rows(section: DatasetConfig, *, seed: int, key: str) -> list[Row]:
     """All rows of one data set, `section.size` at most; `key` is its place in the configuration, for errors."""
     name, known = section.dataset_name, SOURCES | dict.fromkeys(PRESETS, huggingface)
     if name is None:
         raise ConfigError(f"{key}.dataset_name", None, "is missing", known=known)
-    source = find(name, known, key=f"{key}.dataset_name")
+    source = find_registered(name, known, key=f"{key}.dataset_name")
     try:
         rows = list(islice(source(section, seed), section.size))
     except ConfigError as error:  # a source knows its own keys, not where they stand
@@ -79,7 +81,7 @@ def load_rows(section: Dataset, *, seed: int, key: str) -> list[Row]:
 
 
 @register_dataset("jsonl")
-def jsonl(section: Dataset, seed: int) -> Iterable[Row]:
+def jsonl(section: DatasetConfig, seed: int) -> Iterable[Row]:
     """The objects of a JSON Lines file, `data_path`."""
     if section.data_path is None:
         raise ConfigError("data_path", None, "a data set of kind jsonl needs a file")
@@ -87,7 +89,7 @@ def jsonl(section: Dataset, seed: int) -> Iterable[Row]:
 
 
 @register_dataset("huggingface")
-def huggingface(section: Dataset, seed: int) -> Iterable[Row]:
+def huggingface(section: DatasetConfig, seed: int) -> Iterable[Row]:
     """The rows of a hub data set or of a local folder, `data_path`."""
     if section.data_path is None:
         raise ConfigError("data_path", None, "a data set of kind huggingface needs a hub name or a folder")
@@ -101,7 +103,7 @@ def huggingface(section: Dataset, seed: int) -> Iterable[Row]:
 
 
 @register_dataset("reasoning_gym")
-def reasoning_gym(section: Dataset, seed: int) -> Iterable[Row]:
+def reasoning_gym(section: DatasetConfig, seed: int) -> Iterable[Row]:
     """Rows `{"task", "entry"}` of a reasoning_gym task: `size` are generated, and repeated questions dropped.
 
     Row i is drawn from seed + i, so near seeds give shifted copies of the same questions, and far ones still overlap
@@ -121,29 +123,29 @@ def reasoning_gym(section: Dataset, seed: int) -> Iterable[Row]:
     unique = {}
     for index in range(size):
         entry = generated[index]
-        unique.setdefault(entry["question"], {"task": section.task, "entry": json_able(entry)})
+        unique.setdefault(entry["question"], {"task": section.task, "entry": to_jsonable(entry)})
     if len(unique) < size:
         logger.info("%s: %d of %d generated questions are distinct", section.task, len(unique), size)
     return unique.values()
 
 
-def json_able(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """The value itself where JSON can hold it; else a copy whose foreign parts are numbers or text."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
-        return json.loads(json.dumps(_with_text_keys(value), default=_foreign))
+        return json.loads(json.dumps(_stringify_keys(value), default=_jsonable_default))
     return value
 
 
-def _with_text_keys(value: Any) -> Any:
+def _stringify_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _with_text_keys(item) for key, item in value.items()}
+        return {str(key): _stringify_keys(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_text_keys(item) for item in value]
+        return [_stringify_keys(item) for item in value]
     return value
 
 
-def _foreign(value: Any) -> Any:
+def _jsonable_default(value: Any) -> Any:
     to_list = getattr(value, "tolist", None)  # numpy's arrays and numbers
     return str(value) if to_list is None else to_list()

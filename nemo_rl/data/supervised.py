@@ -21,7 +21,7 @@ from nemo_rl.types import TokenizedMessage, TrainingBatch
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_PROMPTS = 16_384  # whose tokens are kept while a set is encoded, since some sets ask the same again
+PROMPT_CACHE_SIZE = 16_384  # whose tokens are kept while a set is encoded, since some sets ask the same again
 REPORT_PERIOD_S = 15.0
 
 
@@ -32,12 +32,12 @@ class SupervisedSample:
     token_ids: np.ndarray  # [T] int32
     token_mask: np.ndarray  # [T] bool; true on the assistant's tokens, the end of each turn included
 
-    def cut(self, max_tokens: int) -> "SupervisedSample":
+    def truncate(self, max_tokens: int) -> "SupervisedSample":
         return SupervisedSample(self.token_ids[:max_tokens], self.token_mask[:max_tokens])
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisedSet:
+class SupervisedDataset:
     """The samples of a ConversationSet, in its order."""
 
     name: str
@@ -51,26 +51,26 @@ def encode_conversation(encoder: ChatEncoder, conversation: Conversation) -> Sup
 
     Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
     """
-    return _encoded(encoder, conversation, lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    return _encode(encoder, conversation, lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
 
 
 def encode_set(
     encoder: ChatEncoder, loaded: ConversationSet, *, max_tokens: int, overlong: Literal["drop", "truncate"]
-) -> SupervisedSet:
+) -> SupervisedDataset:
     """Encode a whole set; a conversation of more than `max_tokens` tokens is left out, or cut, and counted.
 
     Raises DataError when none is left, and as `encode_conversation` does.
     """
-    prompt_ids = lru_cache(REMEMBERED_PROMPTS)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    prompt_ids = lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
     samples, num_overlong, num_dropped, reported_at = [], 0, 0, time.monotonic()
     for number, conversation in enumerate(loaded.conversations):
         if time.monotonic() - reported_at > REPORT_PERIOD_S:
             reported_at = time.monotonic()
             logger.info("%s: %d of %d conversations are encoded", loaded.name, number, len(loaded.conversations))
-        sample = _encoded(encoder, conversation, prompt_ids)
+        sample = _encode(encoder, conversation, prompt_ids)
         if len(sample.token_ids) > max_tokens:
             num_overlong += 1
-            sample = sample.cut(max_tokens)
+            sample = sample.truncate(max_tokens)
             if overlong == "drop" or not sample.token_mask.any():  # cut before the first answer
                 num_dropped += 1
                 continue
@@ -82,7 +82,7 @@ def encode_set(
         )  # fmt: skip
     if not samples:
         raise DataError(f"{loaded.name}: no conversation has at most {max_tokens} tokens")
-    return SupervisedSet(loaded.name, samples, num_overlong, num_dropped)
+    return SupervisedDataset(loaded.name, samples, num_overlong, num_dropped)
 
 
 def supervised_batch(samples: Sequence[SupervisedSample]) -> TrainingBatch:
@@ -120,13 +120,13 @@ class SampleLoader:
         self._fingerprint = _fingerprint(samples, shuffle=shuffle, seed=seed)
 
     @property
-    def is_spent(self) -> bool:
+    def data_exhausted(self) -> bool:
         return self._consumed >= self._end
 
     def take(self, count: int) -> list[SupervisedSample]:
         """The next `count` samples, on into the next epoch; fewer at the end of the last one, none after it."""
         stop = min(self._consumed + count, self._end)
-        taken = [self._at(place) for place in range(self._consumed, stop)]
+        taken = [self._at(position) for position in range(self._consumed, stop)]
         self._consumed = stop
         return taken
 
@@ -142,8 +142,8 @@ class SampleLoader:
             )
         self._consumed = state["consumed_prompts"]
 
-    def _at(self, place: int) -> SupervisedSample:
-        epoch, offset = divmod(place, len(self._samples))
+    def _at(self, position: int) -> SupervisedSample:
+        epoch, offset = divmod(position, len(self._samples))
         if self._order[0] != epoch:
             self._order = (epoch, self._order_of(epoch))
         return self._samples[self._order[1][offset]]
@@ -152,7 +152,7 @@ class SampleLoader:
         return epoch_order(len(self._samples), epoch, shuffle=self._shuffle, seed=self._seed)
 
 
-def _encoded(encoder: ChatEncoder, conversation: Conversation, prompt_ids: Any) -> SupervisedSample:
+def _encode(encoder: ChatEncoder, conversation: Conversation, prompt_ids: Any) -> SupervisedSample:
     tools, parts, waiting = conversation.tools, [], []
     answer: TokenizedMessage | None = None
     for message in conversation.messages:

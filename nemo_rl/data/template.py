@@ -7,11 +7,11 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.openai_shape import openai_message
+from nemo_rl.data.openai_shape import to_openai_message
 from nemo_rl.types import Message
 
 
-class TemplateRefusal(Exception):
+class ChatTemplateError(Exception):
     """The template did not render these messages; the text says why."""
 
 
@@ -34,7 +34,7 @@ class ChatTemplate:
         """The conversation's text. Most templates want a call's arguments as an object, some as text."""
         try:
             return self._render(messages, tools, add_generation_prompt, arguments_as_text=False)
-        except TemplateRefusal:
+        except ChatTemplateError:
             if not any(message.tool_calls for message in messages):
                 raise
             return self._render(messages, tools, add_generation_prompt, arguments_as_text=True)
@@ -48,7 +48,7 @@ class ChatTemplate:
         arguments_as_text: bool,
     ) -> str:
         names = {call.id: call.name for message in messages for call in message.tool_calls}
-        conversation = [_openai(message, names, arguments_as_text) for message in messages]
+        conversation = [_to_template_message(message, names, arguments_as_text) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation,
@@ -59,22 +59,22 @@ class ChatTemplate:
                 **self._variables,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
         return str(text)
 
 
-def _openai(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, Any]:
+def _to_template_message(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, Any]:
     """The message as templates expect it; a tool's answer is told the name of its call."""
-    fields = openai_message(message)
+    fields = to_openai_message(message)
     if not arguments_as_text:
         for call in fields.get("tool_calls", ()):
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+            call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
     if message.tool_call_id is not None and message.tool_call_id in names:
         fields["name"] = names[message.tool_call_id]
     return fields
 
 
-def _arguments(text: str) -> Any:
+def _parse_arguments(text: str) -> Any:
     """The object that the text describes; a model's broken JSON stays text."""
     try:
         return json.loads(text)

@@ -44,7 +44,7 @@ class Vocabulary:
             raise ConfigError(
                 "policy.tokenizer.name", tokenizer.name_or_path, "is no fast tokenizer: its bytes are unknown"
             )
-        bytes_of, strips = _way_of_writing(json.loads(tokenizer.backend_tokenizer.to_str()))  # type: ignore[attr-defined]
+        bytes_of, strips = _detect_token_encoding(json.loads(tokenizer.backend_tokenizer.to_str()))  # type: ignore[attr-defined]
         added = {
             token_id: (str(token), bool(token.special)) for token_id, token in tokenizer.added_tokens_decoder.items()
         }
@@ -81,15 +81,15 @@ class Vocabulary:
         """What sampled tokens add to the text: nothing where they are special, but for TURN_END at their end."""
         last = len(token_ids) - 1
         pieces = [b"" if i > len(self.pieces) - 1 else self.pieces[i] for i in token_ids]
-        for place, piece in enumerate(pieces):
-            if piece.startswith(SPECIAL) and len(piece) > 1 and not (piece == TURN_END and place == last):
-                pieces[place] = b""
+        for index, piece in enumerate(pieces):
+            if piece.startswith(SPECIAL) and len(piece) > 1 and not (piece == TURN_END and index == last):
+                pieces[index] = b""
         if self.strips_leading_space and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
         return pieces
 
 
-def encoded_pieces(
+def encode_with_pieces(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, text: str
 ) -> tuple[tuple[int, ...], list[bytes]]:
     """The tokens of a text and the part of it that each stands for; together the pieces are the text.
@@ -110,21 +110,21 @@ def encoded_pieces(
     return token_ids, [text[start:end].encode() for start, end in zip(starts, ends, strict=True)]
 
 
-def _way_of_writing(backend: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
+def _detect_token_encoding(backend: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
     """How a token's name becomes bytes, and whether decoding drops a space at the start of a text."""
     decoder = backend.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
         return _from_byte_alphabet, False
-    if kinds & {"Metaspace", "ByteFallback"} or any(_writes_spaces(step) for step in steps):
+    if kinds & {"Metaspace", "ByteFallback"} or any(_replaces_spaces(step) for step in steps):
         strips = any(step.get("type") == "Strip" and step.get("content") == " " and step.get("start") for step in steps)
         strips |= any(step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
         return _from_sentencepiece, strips
     return str.encode, False
 
 
-def _writes_spaces(step: dict[str, Any]) -> bool:
+def _replaces_spaces(step: dict[str, Any]) -> bool:
     return step.get("type") == "Replace" and step.get("pattern", {}).get("String") == "▁"
 
 

@@ -4,17 +4,19 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nemo_rl.config.policy import Tokenizer
+from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.errors import ConfigError
 
 
-def load_tokenizer(config: Tokenizer, model_name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    config: TokenizerConfig, model_name: str, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of `config.name`, or of the model, with the configured chat template if there is one.
 
     Raises ConfigError naming the key when it cannot be found, or has no chat template.
     """
     key, name = ("policy.model_name", model_name) if config.name is None else ("policy.tokenizer.name", config.name)
-    return tokenizer_with_template(
+    return load_tokenizer_with_template(
         name,
         config.chat_template,
         name_key=key,
@@ -23,7 +25,7 @@ def load_tokenizer(config: Tokenizer, model_name: str, *, trust_remote_code: boo
     )
 
 
-def tokenizer_with_template(
+def load_tokenizer_with_template(
     name: str, chat_template: str | None, *, name_key: str, template_key: str, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face name or folder, with `chat_template` (a Jinja text or a file) or its own.

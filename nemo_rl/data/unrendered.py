@@ -7,10 +7,10 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.types import Message, MessageLog, TokenizedMessage
 
 
-class UnrenderedMessages(ChatEncoder):
+class TextOnlyChatEncoder(ChatEncoder):
     """Stands where an encoder stands: every message is text alone, and only the server knows what fits."""
 
-    is_rendered_elsewhere = True
+    is_rendered_by_server = True
 
     def __init__(self) -> None:
         """Needs no tokenizer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_rl.config.endpoint import ServedModel
+from nemo_rl.config.endpoint import ServedModelConfig
 from nemo_rl.distributed.pacing import PerMinute, Replicas
 from nemo_rl.errors import ConfigError, NemoRLError
 
@@ -35,7 +35,7 @@ class _MayPass(EndpointError):
 class Endpoint:
     """The replicas of one server, with one HTTP session for all requests. Used in one event loop."""
 
-    def __init__(self, key: str, section: ServedModel) -> None:
+    def __init__(self, key: str, section: ServedModelConfig) -> None:
         """`key` is the section's own; raises ConfigError where `api_key_env` names a variable that is not set."""
         limits = section.limits
         self._section = section

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_rl.config.layout import Layout, Place
+from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.distributed.cluster import nodes, resources_text
 from nemo_rl.errors import WorkerError
 
@@ -50,7 +50,7 @@ class Reservation:
         self._group = group
         self._nodes = reserved
 
-    def seat(self, place: Place) -> Seat:
+    def seat(self, place: DeviceSlot) -> Seat:
         """For `spawn_actor`. Several actors may have the same one."""
         node = self._nodes[place.node]
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.node)

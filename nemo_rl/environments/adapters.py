@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl.environments.blocking import BlockingCalls, is_async
 from nemo_rl.environments.contract import StepResult, failure_of
-from nemo_rl.errors import ConfigError, EnvironmentFault
+from nemo_rl.errors import ConfigError, EnvironmentContractError
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
 
 FUNCTION_THREADS = 16  # calls at once of a function that is not async
@@ -106,7 +106,7 @@ class NemoRLEnvironment:
         count = len(conversations)
         columns = (returned.observations, returned.metadata, rewards, terminated)
         if any(len(column) != count for column in columns):
-            raise EnvironmentFault(f"{[len(column) for column in columns]} results for {count} items")
+            raise EnvironmentContractError(f"{[len(column) for column in columns]} results for {count} items")
         stop_strings: Any = returned.next_stop_strings or [None] * count
         answers: Any = getattr(returned, "answers", None) or [None] * count  # older EnvironmentReturns have none
         return [

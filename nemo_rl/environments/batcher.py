@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from nemo_rl.config.environment import Batching
+from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.environments.contract import StepResult, checked_step
-from nemo_rl.errors import EnvironmentFault
+from nemo_rl.errors import EnvironmentContractError
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import Message
 
@@ -35,7 +35,7 @@ class Batcher(Generic[ItemT, ResultT]):
     then for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
     """
 
-    def __init__(self, answer: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: Batching) -> None:
+    def __init__(self, answer: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: BatchingConfig) -> None:
         self.num_calls = 0  # of `answer`
         self.num_items = 0  # that went into them
         self._answer = answer
@@ -47,7 +47,7 @@ class Batcher(Generic[ItemT, ResultT]):
         self._closed = False
 
     async def submit(self, items: Sequence[ItemT]) -> list[ResultT]:
-        """One result an item, in order; raises EnvironmentFault once closed."""
+        """One result an item, in order; raises EnvironmentContractError once closed."""
         loop = asyncio.get_running_loop()
         if self._flusher is None:
             self._flusher = asyncio.create_task(self._flush_forever())
@@ -76,7 +76,7 @@ class Batcher(Generic[ItemT, ResultT]):
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._batching.max_queue_size)
             if self._closed:
-                raise EnvironmentFault("the environment is closed")
+                raise EnvironmentContractError("the environment is closed")
             self._waiting.append(waiting)
             self._changed.notify_all()
 
@@ -127,7 +127,7 @@ class Batcher(Generic[ItemT, ResultT]):
         try:
             results = await self._answer([waiting.item for waiting in batch])
             if len(results) != len(batch):
-                raise EnvironmentFault(f"{len(results)} results for {len(batch)} items")
+                raise EnvironmentContractError(f"{len(results)} results for {len(batch)} items")
         except Exception as error:  # belongs to those who wait for it
             for waiting in batch:
                 if not waiting.result.done():
@@ -147,7 +147,7 @@ class BatchedEnvironment:
     A call that passes `timeout_s`, raises or gives a wrong number of results fails its own items and no others.
     """
 
-    def __init__(self, inner: Environment, batching: Batching, timeout_s: float | None) -> None:
+    def __init__(self, inner: Environment, batching: BatchingConfig, timeout_s: float | None) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
         self._batcher: Batcher[_Item, StepResult] = Batcher(self._answer, batching)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from nemo_rl.errors import EnvironmentFault, one_line
+from nemo_rl.errors import EnvironmentContractError, summarize_error
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
@@ -21,7 +21,7 @@ StepResult: TypeAlias = EnvStep | Failure
 
 def failure_of(error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT) -> Failure:
     """The error as one line."""
-    return Failure(failure_class, one_line(error))
+    return Failure(failure_class, summarize_error(error))
 
 
 def raise_own_cancellation(error: BaseException) -> None:
@@ -37,7 +37,7 @@ def checked_result(result: object) -> StepResult:
     if isinstance(result, Failure):
         return result
     if not isinstance(result, EnvStep):
-        return failure_of(EnvironmentFault(f"a step gave {type(result).__name__}, not EnvStep or Failure"))
+        return failure_of(EnvironmentContractError(f"a step gave {type(result).__name__}, not EnvStep or Failure"))
     for name, reward in result.rewards.items():
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             return Failure(FailureClass.REWARD, f"reward {name!r} is {reward!r}, not a finite number")
@@ -57,7 +57,7 @@ async def checked_step(
         async with deadline:
             results = await environment.step(conversations, states)
         if len(results) != len(conversations):
-            raise EnvironmentFault(f"{len(results)} results for {len(conversations)} items")
+            raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
         return tuple(checked_result(result) for result in results)
     except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others
         raise_own_cancellation(error)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.env import MathSection
+from nemo_rl.config.env import MathEnvironmentConfig
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import register
@@ -21,7 +21,7 @@ class MathEnvironment:
     `verify_timeout_s` fails its item alone.
     """
 
-    def __init__(self, name: str, section: MathSection) -> None:
+    def __init__(self, name: str, section: MathEnvironmentConfig) -> None:
         self._pool = ProcessPool(
             f"{__name__}:{verify_answer.__name__}", section.num_workers, timeout_s=section.verify_timeout_s
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from nemo_rl.config.env import ReasoningGymSection
+from nemo_rl.config.env import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.blocking import BlockingCalls
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED, StepResult, failure_of
 from nemo_rl.environments.process_pool import ProcessPool
@@ -26,7 +26,7 @@ class ReasoningGymEnvironment:
     `num_workers` in processes, which are killed after `timeout_s`.
     """
 
-    def __init__(self, name: str, section: ReasoningGymSection) -> None:
+    def __init__(self, name: str, section: ReasoningGymEnvironmentConfig) -> None:
         self._section = section
         self._blocking_calls = BlockingCalls(f"env-{name}", 1)
         self._pool: ProcessPool | None = None

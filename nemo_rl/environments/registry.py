@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from nemo_rl.config.env import ENVIRONMENT_SECTIONS, CustomSection
-from nemo_rl.config.environment import Batching, EnvironmentSection, Remote
+from nemo_rl.config.env import ENVIRONMENT_CONFIGS, CustomEnvironmentConfig
+from nemo_rl.config.environment import BatchingConfig, EnvironmentConfig, RemoteConfig
 from nemo_rl.environments.adapters import FunctionEnvironment, NemoRLEnvironment, is_nemo_rl_environment
 from nemo_rl.environments.batcher import BatchedEnvironment
 from nemo_rl.environments.contract import CheckedEnvironment
-from nemo_rl.errors import ConfigError, suggestion
+from nemo_rl.errors import ConfigError, suggest_name
 from nemo_rl.interfaces import Environment
 
 Factory: TypeAlias = Callable[[str, Any], Environment]  # (the entry's name, its section)
@@ -33,7 +33,7 @@ def register(name: str) -> Callable[[FactoryT], FactoryT]:
     return add
 
 
-def make_environment(name: str, section: EnvironmentSection) -> Environment:
+def make_environment(name: str, section: EnvironmentConfig) -> Environment:
     """The environment of the entry `env.<name>`: its calls bounded by `timeout_s`, batched or remote as it says.
 
     `section.type` (None: `name`) is a built-in or registered name, or the dotted path "package.module:Name" or
@@ -60,27 +60,29 @@ def make_environment(name: str, section: EnvironmentSection) -> Environment:
     return CheckedEnvironment(inner, timeout_s)
 
 
-def without_wrappers(section: EnvironmentSection) -> EnvironmentSection:
+def without_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
     """The same environment inside an actor: not remote again, and batched outside."""
-    return section.model_copy(update={"remote": Remote.model_validate({}), "batching": Batching.model_validate({})})
+    return section.model_copy(
+        update={"remote": RemoteConfig.model_validate({}), "batching": BatchingConfig.model_validate({})}
+    )
 
 
-def _make_local(name: str, section: EnvironmentSection) -> Environment:
+def _make_local(name: str, section: EnvironmentConfig) -> Environment:
     kind = section.type or name
     if "." in kind or ":" in kind:
         return _from_path(name, kind, section)
-    if kind in ENVIRONMENT_SECTIONS:
+    if kind in ENVIRONMENT_CONFIGS:
         importlib.import_module(f"nemo_rl.environments.{kind}")  # registers itself
     if kind not in ENVIRONMENTS:
-        near = suggestion(kind, {*ENVIRONMENT_SECTIONS, *ENVIRONMENTS})
+        near = suggest_name(kind, {*ENVIRONMENT_CONFIGS, *ENVIRONMENTS})
         raise ConfigError(f"env.{name}.type", kind, f"unknown environment, and no dotted path{near}")
     return ENVIRONMENTS[kind](name, section)
 
 
-def _from_path(name: str, path: str, section: EnvironmentSection) -> Environment:
+def _from_path(name: str, path: str, section: EnvironmentConfig) -> Environment:
     key = f"env.{name}.type"
     target = import_path(key, path)
-    kwargs = section.kwargs if isinstance(section, CustomSection) else {}
+    kwargs = section.kwargs if isinstance(section, CustomEnvironmentConfig) else {}
     if is_nemo_rl_environment(target):
         return NemoRLEnvironment(name, target, kwargs)
     if inspect.isclass(target):
@@ -125,5 +127,5 @@ def import_path(key: str, path: str) -> Any:
         raise ConfigError(key, path, f"module {module_name!r} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError(key, path, f"module {module_name!r} has no {attribute!r}{suggestion(attribute, public)}")
+        raise ConfigError(key, path, f"module {module_name!r} has no {attribute!r}{suggest_name(attribute, public)}")
     return getattr(module, attribute)

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.environment import EnvironmentSection
+from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.environments.registry import make_environment, without_wrappers
-from nemo_rl.errors import EnvironmentFault, WorkerError
+from nemo_rl.errors import EnvironmentContractError, WorkerError
 from nemo_rl.types import Message
 
 MAX_RESTARTS = 3  # of one actor that dies
@@ -21,7 +21,7 @@ class RemoteEnvironment:
     An actor that dies fails the items it holds and is started again.
     """
 
-    def __init__(self, name: str, section: EnvironmentSection) -> None:
+    def __init__(self, name: str, section: EnvironmentConfig) -> None:
         remote = section.remote
         self._timeout_s = section.timeout_s
         self._actors = [
@@ -53,9 +53,9 @@ class RemoteEnvironment:
         try:
             results = await self._actors[index].call("step", conversations, states, timeout_s=self._timeout_s)
             if len(results) != len(conversations):
-                raise EnvironmentFault(f"{len(results)} results for {len(conversations)} items")
+                raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
             return results
-        except (WorkerError, EnvironmentFault) as error:
+        except (WorkerError, EnvironmentContractError) as error:
             return [failure_of(error)] * len(conversations)
         finally:
             self._busy[index] -= len(conversations)
@@ -76,7 +76,7 @@ async def _end(actor: ActorHandle) -> None:
 class _Hosted:
     """The environment inside an actor."""
 
-    def __init__(self, name: str, section: EnvironmentSection) -> None:
+    def __init__(self, name: str, section: EnvironmentConfig) -> None:
         self._environment = make_environment(name, section)
 
     async def step(

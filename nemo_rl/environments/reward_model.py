@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.env import RewardModelEnvironmentSection
+from nemo_rl.config.env import RewardModelEnvironmentConfig
 from nemo_rl.environments.contract import StepResult
 from nemo_rl.environments.registry import register
 from nemo_rl.types import EnvStep, Message
@@ -13,7 +13,7 @@ from nemo_rl.types import EnvStep, Message
 class RewardModelEnvironment:
     """One turn, and no reward of its own: `env.<name>.scorers` score the rollout behind its end."""
 
-    def __init__(self, name: str, section: RewardModelEnvironmentSection) -> None:
+    def __init__(self, name: str, section: RewardModelEnvironmentConfig) -> None:
         """Takes nothing of the section."""
 
     async def step(

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.data import Dataset
-from nemo_rl.config.env import SlidingPuzzleSection
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.env import SlidingPuzzleEnvironmentConfig
 from nemo_rl.environments.contract import StepResult, failure_of
 from nemo_rl.environments.registry import register
 from nemo_rl.errors import ConfigError
@@ -33,7 +33,7 @@ class SlidingPuzzleEnvironment:
     board does not have or a turn without one; the board is then shown again. States come from `generate_puzzle`.
     """
 
-    def __init__(self, name: str, section: SlidingPuzzleSection) -> None:
+    def __init__(self, name: str, section: SlidingPuzzleEnvironmentConfig) -> None:
         self._section = section
 
     async def step(
@@ -116,7 +116,7 @@ def generate_puzzle(size: int, shuffle_moves: int, seed: int) -> dict[str, Any]:
     return {"size": size, "board": list(board)}
 
 
-def puzzle_rows(section: Dataset, seed: int) -> Iterator[dict[str, Any]]:
+def puzzle_rows(section: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
     """A data set, `dataset_name: nemo_rl.environments.sliding_puzzle.puzzle_rows`, of `section.size` puzzles (1000).
 
     `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10). Raises ConfigError for others.

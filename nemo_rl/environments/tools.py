@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from nemo_rl.config.env import ToolsSection
+from nemo_rl.config.env import ToolsEnvironmentConfig
 from nemo_rl.environments.blocking import BlockingCalls
 from nemo_rl.environments.calculator import calculate
 from nemo_rl.environments.contract import StepResult
@@ -38,7 +38,7 @@ class ToolsEnvironment:
     with what was wrong, and the conversation goes on.
     """
 
-    def __init__(self, name: str, section: ToolsSection) -> None:
+    def __init__(self, name: str, section: ToolsEnvironmentConfig) -> None:
         limits = SandboxLimits(section.cpu_s, section.wall_s, section.memory_bytes, section.max_output_chars)
         known: dict[str, Callable[[str], str]] = {
             "calculator": calculate,

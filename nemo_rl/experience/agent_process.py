@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO, Any
 
-from nemo_rl.data.openai_shape import openai_message
+from nemo_rl.data.openai_shape import to_openai_message
 from nemo_rl.types import AgentResult, Prompt
 
 TAIL_BYTES = 64 * 1024  # of a program's output: as much as is looked at
@@ -61,7 +61,7 @@ def prompt_body(prompt: Prompt) -> dict[str, Any]:
     """A prompt as a program reads it."""
     return {
         "prompt_id": prompt.prompt_id,
-        "messages": [openai_message(message) for message in prompt.messages],
+        "messages": [to_openai_message(message) for message in prompt.messages],
         "env_state": dict(prompt.env_state),
         "tools": [dict(tool) for tool in prompt.tools],
     }

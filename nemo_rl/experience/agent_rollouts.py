@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED
-from nemo_rl.errors import one_line
+from nemo_rl.errors import summarize_error
 from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.boundaries import step_environment
 from nemo_rl.experience.recorded import Recording, recorded_trajectory, rewarded, rollout_session, run_each
@@ -88,7 +88,7 @@ class _AgentRollout:
                 return _ended(outcome, await sessions.finish(handle))
         except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live
             logger.debug("a session of %s failed", task_name, exc_info=error)
-            return _Ended(Failure(FailureClass.INFRA, f"gateway: {one_line(error)}"))
+            return _Ended(Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"))
 
     async def _outcome(self, handle: "SessionHandle") -> AgentResult | Exception:
         """What the agent returned or raised; a late end, and a cancellation from within, are errors of its own."""
@@ -149,7 +149,7 @@ def _ended(outcome: AgentResult | Exception, finished: "FinishedSession") -> _En
     if any(sign in text for sign in NO_ROOM_LEFT) and finished.chains:
         return _Ended(AgentResult(), Recording(finished.chains, is_cut=True), finished.rewards)
     is_engines = any(sign in text for sign in ENGINE_FAILED)
-    failure = Failure(FailureClass.INFRA if is_engines else FailureClass.AGENT, one_line(outcome))
+    failure = Failure(FailureClass.INFRA if is_engines else FailureClass.AGENT, summarize_error(outcome))
     return _Ended(failure, Recording(finished.chains), finished.rewards)
 
 

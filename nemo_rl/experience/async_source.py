@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.buffer_state import REPLAY_BUFFER, replay_buffer_state
@@ -46,7 +46,7 @@ class AsyncSource:
         max_age_steps: int,
         stale_groups: Literal["wait", "drop"],
         max_generation_failures: int,
-        failures: Rollout,
+        failures: RolloutConfig,
         writer: RolloutWriter | None = None,
         num_steps: int | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ class AsyncSource:
         return choice
 
     def _num_wanted(self) -> int:
-        return min(self._num_prompts, len(self._buffer)) if self._loader.is_spent else self._num_prompts
+        return min(self._num_prompts, len(self._buffer)) if self._loader.data_exhausted else self._num_prompts
 
     def _drop(self, place: int, reason: str) -> None:
         """Give a group up, and cancel its rollouts where they run alone."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from nemo_rl.errors import EnvironmentFault, GenerationError, one_line
+from nemo_rl.errors import EnvironmentContractError, GenerationError, summarize_error
 from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.experience.turns import EnvironmentCall
 from nemo_rl.interfaces import Environment, Generation
@@ -70,14 +70,14 @@ async def step_environment(
             async with asyncio.timeout(timeout_s) as deadline:
                 results = await environment.step([c.conversation for c in calls], [c.state for c in calls])
         if len(results) != len(calls):
-            raise EnvironmentFault(f"{len(results)} results for {len(calls)} conversations")
+            raise EnvironmentContractError(f"{len(results)} results for {len(calls)} conversations")
         return list(results)
     except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise
-        cause = one_line(error)  # something inside the environment was cancelled, not this rollout
+        cause = summarize_error(error)  # something inside the environment was cancelled, not this rollout
     except Exception as error:
-        cause = f"no answer in {timeout_s:g} s" if deadline.expired() else one_line(error)
+        cause = f"no answer in {timeout_s:g} s" if deadline.expired() else summarize_error(error)
         logger.debug("environment %s failed %d rollouts", task_name, len(calls), exc_info=error)
     return [Failure(FailureClass.ENVIRONMENT, f"{task_name}: {cause}")] * len(calls)
 
@@ -106,8 +106,8 @@ async def _attempt(
                     causes.setdefault(result.request_id, result.cause)
     except Exception as error:
         logger.debug("a generation call of %d requests failed", len(requests), exc_info=error)
-        return f"no result in {timeout_s:g} s" if deadline.expired() else one_line(error)
+        return f"no result in {timeout_s:g} s" if deadline.expired() else summarize_error(error)
     finally:
         if isinstance(stream, AsyncGenerator):
             await stream.aclose()
-    return one_line(GenerationError("the engine gave no result"))
+    return summarize_error(GenerationError("the engine gave no result"))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl.environments.nemo_gym.errors import GymError, GymUnavailable
 from nemo_rl.environments.nemo_gym.reply import GymCall, GymReply
-from nemo_rl.errors import one_line
+from nemo_rl.errors import summarize_error
 from nemo_rl.experience.agents import Sessions
 from nemo_rl.experience.nemo_gym_rows import SentRows
 from nemo_rl.experience.recorded import Recording, Selection, recorded_trajectory, rewarded, rollout_session, run_each
 from nemo_rl.experience.supervision import StallWatchdog
-from nemo_rl.gateway.claims import ChangedLogprobs, Claim
+from nemo_rl.gateway.claims import Claim, LogprobMismatch
 from nemo_rl.gateway.echo import Echo, UnknownEcho
 from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
-GYMS_SERVER = 0  # of the gateway: `GatewayManager.plain_url`, which all of Gym calls
+GYMS_SERVER = 0  # of the gateway: `GatewayManager.default_base_url`, which all of Gym calls
 ROW = "row"  # in a prompt's env_state: the data row as Gym wants it
 ANSWER = "extracted_answer"  # in a reply: what many of Gym's environments understood as the answer
 
@@ -44,8 +44,8 @@ class GymAgents(Protocol):
 class ClaimedSessions(Sessions, Protocol):
     """Sessions whose calls a client reports; `gateway.manager.GatewayManager` has them."""
 
-    async def finish_claimed(self, handle: "SessionHandle", claims: Sequence[Claim]) -> "FinishedSession":
-        """Close the session and hand out the chains of these calls. Raises UnknownEcho, ChangedLogprobs."""
+    async def finish_with_claims(self, handle: "SessionHandle", claims: Sequence[Claim]) -> "FinishedSession":
+        """Close the session and hand out the chains of these calls. Raises UnknownEcho, LogprobMismatch."""
         ...
 
 
@@ -90,7 +90,7 @@ class _GymRollout:
             async with rollout_session(sessions, self._job, self._context, server=GYMS_SERVER) as handle:
                 result, recording = await self._in_session(handle)
         except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
-            result, recording = Failure(FailureClass.INFRA, f"gateway: {one_line(error)}"), Recording()
+            result, recording = Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"), Recording()
         total_s = time.perf_counter() - started_at
         timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
         selection = self._runtime.trajectory_selection
@@ -106,9 +106,9 @@ class _GymRollout:
             await sessions.finish(handle)
             return _without_calls(reply), Recording()
         try:
-            finished = await sessions.finish_claimed(handle, [_claim(call) for call in reply.calls])
-        except (UnknownEcho, ChangedLogprobs) as error:
-            return Failure(FailureClass.AGENT, f"{self._job.prompt.agent_name}: {one_line(error)}"), Recording()
+            finished = await sessions.finish_with_claims(handle, [_claim(call) for call in reply.calls])
+        except (UnknownEcho, LogprobMismatch) as error:
+            return Failure(FailureClass.AGENT, f"{self._job.prompt.agent_name}: {summarize_error(error)}"), Recording()
         recording = Recording(
             finished.chains, is_cut=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
         )
@@ -123,12 +123,12 @@ class _GymRollout:
             with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
                 return await self._runtime.client.run(prompt.agent_name, row)
         except GymUnavailable as error:
-            return Failure(FailureClass.INFRA, one_line(error))
+            return Failure(FailureClass.INFRA, summarize_error(error))
         except GymError as error:
-            return Failure(FailureClass.ENVIRONMENT, one_line(error))
+            return Failure(FailureClass.ENVIRONMENT, summarize_error(error))
         except Exception as error:  # a row that no JSON can be made of, and what else may be wrong with it
             logger.debug("the row of prompt %s failed", prompt.prompt_id, exc_info=error)
-            return Failure(FailureClass.ENVIRONMENT, f"{prompt.agent_name}: {one_line(error)}")
+            return Failure(FailureClass.ENVIRONMENT, f"{prompt.agent_name}: {summarize_error(error)}")
 
 
 def _claim(call: GymCall) -> Claim:

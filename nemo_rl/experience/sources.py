@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.buffer_state import replay_buffer_state
@@ -46,7 +46,7 @@ class SyncSource:
         *,
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
-        failures: Rollout,
+        failures: RolloutConfig,
         writer: RolloutWriter | None = None,
     ) -> None:
         self._loader = loader

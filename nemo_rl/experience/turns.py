@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED
-from nemo_rl.errors import one_line
+from nemo_rl.errors import summarize_error
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -73,7 +73,9 @@ def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failu
     try:
         message_log = encoder.encode_prompt(prompt.messages, prompt.tools)
     except Exception as error:  # a template may raise anything about messages that it does not expect
-        return Failure(FailureClass.ENVIRONMENT, f"prompt {prompt.prompt_id} cannot be encoded: {one_line(error)}")
+        return Failure(
+            FailureClass.ENVIRONMENT, f"prompt {prompt.prompt_id} cannot be encoded: {summarize_error(error)}"
+        )
     return EncodedPrompt(tuple(message_log), flat_token_ids(message_log))
 
 
@@ -214,8 +216,8 @@ class Episode:
             ),
             seed=request_seed(self._rules.seed, job.epoch, job.prompt.prompt_id, job.generation_index, self._num_turns),
             session_id=session_id,
-            messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_elsewhere else (),
-            tools=job.prompt.tools if self._encoder.is_rendered_elsewhere else (),
+            messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
+            tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),
         )
 
     def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:
@@ -238,7 +240,7 @@ class Episode:
         try:
             bridge = self._encode_turn(observation)
         except Exception as error:  # a chat template may raise anything about a message that it does not expect
-            self.fail(FailureClass.ENVIRONMENT, f"an observation that cannot be encoded: {one_line(error)}")
+            self.fail(FailureClass.ENVIRONMENT, f"an observation that cannot be encoded: {summarize_error(error)}")
             return
         room = self._rules.max_total_length - len(self._context) - len(self._response)
         if sum(len(m.token_ids) for m in bridge) >= room:

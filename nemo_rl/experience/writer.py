@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from nemo_rl.data.jsonl import json_line
+from nemo_rl.data.jsonl import encode_json_line
 from nemo_rl.experience.rollout_row import rollout_row
 from nemo_rl.types import Trajectory
 
@@ -45,7 +45,7 @@ class RolloutWriter:
 
     def _append(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         try:
-            lines = [json_line({"step": step, **self._row(t)}) for t in trajectories]
+            lines = [encode_json_line({"step": step, **self._row(t)}) for t in trajectories]
             with self.path.open("ab") as file:
                 file.write(b"".join(lines))
         except Exception:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from nemo_rl.gateway.parsers import without_thinking
+from nemo_rl.gateway.parsers import strip_thinking
 from nemo_rl.types import Message
 
 DIGEST_BYTES = 16
@@ -23,7 +23,7 @@ def tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 def history_digest(history: bytes, message: Message) -> bytes:
     """The digest of a history with one more message at its end."""
-    content = without_thinking(message.content).strip() if message.role == "assistant" else message.content
+    content = strip_thinking(message.content).strip() if message.role == "assistant" else message.content
     calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
     return _digest(history, _canonical_json([message.role, content, calls]))
 

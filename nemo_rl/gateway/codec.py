@@ -14,7 +14,7 @@ CALL_ID_CHARACTERS = 9  # letters and digits alone: Mistral's templates insist o
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class ParsedResponse:
     """A sampled response as an agent sees it."""
 
     message: Message  # without thinking
@@ -31,16 +31,16 @@ class Codec:
         self.encoder = encoder
         self._parse_tools = tool_parser(tool_parser_name)
         self._parse_reasoning = reasoning_parser(reasoning_parser_name)
-        self._answers_of_tools_are_rendered = False
+        self._has_checked_tool_role = False
 
-    def first_turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> MessageLog:
+    def encode_first_turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> MessageLog:
         """A conversation from its start. Raises ConfigError when the template refuses it or would drop a message."""
-        if not self._answers_of_tools_are_rendered and any(message.role == "tool" for message in messages):
+        if not self._has_checked_tool_role and any(message.role == "tool" for message in messages):
             self.encoder.check(("tool",))
-            self._answers_of_tools_are_rendered = True
+            self._has_checked_tool_role = True
         return self.encoder.encode_prompt(messages, tools)
 
-    def next_turn(
+    def encode_next_turn(
         self, message_log: MessageLog, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> MessageLog | None:
         """What to append to a history that ends with a sampled message; None where the template cannot go on so."""
@@ -51,7 +51,7 @@ class Codec:
 
     def read(
         self, token_ids: Sequence[int], *, call_id_seed: str, stop_strings: Sequence[str] = (), with_tools: bool = True
-    ) -> Response:
+    ) -> ParsedResponse:
         """What sampled tokens say: cut at the first stop string, thinking apart, tool calls parsed.
 
         The ids of the calls are a function of `call_id_seed`.
@@ -62,12 +62,12 @@ class Codec:
         if self._parse_reasoning is not None:
             reasoning, text = self._parse_reasoning(text)
         if self._parse_tools is None or not with_tools:
-            return Response(Message("assistant", text), reasoning)
+            return ParsedResponse(Message("assistant", text), reasoning)
         text, parsed = self._parse_tools(text)
         calls = tuple(
             ToolCall(_call_id(f"{call_id_seed}:{i}"), call.name, call.arguments) for i, call in enumerate(parsed)
         )
-        return Response(Message("assistant", text, calls), reasoning)
+        return ParsedResponse(Message("assistant", text, calls), reasoning)
 
 
 def _call_id(seed: str) -> str:

@@ -14,19 +14,19 @@ from uuid import uuid4
 
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.echo import Echo, UnknownEcho
-from nemo_rl.gateway.echoes import EchoedCalls
+from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.responses import Answer
 from nemo_rl.gateway.schema import ChatRequest
-from nemo_rl.gateway.sessions import Call
+from nemo_rl.gateway.sessions import PendingCall
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 
 MAX_CHARACTERS_PER_TOKEN = 32  # of a conversation that is encoded at all: a longer one cannot fit into the context
-MAX_NOTED = 100  # names of ignored fields; what is noted more often would be a client's noise
+MAX_LOGGED_FIELDS = 100  # names of ignored fields; what is noted more often would be a client's noise
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CompletionRules:
     timeout_s: float  # of one generation
 
 
-class Completions:
+class CompletionHandler:
     """Answers chat requests through one engine. Raises RequestError for whatever keeps one from its answer."""
 
     def __init__(self, generation: Generation, codec: Codec, rules: CompletionRules) -> None:
@@ -49,56 +49,58 @@ class Completions:
         self._generation = generation
         self._codec = codec
         self._rules = rules
-        self._numbers = itertools.count()
-        self._noted: set[str] = set()
+        self._call_counter = itertools.count()
+        self._logged_fields: set[str] = set()
 
-    async def in_session(self, request: ChatRequest, live: LiveSession, *, is_named: bool = False) -> Answer:
+    async def complete_in_session(self, request: ChatRequest, live: LiveSession, *, is_named: bool = False) -> Answer:
         """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
 
         `is_named`: by the request itself, on plain /v1, where echoed tokens tell the chain and answers carry theirs.
         """
         messages = self._messages(request)
-        echo, behind = _echo(request, messages) if is_named else (None, 0)
-        call = self._begin(lambda: _begin_in(live, messages, request.tool_schemas(), echo, behind))
-        place = live.take_place(call)
+        echo, behind = _last_echo(request, messages) if is_named else (None, 0)
+        call = self._encode_call(lambda: _begin_in_session(live, messages, request.tool_schemas(), echo, behind))
+        sample_index = live.acquire_sample_index(call)
         try:
-            seed = _seed(live.seed, array("q", call.prompt_token_ids).tobytes(), place)
-            asked = _asked(call, self._sampling(request, call, live.sampling or self._rules.sampling), seed, live)
+            seed = _derive_seed(live.seed, array("q", call.prompt_token_ids).tobytes(), sample_index)
+            asked = _make_generation_request(
+                call, self._sampling(request, call, live.sampling or self._rules.sampling), seed, live
+            )
             with_token_ids = is_named or bool(request.return_token_ids)
             answer = await self._answer_unless_closed(request, asked, live, with_token_ids=with_token_ids)
             live.session.commit(call, answer.completion, answer.response.message, completion_id=answer.completion_id)
         except BaseException as error:
-            live.give_place_back(call, place)
+            live.release_sample_index(call, sample_index)
             if isinstance(error, RequestError) and error.status == 500:
                 live.session.engine_error = str(error)
             raise
         return answer
 
-    async def without_session(self, request: ChatRequest, calls: EchoedCalls) -> Answer:
+    async def complete_without_session(self, request: ChatRequest, calls: EchoedCallStore) -> Answer:
         """Answer a call whose chain is told by the tokens on its last assistant message."""
         messages = self._messages(request)
-        echo, behind = _echo(request, messages)
-        call = self._begin(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
-        seed = _seed(self._rules.seed, b"without session", next(self._numbers))
+        echo, behind = _last_echo(request, messages)
+        call = self._encode_call(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
+        seed = _derive_seed(self._rules.seed, b"without session", next(self._call_counter))
         sampling = self._sampling(request, call, self._rules.sampling)
-        answer = await self._answer(request, _asked(call, sampling, seed), with_token_ids=True)
+        answer = await self._answer(request, _make_generation_request(call, sampling, seed), with_token_ids=True)
         calls.commit(call, answer.completion, answer.response.message)
         return answer
 
     def next_session_seed(self) -> int:
         """A seed for a session that was opened without one."""
-        return _seed(self._rules.seed, b"session", next(self._numbers))
+        return _derive_seed(self._rules.seed, b"session", next(self._call_counter))
 
     def _messages(self, request: ChatRequest) -> tuple[Message, ...]:
-        request.refuse_unsupported()
-        self._note(request.overridden)
+        request.reject_unsupported()
+        self._log_ignored_fields(request.ignored_fields)
         messages = tuple(message.message() for message in request.messages)
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if sum(len(message.content) for message in messages) > limit:
-            raise self._too_long("more than")
+            raise self._context_length_error("more than")
         return messages
 
-    def _begin(self, encode: Callable[[], Call]) -> Call:
+    def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
         """The call with its tokens; whatever a template or tokenizer raises about the messages is the client's."""
         try:
             return encode()
@@ -144,10 +146,10 @@ class Completions:
             with_logprobs=request.wants_logprobs if with_token_ids else bool(request.logprobs),
         )
 
-    def _sampling(self, request: ChatRequest, call: Call, sampling: SamplingParams) -> SamplingParams:
+    def _sampling(self, request: ChatRequest, call: PendingCall, sampling: SamplingParams) -> SamplingParams:
         room = self._rules.max_model_len - len(call.prompt_token_ids)
         if room <= 0:
-            raise self._too_long(f"{len(call.prompt_token_ids)} tokens in")
+            raise self._context_length_error(f"{len(call.prompt_token_ids)} tokens in")
         limit = min(room, sampling.max_new_tokens, request.token_limit or room)
         stop_strings = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
         return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings)
@@ -163,7 +165,7 @@ class Completions:
         except TimeoutError as error:
             raise RequestError(500, f"not answered within {self._rules.timeout_s:g} s", code="timeout") from error
         except Exception as error:  # an engine that raises has failed all that it was asked
-            log.exception("the engine raised at request %s", asked.request_id)
+            logger.exception("the engine raised at request %s", asked.request_id)
             raise RequestError(500, f"the engine failed: {type(error).__name__}", code="engine_failed") from error
         finally:
             self.num_running -= 1
@@ -183,40 +185,42 @@ class Completions:
                 return result
         return FailedRequest(asked.request_id, "it gave no result")
 
-    def _too_long(self, what: str) -> RequestError:
+    def _context_length_error(self, what: str) -> RequestError:
         # NeMo Gym takes "context length" in a 400 for the end of a rollout that was cut, and anything else for an error
         limit = f"a context length of {self._rules.max_model_len} tokens"
         message = f"{what} {limit}: no room is left for a response"
         return RequestError(400, message, param="messages", code="context_length_exceeded")
 
-    def _note(self, names: Iterable[str]) -> None:
-        fresh = sorted({name[:40] for name in names} - self._noted)
-        if fresh and len(self._noted) < MAX_NOTED:
-            self._noted.update(fresh)
-            log.info("clients' %s are ignored: the run decides how tokens are sampled", fresh)
+    def _log_ignored_fields(self, names: Iterable[str]) -> None:
+        unlogged = sorted({name[:40] for name in names} - self._logged_fields)
+        if unlogged and len(self._logged_fields) < MAX_LOGGED_FIELDS:
+            self._logged_fields.update(unlogged)
+            logger.info("clients' %s are ignored: the run decides how tokens are sampled", unlogged)
 
 
-def _echo(request: ChatRequest, messages: tuple[Message, ...]) -> tuple[Echo | None, int]:
+def _last_echo(request: ChatRequest, messages: tuple[Message, ...]) -> tuple[Echo | None, int]:
     """What the last assistant message says about its tokens, and the index behind it."""
     behind = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
     return (request.messages[behind - 1].echo() if behind else None), behind
 
 
-def _begin_in(
+def _begin_in_session(
     live: LiveSession, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], echo: Echo | None, behind: int
-) -> Call:
+) -> PendingCall:
     if echo is None:
         return live.session.begin(messages, tools)
-    return live.session.begin_behind(messages, tools, echo=echo, behind=behind)
+    return live.session.begin_from_echo(messages, tools, echo=echo, behind=behind)
 
 
-def _asked(call: Call, sampling: SamplingParams, seed: int, live: LiveSession | None = None) -> GenerationRequest:
+def _make_generation_request(
+    call: PendingCall, sampling: SamplingParams, seed: int, live: LiveSession | None = None
+) -> GenerationRequest:
     request_id = uuid4().hex
     session_id = live.session_id if live is not None else request_id
     return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id)
 
 
-def _seed(seed: int, identity: bytes, place: int) -> int:
+def _derive_seed(seed: int, identity: bytes, sample_index: int) -> int:
     """A stable 63-bit hash, equal in every process and on every machine."""
-    text = f"{seed}\x1f{place}\x1f".encode() + identity
+    text = f"{seed}\x1f{sample_index}\x1f".encode() + identity
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1

@@ -8,7 +8,7 @@ from aiohttp import web
 
 BACKLOG = 1024  # connections that wait to be accepted
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 async def accept(server: web.Server, listener: socket.socket, *, max_connections: int) -> asyncio.Server:
@@ -16,12 +16,12 @@ async def accept(server: web.Server, listener: socket.socket, *, max_connections
     without a limit the process would run out of files, wherever it opens the next one."""
 
     def protocol() -> asyncio.BaseProtocol:
-        return _HangUp() if len(server.connections) >= max_connections else server()
+        return _ConnectionRejector() if len(server.connections) >= max_connections else server()
 
     return await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=BACKLOG)
 
 
-class _HangUp(asyncio.Protocol):
+class _ConnectionRejector(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        log.warning("hung up on %s: too many connections", transport.get_extra_info("peername"))
+        logger.warning("hung up on %s: too many connections", transport.get_extra_info("peername"))
         transport.close()

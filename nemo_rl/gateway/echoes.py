@@ -12,13 +12,13 @@ from typing import Any
 from nemo_rl.gateway.canonical import history_digest, tools_digest
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.echo import Echo, UnknownEcho
-from nemo_rl.gateway.sessions import Call, Node, answer_call, continue_chain, start_chain
+from nemo_rl.gateway.sessions import Node, PendingCall, complete_call, continue_chain, start_chain
 from nemo_rl.types import Completion, Message
 
-MAX_TWINS = 1024  # calls that sampled the same tokens from the same prompt
+MAX_DUPLICATE_CALLS = 1024  # calls that sampled the same tokens from the same prompt
 
 
-class EchoedCalls:
+class EchoedCallStore:
     """The last `max_calls` calls of clients without a session, each kept for `ttl_s` seconds behind its last use.
 
     Calls that sampled the same from the same prompt, as rollouts of one group do, are kept apart as twins.
@@ -29,11 +29,13 @@ class EchoedCalls:
         self._max_calls = max_calls
         self._ttl_s = ttl_s
         self._clock = clock
-        self._twins: OrderedDict[bytes, tuple[float, list[Node]]] = OrderedDict()  # (last use, calls), oldest first
+        self._calls_by_echo: OrderedDict[bytes, tuple[float, list[Node]]] = (
+            OrderedDict()
+        )  # (last use, calls), oldest first
 
     def __len__(self) -> int:
         """How many are kept, twins counted once."""
-        return len(self._twins)
+        return len(self._calls_by_echo)
 
     def begin(
         self,
@@ -42,7 +44,7 @@ class EchoedCalls:
         *,
         echo: Echo | None,
         behind: int = 0,
-    ) -> Call:
+    ) -> PendingCall:
         """The tokens to sample from: the echoed call's and those of the messages from index `behind` on.
 
         The echo decides: the text of earlier messages is not compared. Without one, a new chain begins.
@@ -59,41 +61,41 @@ class EchoedCalls:
         call = continue_chain(self._codec, nodes[-1], messages[behind:], tools, request)
         return start_chain(self._codec, messages, tools, request) if call is None else call
 
-    def commit(self, call: Call, completion: Completion, message: Message) -> None:
+    def commit(self, call: PendingCall, completion: Completion, message: Message) -> None:
         """Keep a completed call for the requests that will continue it."""
         self.expire()
         key = Echo(call.prompt_token_ids, completion.token_ids).digest()
-        _, twins = self._twins.get(key, (0.0, []))
-        twins.append(answer_call(call, completion, message))
-        del twins[:-MAX_TWINS]
-        self._twins[key] = (self._clock(), twins)
-        self._twins.move_to_end(key)
-        if len(self._twins) > self._max_calls:
-            self._twins.popitem(last=False)
+        _, duplicates = self._calls_by_echo.get(key, (0.0, []))
+        duplicates.append(complete_call(call, completion, message))
+        del duplicates[:-MAX_DUPLICATE_CALLS]
+        self._calls_by_echo[key] = (self._clock(), duplicates)
+        self._calls_by_echo.move_to_end(key)
+        if len(self._calls_by_echo) > self._max_calls:
+            self._calls_by_echo.popitem(last=False)
 
     def find(self, echo: Echo) -> tuple[Node, ...]:
         """The calls of these tokens, in the order in which they were made; none where none is kept. They are used."""
         key = echo.digest()
-        if key not in self._twins:
+        if key not in self._calls_by_echo:
             return ()
-        _, twins = self._twins[key]
-        self._twins[key] = (self._clock(), twins)
-        self._twins.move_to_end(key)
-        return tuple(twins)
+        _, duplicates = self._calls_by_echo[key]
+        self._calls_by_echo[key] = (self._clock(), duplicates)
+        self._calls_by_echo.move_to_end(key)
+        return tuple(duplicates)
 
     def forget(self, echo: Echo, node: Node) -> None:
         """Keep a call no longer: whoever reports it a second time is refused. Its twins stay."""
         key = echo.digest()
-        if key not in self._twins:
+        if key not in self._calls_by_echo:
             return
-        used_at, twins = self._twins[key]
-        left = [twin for twin in twins if twin is not node]
+        used_at, duplicates = self._calls_by_echo[key]
+        left = [twin for twin in duplicates if twin is not node]
         if left:
-            self._twins[key] = (used_at, left)
+            self._calls_by_echo[key] = (used_at, left)
         else:
-            del self._twins[key]
+            del self._calls_by_echo[key]
 
     def expire(self) -> None:
         """Forget the calls that nobody has continued for long."""
-        while self._twins and self._clock() - next(iter(self._twins.values()))[0] > self._ttl_s:
-            self._twins.popitem(last=False)
+        while self._calls_by_echo and self._clock() - next(iter(self._calls_by_echo.values()))[0] > self._ttl_s:
+            self._calls_by_echo.popitem(last=False)

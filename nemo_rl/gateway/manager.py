@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
 from nemo_rl.distributed.node import node_ip
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.claims import Claim, chains_through, claimed_calls
+from nemo_rl.gateway.claims import Claim, build_chains, resolve_claims
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.envelope import RequestError
@@ -24,10 +24,10 @@ from nemo_rl.gateway.sessions import Chain
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
 
-NO_TOKEN = "unused"  # clients insist on an API key, also where the server wants none
+PLACEHOLDER_API_KEY = "unused"  # clients insist on an API key, also where the server wants none
 ALL_ADDRESSES = "0.0.0.0"
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class GatewayManager:
 
     @classmethod
     async def start(
-        cls, generation: Generation, codec: Codec, rules: CompletionRules, section: Gateway
+        cls, generation: Generation, codec: Codec, rules: CompletionRules, section: GatewayConfig
     ) -> "GatewayManager":
         """Servers that listen when this returns, each on a free port.
 
@@ -78,14 +78,14 @@ class GatewayManager:
         return tuple(server.num_sessions for server in self._servers)
 
     @property
-    def plain_url(self) -> str:
+    def default_base_url(self) -> str:
         """Where clients without an address of their own call: the first server, ends in /v1."""
         return f"{self._servers[0].base_url}/v1"
 
     @property
     def api_key(self) -> str:
         """What such a client needs there."""
-        return self._servers[0].token or NO_TOKEN
+        return self._servers[0].token or PLACEHOLDER_API_KEY
 
     @property
     def num_echoed_calls(self) -> int:
@@ -98,7 +98,7 @@ class GatewayManager:
         """A session on the server with the fewest, or on one of them; raises RequestError 429 when that is full.
 
         `sampling` takes the place of the run's for all calls of this session. Clients that name their session in their
-        requests reach those of server 0 alone: `plain_url`.
+        requests reach those of server 0 alone: `default_base_url`.
         """
         index = server if server is not None else min(range(len(self._servers)), key=self.num_sessions.__getitem__)
         return self._open_on(index, seed, sampling)
@@ -106,7 +106,7 @@ class GatewayManager:
     def _open_on(self, index: int, seed: int, sampling: SamplingParams | None) -> SessionHandle:
         server = self._servers[index]
         session_id = server.open_session(seed=seed, sampling=sampling)
-        return SessionHandle(session_id, server.session_url(session_id), server.token or NO_TOKEN, index)
+        return SessionHandle(session_id, server.session_url(session_id), server.token or PLACEHOLDER_API_KEY, index)
 
     async def finish(self, handle: SessionHandle) -> FinishedSession:
         """Close a session and hand out what it holds; calls that still run are cancelled and leave no trace.
@@ -116,18 +116,18 @@ class GatewayManager:
         session = self._servers[handle.server].close_session(handle.id)
         return FinishedSession(session.chains(), dict(session.rewards), session.engine_error)
 
-    async def finish_claimed(self, handle: SessionHandle, claims: Sequence[Claim]) -> FinishedSession:
+    async def finish_with_claims(self, handle: SessionHandle, claims: Sequence[Claim]) -> FinishedSession:
         """As `finish`, with the chains of the calls that a client reports alone.
 
-        They are looked for in the session, then among the calls without one. Raises UnknownEcho and ChangedLogprobs
+        They are looked for in the session, then among the calls without one. Raises UnknownEcho and LogprobMismatch
         too; the session is closed then as well.
         """
         server = self._servers[handle.server]
         session = server.close_session(handle.id)
-        calls = claimed_calls(claims, lambda echo: session.find(echo) or server.echoed.find(echo))
+        calls = resolve_claims(claims, lambda echo: session.find(echo) or server.echoed.find(echo))
         for claim, call in zip(claims, calls, strict=True):
             server.echoed.forget(claim.echo, call)
-        return FinishedSession(chains_through(calls), dict(session.rewards), session.engine_error)
+        return FinishedSession(build_chains(calls), dict(session.rewards), session.engine_error)
 
     async def abandon(self, handle: SessionHandle) -> None:
         """Close a session and forget what it holds; nothing where it has ended already."""
@@ -139,7 +139,7 @@ class GatewayManager:
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
-def server_settings(section: Gateway, max_connections: int) -> tuple[ServerSettings, ...]:
+def server_settings(section: GatewayConfig, max_connections: int) -> tuple[ServerSettings, ...]:
     """The settings of each server: sessions and connections are shared out, the first ones get what is left over.
 
     There are no more sessions than connections, so that every agent can hold one. Raises ConfigError for less than a
@@ -149,8 +149,8 @@ def server_settings(section: Gateway, max_connections: int) -> tuple[ServerSetti
         raise ConfigError("gateway.num_servers", section.num_servers, f"the open files allow {max_connections} servers")
     max_sessions = min(section.max_sessions, max_connections)
     if max_sessions < section.max_sessions:
-        log.info("at most %d sessions at once, not %d: open files are few", max_sessions, section.max_sessions)
-    sessions, connections = (_shares(total, section.num_servers) for total in (max_sessions, max_connections))
+        logger.info("at most %d sessions at once, not %d: open files are few", max_sessions, section.max_sessions)
+    sessions, connections = (_split_evenly(total, section.num_servers) for total in (max_sessions, max_connections))
     return tuple(
         ServerSettings(
             host=section.host,
@@ -165,6 +165,6 @@ def server_settings(section: Gateway, max_connections: int) -> tuple[ServerSetti
     )
 
 
-def _shares(total: int, num_servers: int) -> list[int]:
+def _split_evenly(total: int, num_servers: int) -> list[int]:
     """Example: 5 over 3 servers are [2, 2, 1]; then a server that is full and has the fewest means that all are."""
     return [total // num_servers + (i < total % num_servers) for i in range(num_servers)]

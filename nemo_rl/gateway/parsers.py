@@ -35,7 +35,7 @@ def parse_hermes(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
     calls: list[ParsedCall] = []
 
     def take(block: re.Match[str]) -> str:
-        call = _call_of(block.group(1), arguments_key="arguments")
+        call = _parse_call(block.group(1), arguments_key="arguments")
         if call is None:
             return block.group()
         calls.append(call)
@@ -47,7 +47,7 @@ def parse_hermes(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
 
 def parse_llama3_json(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
     """A response that is nothing but `{"name": ..., "parameters": {...}}`, as Llama 3.1 and later write it."""
-    call = _call_of(text, arguments_key="parameters")
+    call = _parse_call(text, arguments_key="parameters")
     return (text, ()) if call is None else ("", (call,))
 
 
@@ -62,7 +62,7 @@ def parse_think(text: str) -> tuple[str | None, str]:
     return thinking.strip(), rest.lstrip()
 
 
-def without_thinking(text: str) -> str:
+def strip_thinking(text: str) -> str:
     """What is left of an assistant's text when its thinking is dropped, by whichever side drops it."""
     return parse_think(text)[1]
 
@@ -85,14 +85,14 @@ def reasoning_parser(name: str | None) -> ReasoningParser | None:
     return None if name is None else REASONING_PARSERS[name]
 
 
-def _call_of(text: str, *, arguments_key: str) -> ParsedCall | None:
+def _parse_call(text: str, *, arguments_key: str) -> ParsedCall | None:
     try:
         call = json.loads(text)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
             return None
         arguments = call.get(arguments_key, {})
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        (call["name"] + written).encode()  # half a surrogate pair, escaped in JSON, could not be sent back
+        arguments_json = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        (call["name"] + arguments_json).encode()  # half a surrogate pair, escaped in JSON, could not be sent back
     except (ValueError, RecursionError):
         return None
-    return ParsedCall(call["name"], written)
+    return ParsedCall(call["name"], arguments_json)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.envelope import RequestError
-from nemo_rl.gateway.sessions import Call, Session
+from nemo_rl.gateway.sessions import PendingCall, Session
 from nemo_rl.types import SamplingParams
 
 ID_BYTES = 24  # of randomness in a session's id, which is all that protects it
@@ -22,25 +22,25 @@ class LiveSession:
     session_id: str
     session: Session
     seed: int
-    last_use: float
+    last_used_at: float
     sampling: SamplingParams | None = None  # of its calls; None: the run's
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations under way
-    _places: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+    _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
 
-    def take_place(self, call: Call) -> int:
+    def acquire_sample_index(self, call: PendingCall) -> int:
         """The call's place among those that ask the same from the same point, counted from 0, for its seed."""
-        taken = self._places.setdefault((id(call.parent), call.request), set())
-        place = next(i for i in range(len(taken) + 1) if i not in taken)
-        taken.add(place)
-        return place
+        taken = self._sample_indices.setdefault((id(call.parent), call.request), set())
+        sample_index = next(i for i in range(len(taken) + 1) if i not in taken)
+        taken.add(sample_index)
+        return sample_index
 
-    def give_place_back(self, call: Call, place: int) -> None:
+    def release_sample_index(self, call: PendingCall, sample_index: int) -> None:
         """The call failed: whoever retries it draws what it would have drawn."""
-        self._places[id(call.parent), call.request].discard(place)
+        self._sample_indices[id(call.parent), call.request].discard(sample_index)
 
 
-class Registry:
+class SessionRegistry:
     """The sessions of one server. An id is answered with 404 if it never was or is long forgotten, 409 if closed."""
 
     def __init__(self, codec: Codec, *, max_sessions: int, ttl_s: float, clock: Callable[[], float]) -> None:
@@ -71,7 +71,7 @@ class Registry:
         if session_id not in self._live:
             raise RequestError(404, "no such session", code="session_not_found")
         live = self._live[session_id]
-        live.last_use = self._clock()
+        live.last_used_at = self._clock()
         self._live.move_to_end(session_id)
         return live
 
@@ -89,8 +89,8 @@ class Registry:
 
     def expire(self) -> list[str]:
         """Close the sessions that nobody has used for long and in which nothing runs; returns their ids."""
-        horizon = self._clock() - self._ttl_s
-        idle = [live.session_id for live in self._live.values() if live.last_use < horizon and not live.running]
+        cutoff = self._clock() - self._ttl_s
+        idle = [live.session_id for live in self._live.values() if live.last_used_at < cutoff and not live.running]
         for session_id in idle:
             self.close(session_id)
         return idle

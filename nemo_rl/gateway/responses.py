@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.openai_shape import openai_call, openai_message
-from nemo_rl.gateway.codec import Response
+from nemo_rl.data.openai_shape import to_openai_message, to_openai_tool_call
+from nemo_rl.gateway.codec import ParsedResponse
 from nemo_rl.gateway.sessions import Chain, Session
 from nemo_rl.types import Completion
 
@@ -20,7 +20,7 @@ class Answer:
     model: str
     prompt_token_ids: tuple[int, ...]
     completion: Completion
-    response: Response
+    response: ParsedResponse
     with_token_ids: bool  # put them on the message, for clients that echo or keep them
     with_logprobs: bool
 
@@ -40,23 +40,23 @@ def completion_body(answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
     """A `chat.completion` object."""
     choice = {
         "index": 0,
-        "message": _message(answer),
+        "message": _message_body(answer),
         "logprobs": _logprobs(answer, encoder),
         "finish_reason": answer.finish_reason,
     }
-    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": answer.usage}
+    return {**_common_fields(answer, "chat.completion"), "choices": [choice], "usage": answer.usage}
 
 
 def event_stream(answer: Answer, encoder: ChatEncoder, *, include_usage: bool) -> bytes:
     """The completion as `chat.completion.chunk` events: the message whole, then why it ended, then [DONE]."""
-    delta = _message(answer)
+    delta = _message_body(answer)
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     choices = [
         {"index": 0, "delta": delta, "logprobs": _logprobs(answer, encoder), "finish_reason": None},
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish_reason},
     ]
-    head = _head(answer, "chat.completion.chunk")
+    head = _common_fields(answer, "chat.completion.chunk")
     chunks: list[dict[str, Any]] = [{**head, "choices": [choice]} for choice in choices]
     if include_usage:
         chunks = [{**chunk, "usage": None} for chunk in chunks]
@@ -72,20 +72,20 @@ def session_body(session_id: str, session: Session) -> dict[str, Any]:
         "object": "session",
         "num_calls": session.num_calls,
         "rewards": session.rewards,
-        "chains": [_chain(chain) for chain in session.chains()],
+        "chains": [_chain_body(chain) for chain in session.chains()],
     }
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _common_fields(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": answer.completion_id, "object": kind, "created": int(time.time()), "model": answer.model}
 
 
-def _message(answer: Answer) -> dict[str, Any]:
-    said = answer.response.message
-    body: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.tool_calls:
-        body["tool_calls"] = [openai_call(call) for call in said.tool_calls]
-        body["content"] = said.content or None
+def _message_body(answer: Answer) -> dict[str, Any]:
+    message = answer.response.message
+    body: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.tool_calls:
+        body["tool_calls"] = [to_openai_tool_call(call) for call in message.tool_calls]
+        body["content"] = message.content or None
     if answer.response.reasoning is not None:
         body["reasoning_content"] = answer.response.reasoning
     if answer.with_token_ids:
@@ -103,7 +103,7 @@ def _logprobs(answer: Answer, encoder: ChatEncoder) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def _chain(chain: Chain) -> dict[str, Any]:
+def _chain_body(chain: Chain) -> dict[str, Any]:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -119,7 +119,7 @@ def _chain(chain: Chain) -> dict[str, Any]:
         "token_ids": ids,
         "token_mask": mask,
         "generation_logprobs": logprobs,
-        "messages": [openai_message(each.message) for each in chain.message_log],
+        "messages": [to_openai_message(each.message) for each in chain.message_log],
         "weight_versions": chain.weight_versions,
         "weight_spans": spans,
         "rewards": chain.rewards,

@@ -13,10 +13,10 @@ from nemo_rl.gateway.echo import Echo
 from nemo_rl.gateway.envelope import RequestError, unsupported
 from nemo_rl.types import Message, Role, ToolCall
 
-IGNORED = frozenset(  # without a word: they change nothing here
+IGNORED_FIELDS = frozenset(  # without a word: they change nothing here
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "return_tokens_as_token_ids"}
 )
-REFUSED = frozenset(
+REJECTED_FIELDS = frozenset(
     {"audio", "chat_template", "chat_template_kwargs", "function_call", "functions", "guided_json", "logit_bias"}
     | {"prediction", "prompt_logprobs", "structured_outputs", "web_search_options"}
 )
@@ -31,7 +31,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
-class Part(Body):
+class ContentPart(Body):
     type: str
     text: str | None = None
 
@@ -41,7 +41,7 @@ class FunctionCall(Body):
     arguments: str | dict[str, Any] = "{}"
 
 
-class RequestedCall(Body):
+class AssistantToolCall(Body):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -49,8 +49,8 @@ class RequestedCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[RequestedCall] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[AssistantToolCall] | None = None
     tool_call_id: str | None = None
     prompt_token_ids: list[int] | None = None
     generation_token_ids: list[int] | None = None
@@ -61,7 +61,7 @@ class ChatMessage(Body):
             raise unsupported("messages", "function_call is not supported; tool_calls are")
         role: Role = "system" if self.role == "developer" else self.role
         calls = tuple(
-            ToolCall(call.id, call.function.name, _text_of_arguments(call.function.arguments))
+            ToolCall(call.id, call.function.name, _arguments_to_json(call.function.arguments))
             for call in self.tool_calls or ()
         )
         return Message(role, self._text(), calls, self.tool_call_id)
@@ -121,7 +121,7 @@ class ChatRequest(Body):
     modalities: list[str] | None = None
     return_token_ids: bool | None = None  # vLLM's: the response's tokens and those of its prompt
 
-    def refuse_unsupported(self) -> None:
+    def reject_unsupported(self) -> None:
         """Raise RequestError for what would need another policy, or another way to draw tokens."""
         if self.n not in (None, 1):
             raise unsupported("n", "n must be 1; send the request n times")
@@ -135,7 +135,7 @@ class ChatRequest(Body):
             raise unsupported("modalities", "modalities must be ['text']")
         if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
             raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} texts, none of them empty", param="stop")
-        for name in sorted(REFUSED & self.extra.keys()):
+        for name in sorted(REJECTED_FIELDS & self.extra.keys()):
             raise unsupported(name, f"{name} is not supported by this server")
 
     @property
@@ -144,9 +144,9 @@ class ChatRequest(Body):
         return {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {})}
 
     @property
-    def overridden(self) -> frozenset[str]:
+    def ignored_fields(self) -> frozenset[str]:
         """Fields that are ignored and that the client may wonder about: sampling parameters, unknown names."""
-        names = self.extra.keys() - IGNORED - REFUSED
+        names = self.extra.keys() - IGNORED_FIELDS - REJECTED_FIELDS
         return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
 
     @property
@@ -204,5 +204,5 @@ def parse_body(model: type[ModelT], body: bytes) -> ModelT:
         raise RequestError(400, f"{param or 'body'}: {first['msg']}", param=param) from error
 
 
-def _text_of_arguments(arguments: str | dict[str, Any]) -> str:
+def _arguments_to_json(arguments: str | dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -28,11 +28,11 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.completions import CompletionRules, Completions
+from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
 from nemo_rl.gateway.connections import BACKLOG, accept
-from nemo_rl.gateway.echoes import EchoedCalls
+from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.envelope import RequestError
-from nemo_rl.gateway.registry import LiveSession, Registry
+from nemo_rl.gateway.registry import LiveSession, SessionRegistry
 from nemo_rl.gateway.responses import Answer, completion_body, event_stream, session_body
 from nemo_rl.gateway.schema import ChatRequest, RewardRequest, SessionRequest, parse_body
 from nemo_rl.gateway.sessions import Session
@@ -42,7 +42,7 @@ from nemo_rl.types import SamplingParams
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class GatewayServer:
         self._settings = settings = settings or ServerSettings()
         self._codec = codec
         self._rules = rules
-        self._completions = Completions(generation, codec, rules)
+        self._completions = CompletionHandler(generation, codec, rules)
         clock = time.monotonic
-        self._sessions = Registry(codec, max_sessions=settings.max_sessions, ttl_s=settings.ttl_s, clock=clock)
-        self.echoed = EchoedCalls(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
+        self._sessions = SessionRegistry(codec, max_sessions=settings.max_sessions, ttl_s=settings.ttl_s, clock=clock)
+        self.echoed = EchoedCallStore(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
         self.token = settings.token
         if self.token is None and not _is_loopback(settings.host):
             self.token = secrets.token_urlsafe(32)
@@ -134,7 +134,7 @@ class GatewayServer:
             self._runner = None
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._guard])
+        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._middleware])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -162,7 +162,7 @@ class GatewayServer:
             await self._runner.cleanup()
             raise
         self._sweeper = asyncio.create_task(self._sweep())
-        log.info("the gateway listens on %s", self.base_url)
+        logger.info("the gateway listens on %s", self.base_url)
 
     async def _sweep(self) -> None:
         """Consumes: nothing. Produces: closed sessions, once they are unused for long. Ends by cancellation."""
@@ -170,25 +170,25 @@ class GatewayServer:
             await asyncio.sleep(max(self._settings.ttl_s / 10, 0.05))
             self.echoed.expire()
             if expired := self._sessions.expire():
-                log.warning("%d sessions were closed after %g s without use", len(expired), self._settings.ttl_s)
+                logger.warning("%d sessions were closed after %g s without use", len(expired), self._settings.ttl_s)
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who may come in, and give every error its envelope."""
         try:
             self._check_token(request)
             return await handler(request)
         except RequestError as error:
-            answered = error
+            request_error = error
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, too large a body
-            answered = RequestError(error.status, error.reason)
+            request_error = RequestError(error.status, error.reason)
         except ConnectionError:
             raise
         except Exception:
-            log.exception("a request to the gateway failed")
-            answered = RequestError(500, "the gateway failed at this request; its log tells why", code="internal")
-        headers = {"Retry-After": "1"} if answered.status == 429 else None
-        return web.json_response(answered.body(), status=answered.status, headers=headers)
+            logger.exception("a request to the gateway failed")
+            request_error = RequestError(500, "the gateway failed at this request; its log tells why", code="internal")
+        headers = {"Retry-After": "1"} if request_error.status == 429 else None
+        return web.json_response(request_error.body(), status=request_error.status, headers=headers)
 
     def _check_token(self, request: web.Request) -> None:
         if self.token is None or request.path == "/health":
@@ -219,8 +219,8 @@ class GatewayServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _open(self, request: web.Request) -> web.Response:
-        asked = parse_body(SessionRequest, await self._body(request) or b"{}")
-        session_id = self.open_session(seed=asked.seed)
+        parsed = parse_body(SessionRequest, await self._body(request) or b"{}")
+        session_id = self.open_session(seed=parsed.seed)
         return web.json_response({"id": session_id, "object": "session", "base_url": self.session_url(session_id)})
 
     async def _read(self, request: web.Request) -> web.Response:
@@ -233,32 +233,32 @@ class GatewayServer:
 
     async def _reward(self, request: web.Request) -> web.Response:
         self._session(request)
-        asked = parse_body(RewardRequest, await self._body(request))
+        parsed = parse_body(RewardRequest, await self._body(request))
         session = self._session(request).session  # again: the body may have taken its time
         try:
-            session.reward(asked.named(), completion_id=asked.completion_id)
+            session.reward(parsed.named(), completion_id=parsed.completion_id)
         except KeyError as error:
             raise RequestError(404, "no such completion in this session", param="completion_id") from error
         return web.json_response({"rewards": session.rewards})
 
     async def _chat(self, request: web.Request) -> web.Response:
         self._session(request)
-        asked = parse_body(ChatRequest, await self._body(request))
-        answer = await self._completions.in_session(asked, self._session(request))
-        return self._answered(asked, answer)
+        parsed = parse_body(ChatRequest, await self._body(request))
+        answer = await self._completions.complete_in_session(parsed, self._session(request))
+        return self._make_response(parsed, answer)
 
     async def _chat_without_session(self, request: web.Request) -> web.Response:
-        asked = parse_body(ChatRequest, await self._body(request))
-        if (session_id := asked.session_id) is None:
-            return self._answered(asked, await self._completions.without_session(asked, self.echoed))
+        parsed = parse_body(ChatRequest, await self._body(request))
+        if (session_id := parsed.session_id) is None:
+            return self._make_response(parsed, await self._completions.complete_without_session(parsed, self.echoed))
         live = self._sessions.get(session_id)
-        return self._answered(asked, await self._completions.in_session(asked, live, is_named=True))
+        return self._make_response(parsed, await self._completions.complete_in_session(parsed, live, is_named=True))
 
-    def _answered(self, asked: ChatRequest, answer: Answer) -> web.Response:
-        if not asked.stream:
+    def _make_response(self, parsed: ChatRequest, answer: Answer) -> web.Response:
+        if not parsed.stream:
             body = to_json(completion_body(answer, self._codec.encoder))
             return web.Response(body=body, content_type="application/json")
-        include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
         events = event_stream(answer, self._codec.encoder, include_usage=include_usage)
         return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -57,7 +57,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class PendingCall:
     """A call under way."""
 
     prompt_token_ids: tuple[int, ...]
@@ -76,25 +76,27 @@ class Chain:
     is_truncated: bool = False  # its last response was cut by its token limit
 
 
-def start_chain(codec: Codec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes) -> Call:
+def start_chain(
+    codec: Codec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
+) -> PendingCall:
     """The first call of a new chain. Raises ConfigError for messages that the template refuses."""
-    context = codec.first_turn(messages, tools)
-    return Call(flat_token_ids(context), None, context, request)
+    context = codec.encode_first_turn(messages, tools)
+    return PendingCall(flat_token_ids(context), None, context, request)
 
 
 def continue_chain(
     codec: Codec, node: Node, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
-) -> Call | None:
+) -> PendingCall | None:
     """The call that appends to a node's history; None where the template cannot render that."""
     history = node.message_log()
-    context = codec.next_turn(history, new_messages, tools)
+    context = codec.encode_next_turn(history, new_messages, tools)
     if context is None:
         return None
     token_ids = tuple(chain.from_iterable(each.token_ids for each in (*history, *context)))
-    return Call(token_ids, node, context, request)
+    return PendingCall(token_ids, node, context, request)
 
 
-def answer_call(call: Call, completion: Completion, message: Message) -> Node:
+def complete_call(call: PendingCall, completion: Completion, message: Message) -> Node:
     """The node that a completed call becomes."""
     sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs, completion.weight_spans)
     if call.parent is not None:
@@ -103,7 +105,7 @@ def answer_call(call: Call, completion: Completion, message: Message) -> Node:
     return Node(call.parent, call.context, sampled, call.request, completion.weight_versions, is_truncated)
 
 
-def chain_of(node: Node) -> Chain:
+def build_chain(node: Node) -> Chain:
     """The chain that ends at a node."""
     path = node.path()
     versions = [version for each in path for version in each.weight_versions]
@@ -127,23 +129,23 @@ class Session:
     def num_calls(self) -> int:
         return len(self._calls)
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Call:
+    def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PendingCall:
         """The tokens to sample from. Raises ConfigError for messages that the chat template refuses."""
         digests = [tools_digest(tools)]
         for message in messages:
             digests.append(history_digest(digests[-1], message))
         for length in range(len(messages) - 1, 0, -1):
             if nodes := self._by_history.get(digests[length]):
-                node = _meant(nodes, messages[length - 1])
+                node = _select_node(nodes, messages[length - 1])
                 call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
                 if call is not None:
                     return call
                 break  # a shorter history would have to append the same messages, and more
         return start_chain(self._codec, messages, tools, digests[-1])
 
-    def begin_behind(
+    def begin_from_echo(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, echo: Echo, behind: int
-    ) -> Call:
+    ) -> PendingCall:
         """As `begin`, but the call that is continued is named by its tokens; the messages from `behind` on are new.
 
         Raises UnknownEcho too.
@@ -162,9 +164,9 @@ class Session:
         """The calls of these tokens, in the order in which they were made; none where none is known."""
         return self._by_tokens.get(echo.digest(), ())
 
-    def commit(self, call: Call, completion: Completion, message: Message, *, completion_id: str) -> None:
+    def commit(self, call: PendingCall, completion: Completion, message: Message, *, completion_id: str) -> None:
         """Keep what was sampled for a call; `message` is what the agent is told and will send back."""
-        node = answer_call(call, completion, message)
+        node = complete_call(call, completion, message)
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
         self._by_request.setdefault((id(call.parent), call.request), []).append(node)
@@ -178,7 +180,7 @@ class Session:
 
     def chains(self) -> tuple[Chain, ...]:
         """What to train on, in the order of the last commits; abandoned siblings without a reward are left out."""
-        return tuple(chain_of(node) for node in self._calls.values() if self._ends_chain(node))
+        return tuple(build_chain(node) for node in self._calls.values() if self._ends_chain(node))
 
     def _ends_chain(self, node: Node) -> bool:
         if node.is_continued:
@@ -188,7 +190,7 @@ class Session:
         return is_last or bool(node.rewards)
 
 
-def _meant(nodes: Sequence[Node], message: Message) -> Node:
+def _select_node(nodes: Sequence[Node], message: Message) -> Node:
     """Which of several nodes that read the same a client sent back: told by the ids of its tool calls, or the last."""
     ids = {call.id for call in message.tool_calls}
     for node in nodes:

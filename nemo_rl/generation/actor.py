@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
 from nemo_rl.generation.node_file import release
@@ -21,7 +21,7 @@ MAX_CONCURRENCY = 10_000  # calls at once: more than requests ever are
 class VllmInActor:
     """What lives in the actor."""
 
-    def __init__(self, section: GenerationSection, model_path: str, dtype: str, max_model_len: int, device: str):
+    def __init__(self, section: GenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str):
         self._section = section
         self._arguments = {"model_path": model_path, "dtype": dtype, "max_model_len": max_model_len, "device": device}
         self._engine: VllmGeneration | None = None
@@ -78,7 +78,7 @@ class VllmActorGeneration:
     @classmethod
     async def create(
         cls,
-        section: GenerationSection,
+        section: GenerationConfig,
         *,
         model_path: str,
         dtype: str,

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.errors import GenerationError
 from nemo_rl.interfaces import Generation
 
 
 async def make_generation(
-    section: GenerationSection,
+    section: GenerationConfig,
     *,
     model_path: str,
     dtype: str,

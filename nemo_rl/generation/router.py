@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nemo_rl.errors import GenerationError, one_line
+from nemo_rl.errors import GenerationError, summarize_error
 from nemo_rl.generation.seats import MAX_SESSIONS, Seats
 from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
@@ -135,7 +135,7 @@ class ReplicatedGeneration:
             if attempt.num_deaths + 1 < MAX_DEATHS:
                 again.append(replace(attempt, num_deaths=attempt.num_deaths + 1))
             else:
-                cause = f"{MAX_DEATHS} engine replicas died while they had it; the last: {one_line(error)}"
+                cause = f"{MAX_DEATHS} engine replicas died while they had it; the last: {summarize_error(error)}"
                 call.results.put_nowait(FailedRequest(attempt.original.request_id, cause))
         try:
             if again:
@@ -155,7 +155,7 @@ class ReplicatedGeneration:
             index,
             len(self._living),
             self._num_replicas,
-            one_line(error),
+            summarize_error(error),
         )
         self._in_background(self._replace(index, engine))
 
@@ -166,7 +166,7 @@ class ReplicatedGeneration:
         try:
             self._restarted[index] = await self._restart(index)
         except Exception as error:  # the others go on without it, whatever kept it from starting
-            log.warning("engine replica %d could not be started anew: %s", index, one_line(error))
+            log.warning("engine replica %d could not be started anew: %s", index, summarize_error(error))
         else:
             log.info("engine replica %d was started anew and serves from the next refit on", index)
 
@@ -243,4 +243,4 @@ async def close_within(engine: Generation, deadline_s: float) -> None:
     except TimeoutError:
         log.warning("an engine did not end within %g s", deadline_s)
     except GenerationError as error:
-        log.warning("an engine did not end as it should: %s", one_line(error))
+        log.warning("an engine did not end as it should: %s", summarize_error(error))

@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from nemo_rl.data.openai_shape import openai_message
+from nemo_rl.data.openai_shape import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.answers import as_they_finish
@@ -100,7 +100,7 @@ def chat_body(request: GenerationRequest, model: str, limit_key: str) -> dict[st
     sampling = request.sampling
     return {
         **_sampling_body(request, model),
-        "messages": [openai_message(message) for message in request.messages],
+        "messages": [to_openai_message(message) for message in request.messages],
         limit_key: sampling.max_new_tokens,
         **({"tools": list(request.tools)} if request.tools else {}),
         **({"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}),

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.answers import as_they_finish
 from nemo_rl.generation.vllm_start import importing_vllm, start_engine
@@ -38,7 +38,7 @@ class VllmGeneration:
     """
 
     def __init__(
-        self, engine: "AsyncLLM", section: GenerationSection, *, device: str, control_s: float = CONTROL_S
+        self, engine: "AsyncLLM", section: GenerationConfig, *, device: str, control_s: float = CONTROL_S
     ) -> None:
         """Use `create`."""
         from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
@@ -67,7 +67,7 @@ class VllmGeneration:
 
     @classmethod
     async def create(
-        cls, section: GenerationSection, *, model_path: str, dtype: str, max_model_len: int, device: str
+        cls, section: GenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
     ) -> "VllmGeneration":
         """Start the engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.errors import ConfigError, GenerationError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def importing_vllm(device: str) -> Iterator[None]:
 
 
 def start_engine(
-    section: GenerationSection, *, model_path: str, dtype: str, max_model_len: int, device: str
+    section: GenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
 ) -> "AsyncLLM":
     """A running engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -96,7 +96,7 @@ def start_engine(
 
 
 def engine_arguments(
-    section: GenerationSection, model_path: str, dtype: str, max_model_len: int, device: str
+    section: GenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` come last and win."""
     cfg, on_cpu = section.vllm_cfg, device == "cpu"
@@ -133,7 +133,7 @@ def engine_arguments(
     return arguments
 
 
-def needs_sleep(section: GenerationSection, on_cpu: bool) -> bool:
+def needs_sleep(section: GenerationConfig, on_cpu: bool) -> bool:
     wanted = section.vllm_cfg.enable_sleep_mode
     return not on_cpu and (section.colocated.enabled if wanted is None else wanted)
 

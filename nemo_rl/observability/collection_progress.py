@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from nemo_rl.observability.progress import clock_text
+from nemo_rl.observability.progress import format_duration
 from nemo_rl.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ class CollectionProgress:
         self.num_failures = 0  # attempts
         self._rewards = 0.0
         self._clock = clock
-        self._began_at = self._line_at = self._mark_at = clock()
-        self._mark = 0  # of `num_new`, at `_mark_at`
-        self._earlier_rate: float | None = None
+        self._started_at = self._last_log_at = self._window_started_at = clock()
+        self._window_start_count = 0  # of `num_new`, at `_window_started_at`
+        self._previous_rate: float | None = None
 
     @property
     def mean_reward(self) -> float | None:
@@ -38,11 +38,11 @@ class CollectionProgress:
 
     @property
     def seconds(self) -> float:
-        return self._clock() - self._began_at
+        return self._clock() - self._started_at
 
     def start(self) -> None:
         """Rollouts begin; what was read before takes no part in the rate."""
-        self._began_at = self._line_at = self._mark_at = self._clock()
+        self._started_at = self._last_log_at = self._window_started_at = self._clock()
 
     def rollout(self, trajectory: Trajectory) -> None:
         if trajectory.failure is None:
@@ -51,7 +51,7 @@ class CollectionProgress:
             self._rewards += trajectory.reward
         else:
             self.num_failures += 1
-        self._tell()
+        self._report()
 
     def close(self) -> None:
         """The terminal is free again."""
@@ -60,7 +60,7 @@ class CollectionProgress:
         """Example: "31% | 215/s | ETA 0:13 | reward 0.263 | 3 failed attempts"."""
         share = 100 * self.num_finished // max(self.total, 1)
         rate = self._rate()
-        left = clock_text((self.total - self.num_finished) / rate) if rate else "unknown"
+        left = format_duration((self.total - self.num_finished) / rate) if rate else "unknown"
         reward = "" if self.mean_reward is None else f" | reward {self.mean_reward:.3f}"
         failures = f" | {self.num_failures} failed attempts" if self.num_failures else ""
         return f"{share}% | {rate:,.3g}/s | ETA {left}{reward}{failures}"
@@ -68,19 +68,19 @@ class CollectionProgress:
     def _rate(self) -> float:
         """Finished rollouts a second, of the window under way and the one before it."""
         now = self._clock()
-        if now - self._mark_at >= WINDOW_S:
-            self._earlier_rate = (self.num_new - self._mark) / (now - self._mark_at)
-            self._mark, self._mark_at = self.num_new, now
-        elapsed = now - self._mark_at
-        current = (self.num_new - self._mark) / elapsed if elapsed > 0 else 0.0
-        if self._earlier_rate is None:
+        if now - self._window_started_at >= WINDOW_S:
+            self._previous_rate = (self.num_new - self._window_start_count) / (now - self._window_started_at)
+            self._window_start_count, self._window_started_at = self.num_new, now
+        elapsed = now - self._window_started_at
+        current = (self.num_new - self._window_start_count) / elapsed if elapsed > 0 else 0.0
+        if self._previous_rate is None:
             return current
         share = elapsed / WINDOW_S
-        return share * current + (1 - share) * self._earlier_rate
+        return share * current + (1 - share) * self._previous_rate
 
-    def _tell(self) -> None:
-        if self._clock() - self._line_at >= LINE_PERIOD_S:
-            self._line_at = self._clock()
+    def _report(self) -> None:
+        if self._clock() - self._last_log_at >= LINE_PERIOD_S:
+            self._last_log_at = self._clock()
             logger.info("%d/%d rollouts, %s", self.num_finished, self.total, self.line())
 
 
@@ -98,7 +98,7 @@ class LiveCollectionProgress(CollectionProgress):
             refresh_per_second=4,
         )
         self._task = self._bar.add_task("", total=total, completed=num_finished, note="")
-        self._told_at = 0.0
+        self._last_update_at = 0.0
 
     def start(self) -> None:
         super().start()
@@ -108,9 +108,9 @@ class LiveCollectionProgress(CollectionProgress):
         self._update()
         self._bar.stop()
 
-    def _tell(self) -> None:
-        if self._clock() - self._told_at >= 0.25:
-            self._told_at = self._clock()
+    def _report(self) -> None:
+        if self._clock() - self._last_update_at >= 0.25:
+            self._last_update_at = self._clock()
             self._update()
 
     def _update(self) -> None:

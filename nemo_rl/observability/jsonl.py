@@ -26,12 +26,12 @@ class JsonlLogger:
         self._file.flush()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        folder = self._directory / TABLES_DIRECTORY
-        folder.mkdir(exist_ok=True)
+        tables_directory = self._directory / TABLES_DIRECTORY
+        tables_directory.mkdir(exist_ok=True)
         lines = [
             json.dumps({c: _cell(v) for c, v in zip(columns, row, strict=True)}, ensure_ascii=False) for row in rows
         ]
-        path = folder / f"{name.replace('/', '_')}_step{step}.jsonl"
+        path = tables_directory / f"{name.replace('/', '_')}_step{step}.jsonl"
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nemo_rl.config.run import Logger as LoggerSection
+from nemo_rl.config.run import LoggerConfig
 from nemo_rl.interfaces import Logger
 from nemo_rl.observability.jsonl import JsonlLogger
 from nemo_rl.observability.tensorboard import TensorboardLogger
@@ -21,15 +21,15 @@ class CompositeLogger:
         self._failed: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._each(lambda each: each.log_metrics(metrics, step))
+        self._call_each(lambda each: each.log_metrics(metrics, step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        self._each(lambda each: each.log_table(name, columns, rows, step))
+        self._call_each(lambda each: each.log_table(name, columns, rows, step))
 
     def close(self) -> None:
-        self._each(lambda each: each.close())
+        self._call_each(lambda each: each.close())
 
-    def _each(self, call: Callable[[Logger], None]) -> None:
+    def _call_each(self, call: Callable[[Logger], None]) -> None:
         for name, each in self._loggers.items():
             try:
                 call(each)
@@ -43,7 +43,7 @@ class CompositeLogger:
                 self._failed.add(name)
 
 
-def make_loggers(section: LoggerSection, run_dir: Path, config: Mapping[str, object]) -> Logger:
+def make_logger(section: LoggerConfig, run_dir: Path, config: Mapping[str, object]) -> Logger:
     """JSON lines always, W&B and TensorBoard as configured; one that cannot start is left out with a warning."""
     makers: dict[str, Callable[[], Logger]] = {"jsonl": lambda: JsonlLogger(run_dir)}
     if section.wandb_enabled:

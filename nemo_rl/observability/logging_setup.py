@@ -8,7 +8,7 @@ from rich.logging import RichHandler
 
 HANDLER_NAME = "nemo_rl"
 # Their warnings are about this machine (no CUDA runtime, no tcmalloc), not about the run: errors alone are shown.
-NOISY = ("vllm", "torch.utils.cpp_extension")
+NOISY_LIBRARIES = ("vllm", "torch.utils.cpp_extension")
 
 
 def configure_logging(level: int | str = logging.INFO, console: Console | None = None) -> Console:
@@ -25,7 +25,7 @@ def configure_logging(level: int | str = logging.INFO, console: Console | None =
     root.addHandler(_handler(console))
     root.setLevel(logging.WARNING)
     logging.getLogger("nemo_rl").setLevel(level)
-    for name in NOISY:
+    for name in NOISY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.captureWarnings(True)

@@ -1,6 +1,6 @@
 """The names of all metrics and what they mean: W&B, TensorBoard and metrics.jsonl use the same.
 
-docs/metrics.md is `metrics_table()`. A part in angle brackets stands for one word: an environment, a data set.
+docs/metrics.md is `render_metrics_table()`. A part in angle brackets stands for one word: an environment, a data set.
 """
 
 import re
@@ -160,7 +160,7 @@ sampled it.
 """
 
 
-def metrics_table() -> str:
+def render_metrics_table() -> str:
     """The text of docs/metrics.md."""
     parts = [_HEAD]
     for title, metrics in METRICS.items():
@@ -169,7 +169,7 @@ def metrics_table() -> str:
     return "\n".join(parts)
 
 
-def undocumented(names: Iterable[str]) -> list[str]:
+def find_undocumented(names: Iterable[str]) -> list[str]:
     """Those of `names` that no line of METRICS describes."""
     patterns = [_pattern(name) for metrics in METRICS.values() for name in metrics]
     return [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)]

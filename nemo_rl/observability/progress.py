@@ -12,13 +12,13 @@ from rich.progress import Progress as RichBars
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.config.run import Logger as LoggerSection
-from nemo_rl.observability.sample_table import sample_table, table_text
+from nemo_rl.config.run import LoggerConfig
+from nemo_rl.observability.sample_table import render_table, sample_table
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT_LINE_PERIOD_S = 30.0  # log lines inside a step, where rollouts take long
-STEPS_OF_ETA = 20  # the time left is judged by the last so many steps
+ROLLOUT_LOG_PERIOD_S = 30.0  # log lines inside a step, where rollouts take long
+ETA_WINDOW_STEPS = 20  # the time left is judged by the last so many steps
 
 STEP_METRICS = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
 PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
@@ -32,28 +32,28 @@ class Progress:
         self._clock = clock
         self._step = self._total = 0
         self._rollouts = 0
-        self._rollout_line_at = self._stepped_at = clock()
-        self._step_s: deque[float] = deque(maxlen=STEPS_OF_ETA)
+        self._last_rollout_log_at = self._last_step_at = clock()
+        self._step_durations_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS)
 
     def start(self, *, step: int, total: int | None) -> None:
         """Training begins after `step` steps, of `total` (None: not known)."""
         self._step, self._total = step, total or 0
-        self._stepped_at = self._rollout_line_at = self._clock()
+        self._last_step_at = self._last_rollout_log_at = self._clock()
         if step:
             logger.info("going on after step %s", self._position())
 
     def rollout(self, rollout: object = None) -> None:
         """One rollout of the step under way has ended; the callback of the rollout layer."""
         self._rollouts += 1
-        if self._clock() - self._rollout_line_at >= ROLLOUT_LINE_PERIOD_S:
-            self._rollout_line_at = self._clock()
+        if self._clock() - self._last_rollout_log_at >= ROLLOUT_LOG_PERIOD_S:
+            self._last_rollout_log_at = self._clock()
             total = f" of {self._rollouts_per_step}" if self._rollouts_per_step else ""
             logger.info("step %d: %d%s rollouts", self._step + 1, self._rollouts, total)
 
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """A training step has ended."""
         self._advance(step)
-        parts = (step_line(metrics), seconds_line(seconds), self._rate(metrics))
+        parts = (format_step_metrics(metrics), format_step_seconds(seconds), self._rate(metrics))
         logger.info("step %s | %s", self._position(), " | ".join(part for part in parts if part))
 
     def validation(
@@ -61,7 +61,7 @@ class Progress:
     ) -> None:
         """A validation has ended; `rows` are a few of its rollouts."""
         self._rollouts = 0
-        logger.info("validation after step %d | %s", step, values_line(metrics))
+        logger.info("validation after step %d | %s", step, format_metrics(metrics))
         if rows:
             self._show(sample_table(columns, rows, title=f"validation after step {step}"))
 
@@ -70,8 +70,8 @@ class Progress:
 
     def _advance(self, step: int) -> None:
         now = self._clock()
-        self._step_s.append(now - self._stepped_at)
-        self._step, self._stepped_at, self._rollout_line_at, self._rollouts = step, now, now, 0
+        self._step_durations_s.append(now - self._last_step_at)
+        self._step, self._last_step_at, self._last_rollout_log_at, self._rollouts = step, now, now, 0
 
     def _position(self) -> str:
         return f"{self._step}/{self._total}" if self._total else str(self._step)
@@ -81,12 +81,12 @@ class Progress:
         return f"{tokens}{self._time_left()}"
 
     def _time_left(self) -> str:
-        if not self._total or not self._step_s:
+        if not self._total or not self._step_durations_s:
             return "ETA unknown"
-        return f"ETA {clock_text((self._total - self._step) * sum(self._step_s) / len(self._step_s))}"
+        return f"ETA {format_duration((self._total - self._step) * sum(self._step_durations_s) / len(self._step_durations_s))}"
 
     def _show(self, table: Table) -> None:
-        logger.info("%s", table_text(table))
+        logger.info("%s", render_table(table))
 
 
 class LiveProgress(Progress):
@@ -117,14 +117,18 @@ class LiveProgress(Progress):
         self._advance(step)
         self._bars.update(self._steps, completed=step, note=self._rate(metrics))
         self._bars.update(self._rollout_bar, completed=0)
-        self._lines = {"step": step_line(metrics), "seconds": seconds_line(seconds), **_kept(self._lines, "validation")}
+        self._lines = {
+            "step": format_step_metrics(metrics),
+            "seconds": format_step_seconds(seconds),
+            **_select(self._lines, "validation"),
+        }
 
     def validation(
         self, step: int, *, metrics: Mapping[str, float], columns: Sequence[str], rows: Sequence[Sequence[object]]
     ) -> None:
         super().validation(step, metrics=metrics, columns=columns, rows=rows)
         self._bars.update(self._rollout_bar, completed=0)
-        self._lines["validation"] = f"{values_line(metrics)} (after step {step})"
+        self._lines["validation"] = f"{format_metrics(metrics)} (after step {step})"
 
     def close(self) -> None:
         self._live.stop()
@@ -140,33 +144,33 @@ class LiveProgress(Progress):
         self._live.console.print(table)
 
 
-def make_progress(section: LoggerSection, console: Console, *, rollouts_per_step: int | None = None) -> Progress:
+def make_progress(section: LoggerConfig, console: Console, *, rollouts_per_step: int | None = None) -> Progress:
     """The live panel where `logger.progress` is on and `console` is a terminal."""
     if section.progress and console.is_terminal:
         return LiveProgress(console, rollouts_per_step=rollouts_per_step)
     return Progress(rollouts_per_step=rollouts_per_step)
 
 
-def step_line(metrics: Mapping[str, float]) -> str:
-    return values_line({name: metrics[name] for name in STEP_METRICS if name in metrics})
+def format_step_metrics(metrics: Mapping[str, float]) -> str:
+    return format_metrics({name: metrics[name] for name in STEP_METRICS if name in metrics})
 
 
-def values_line(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def seconds_line(seconds: Mapping[str, float]) -> str:
+def format_step_seconds(seconds: Mapping[str, float]) -> str:
     """Example: "1.92 s (generation 0.91, policy_training 0.85)"."""
     phases = ", ".join(f"{name} {seconds[name]:.2f}" for name in PHASES if name in seconds)
     return f"{seconds.get('total_step_time', sum(seconds.values())):.2f} s" + (f" ({phases})" if phases else "")
 
 
-def clock_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Example: 75 is "1:15", 3675 is "1:01:15"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _kept(lines: Mapping[str, str], *names: str) -> dict[str, str]:
+def _select(lines: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: lines[name] for name in names if name in lines}

@@ -33,7 +33,7 @@ def shown(text: str, max_chars: int = MAX_CELL_CHARS) -> str:
     return f"{text[:head]}…{text[len(text) - (max_chars - head - 1) :]}"
 
 
-def table_text(table: Table, width: int = FILE_WIDTH) -> str:
+def render_table(table: Table, width: int = FILE_WIDTH) -> str:
     """The table without colour, for a log file; begins on a line of its own."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:

@@ -11,7 +11,7 @@ LINE_MARK = "•"
 ACCURACY_MARK = "◆"
 
 
-def reward_curve(
+def plot_reward_curve(
     rewards: Mapping[int, float],
     accuracies: Mapping[int, float] | None = None,
     *,
@@ -22,8 +22,8 @@ def reward_curve(
 
     Values that are not finite are left out. With fewer than two points there is no curve: "".
     """
-    rewards = _finite(rewards)
-    accuracies = _finite(accuracies or {})
+    rewards = _drop_nonfinite(rewards)
+    accuracies = _drop_nonfinite(accuracies or {})
     if len({*rewards, *accuracies}) < 2:
         return ""
     import plotext  # draws on one figure of its module
@@ -62,17 +62,20 @@ def summary(
     return "\n".join(lines)
 
 
-def reward_results(metrics_path: Path) -> str:
+def summarize_rewards(metrics_path: Path) -> str:
     """The curve, and the first and the last of the rewards and accuracies in `metrics.jsonl`; "" without any."""
     rewards, accuracies = (read_metric(metrics_path, name) for name in ("train/reward", "validation/accuracy"))
-    parts = [reward_curve(rewards, accuracies), _first_and_last("Training reward", rewards)]
-    return "\n".join(filter(None, [*parts, _first_and_last("Validation accuracy", accuracies)]))
+    parts = [plot_reward_curve(rewards, accuracies), _format_first_and_last("Training reward", rewards)]
+    return "\n".join(filter(None, [*parts, _format_first_and_last("Validation accuracy", accuracies)]))
 
 
-def loss_results(metrics_path: Path) -> str:
+def summarize_losses(metrics_path: Path) -> str:
     """The same of a run that has losses and no rewards."""
-    losses, of_validation = (read_metric(metrics_path, name) for name in ("train/loss", "validation/loss"))
-    parts = [_first_and_last("Training loss", losses), _first_and_last("Validation loss", of_validation)]
+    losses, validation_losses = (read_metric(metrics_path, name) for name in ("train/loss", "validation/loss"))
+    parts = [
+        _format_first_and_last("Training loss", losses),
+        _format_first_and_last("Validation loss", validation_losses),
+    ]
     return "\n".join(filter(None, parts))
 
 
@@ -97,7 +100,7 @@ def _ticks(steps: set[int]) -> list[int]:
     return list(range(-(-first // apart) * apart, last + 1, apart))
 
 
-def _first_and_last(name: str, values: Mapping[int, float]) -> str:
+def _format_first_and_last(name: str, values: Mapping[int, float]) -> str:
     if not values:
         return ""
     first, last = min(values), max(values)
@@ -106,5 +109,5 @@ def _first_and_last(name: str, values: Mapping[int, float]) -> str:
     return f"{name} {values[first]:.3f} at step {first}, {values[last]:.3f} at step {last}"
 
 
-def _finite(values: Mapping[int, float]) -> dict[int, float]:
+def _drop_nonfinite(values: Mapping[int, float]) -> dict[int, float]:
     return {step: float(value) for step, value in sorted(values.items()) if math.isfinite(value)}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nemo_rl.config.run import Wandb
+from nemo_rl.config.run import WandbConfig
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ RUN_ID_FILE = "wandb_run_id"
 
 TRAIN_STEP = "train/step"
 VALIDATION_STEP = "validation/step"
-STEP_OF = {  # what each chart has on its x axis
+STEP_METRIC_BY_PATTERN = {  # what each chart has on its x axis
     "train/*": TRAIN_STEP,
     "timing/train/*": TRAIN_STEP,
     "performance/*": TRAIN_STEP,
@@ -33,11 +33,11 @@ class WandbLogger:
     The run's id is kept in the run directory, so that a run that goes on there is one run in W&B too.
     """
 
-    def __init__(self, section: Wandb, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, section: WandbConfig, run_dir: Path, config: Mapping[str, object]) -> None:
         import wandb  # slow to import
 
         self._wandb = wandb
-        mode = None if "WANDB_MODE" in os.environ or has_key() else "offline"
+        mode = None if "WANDB_MODE" in os.environ or has_api_key() else "offline"
         is_offline = (mode or os.environ.get("WANDB_MODE")) in ("offline", "dryrun")
         self._run = wandb.init(
             project=section.project,
@@ -51,23 +51,23 @@ class WandbLogger:
             mode=mode,
             settings=wandb.Settings(console="off", silent=True),
         )
-        for pattern, step_metric in STEP_OF.items():
+        for pattern, step_metric in STEP_METRIC_BY_PATTERN.items():
             self._run.define_metric(pattern, step_metric=step_metric)
         where = f"offline in {run_dir / 'wandb'} (wandb leet shows it, wandb sync sends it)"
         logger.info("W&B: %s", where if is_offline else self._run.url)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({**_steps(metrics, step), **metrics})
+        self._run.log({**_step_metrics(metrics, step), **metrics})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
-        self._run.log({**_steps([name], step), name: table})
+        self._run.log({**_step_metrics([name], step), name: table})
 
     def close(self) -> None:
         self._run.finish()
 
 
-def has_key() -> bool:
+def has_api_key() -> bool:
     """Whether WANDB_API_KEY or the netrc file holds a key for W&B's server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
@@ -89,7 +89,7 @@ def _run_id(run_dir: Path) -> str:
     return path.read_text().strip()
 
 
-def _steps(names: Iterable[str], step: int) -> dict[str, int]:
+def _step_metrics(names: Iterable[str], step: int) -> dict[str, int]:
     """The x values that these metrics are drawn over."""
     prefixes = ("validation/", "timing/validation/")
     return {VALIDATION_STEP if name.startswith(prefixes) else TRAIN_STEP: step for name in names}

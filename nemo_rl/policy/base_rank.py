@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn
@@ -67,7 +67,7 @@ class BaseRank(ReadingRank):
 
     def __init__(
         self,
-        config: Policy,
+        config: PolicyConfig,
         *,
         layout: RankLayout,
         model_path: str,
@@ -131,7 +131,7 @@ class BaseRank(ReadingRank):
             self._scheduler.step()
         return {**over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
 
-    def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
+    def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on the first rank; the others help to gather them and get None.
 
         Each tensor is gathered when its turn comes. Alone in float32 they are the weights themselves: copy, do not

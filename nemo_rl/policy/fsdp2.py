@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import LossFn, TopK
 from nemo_rl.policy.rank import RankPolicy
 from nemo_rl.policy.ranks import ALONE, RankLayout
@@ -18,12 +18,12 @@ ResultT = TypeVar("ResultT")
 
 
 class FSDP2Policy:
-    """A `RankPolicy` whose calls leave the event loop free; satisfies `interfaces.Policy`.
+    """A `RankPolicy` whose calls leave the event loop free; satisfies `interfaces.PolicyConfig`.
 
     The arguments are those of `BaseRank`; without a layout it is a rank alone.
     """
 
-    def __init__(self, config: Policy, *, layout: RankLayout = ALONE, **arguments: Any) -> None:
+    def __init__(self, config: PolicyConfig, *, layout: RankLayout = ALONE, **arguments: Any) -> None:
         self._thread = PolicyThread()
         try:
             self._rank = self._thread.run_blocking(partial(RankPolicy, config, layout=layout, **arguments))
@@ -43,9 +43,9 @@ class FSDP2Policy:
     async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         return await self._thread.run(self._rank.train_step, batch, loss_fn)
 
-    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         """Call `use` on the policy's thread."""
-        return cast(ResultT, await self._thread.run(self._rank.with_weights, use))
+        return cast(ResultT, await self._thread.run(self._rank.run_with_weights, use))
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         await self._thread.run(partial(self._rank.save, Path(path), save_optimizer=save_optimizer))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.placement import Seat
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.errors import WorkerError
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGroup:
-    """Every call is made on all ranks, and rank 0's result is the result; satisfies `interfaces.Policy`.
+    """Every call is made on all ranks, and rank 0's result is the result; satisfies `interfaces.PolicyConfig`.
 
-    Batches and losses are sent to the ranks, so they are pickled; so is what `with_weights` is asked to use. The
+    Batches and losses are sent to the ranks, so they are pickled; so is what `run_with_weights` is asked to use. The
     failure of one rank ends all: WorkerError, with that rank's own traceback.
     """
 
@@ -41,7 +41,7 @@ class PolicyGroup:
     @classmethod
     async def create(
         cls,
-        config: Policy,
+        config: PolicyConfig,
         *,
         seats: Sequence[Seat],
         timeout_s: float,
@@ -82,9 +82,9 @@ class PolicyGroup:
     async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         return await self._call("train_step", batch, loss_fn)
 
-    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         """Call `use` in rank 0's process, while the other ranks help to gather the weights."""
-        return await self._call("with_weights", use)
+        return await self._call("run_with_weights", use)
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         """To a folder that every rank reaches."""
@@ -123,7 +123,7 @@ def _absolute(path: Path) -> Path:
 class _MakeRank:
     """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
-    def __init__(self, config: Policy) -> None:
+    def __init__(self, config: PolicyConfig) -> None:
         self._config = config
 
     def __call__(

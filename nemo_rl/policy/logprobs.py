@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.attention import Pack, attend_within_sequences
 from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, answered, concatenated, scattered
 
@@ -94,7 +94,7 @@ class CausalLogprobs(nn.Module):
         self,
         token_ids: torch.Tensor,
         needed: torch.Tensor,
-        wanted: ScoresNeeded = LOGPROBS_ALONE,
+        wanted: RequiredScores = LOGPROBS_ALONE,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> TokenScores:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.config.lora import LoraCfg
+from nemo_rl.config.lora import LoraAdapterConfig
 from nemo_rl.config.lora_checks import KEY
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.sharding import whole
@@ -44,7 +44,7 @@ class Adapters:
         ConfigError: names of layers that the model does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, section: LoraCfg, *, base: str, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, section: LoraAdapterConfig, *, base: str, seed: int) -> None:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
 
         names = adapted_modules(model, section)
@@ -152,14 +152,14 @@ def merged_tensors(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[st
     return merged
 
 
-def check_modules(section: LoraCfg, model_config: PreTrainedConfig) -> None:
+def check_modules(section: LoraAdapterConfig, model_config: PreTrainedConfig) -> None:
     """Raise ConfigError for names of layers that a model of this configuration does not have; needs no weights."""
     if section.enabled:
         with torch.device("meta"):
             adapted_modules(AutoModelForCausalLM.from_config(model_config), section)
 
 
-def adapted_modules(model: PreTrainedModel, section: LoraCfg) -> list[str]:
+def adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -> list[str]:
     """Whole names of the layers that get an adapter, in the model's order.
 
     Raises:

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Normalizer
 from nemo_rl.policy.packing import packs_of_ranks
@@ -104,24 +104,24 @@ class PackedTokens:
         return packs_of_ranks(lengths, self.tokens, self.algorithm, num_ranks)
 
 
-def training_batches(policy: Policy) -> MicroBatching:
+def training_batches(policy: PolicyConfig) -> MicroBatching:
     """What one forward and backward holds."""
     return _by_config(policy, policy.train_micro_batch_size, "train_mb_tokens", policy.max_total_sequence_length)
 
 
-def scoring_batches(policy: Policy) -> MicroBatching:
+def scoring_batches(policy: PolicyConfig) -> MicroBatching:
     """What one pass without gradients holds."""
     num_samples = policy.logprob_batch_size or policy.train_micro_batch_size
     return _by_config(policy, num_samples, "logprob_mb_tokens", policy.max_total_sequence_length)
 
 
-def teacher_batches(teacher: Teacher, section: str) -> MicroBatching:
+def teacher_batches(teacher: TeacherConfig, section: str) -> MicroBatching:
     """What one pass of the teacher of this section holds, which names its tokens where it counts them."""
     return _by_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
 
 
 def _by_config(
-    config: Policy | Teacher, num_samples: int, name: str, longest: int, section: str = "policy"
+    config: PolicyConfig | TeacherConfig, num_samples: int, name: str, longest: int, section: str = "policy"
 ) -> MicroBatching:
     packing, dynamic = config.sequence_packing, config.dynamic_batching
     default = num_samples * longest

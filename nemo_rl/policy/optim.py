@@ -14,12 +14,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from nemo_rl.config.policy import Policy, SchedulerStage
-from nemo_rl.config.reward_model import RewardModelPolicy
+from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig
+from nemo_rl.config.reward_model import RewardModelPolicyConfig
 from nemo_rl.errors import ConfigError
 
 
-def check_optimizer(config: Policy) -> None:
+def check_optimizer(config: PolicyConfig) -> None:
     """Make optimizer and schedule for one made-up weight.
 
     Raises:
@@ -30,7 +30,7 @@ def check_optimizer(config: Policy) -> None:
 
 
 def make_optimizer(
-    config: Policy | RewardModelPolicy, parameters: Iterable[torch.nn.Parameter] | list[dict[str, Any]]
+    config: PolicyConfig | RewardModelPolicyConfig, parameters: Iterable[torch.nn.Parameter] | list[dict[str, Any]]
 ) -> Optimizer:
     """The optimizer of `policy.optimizer`; Adam's are fused (a third of the time) where the kwargs do not choose."""
     key = "policy.optimizer"
@@ -42,12 +42,12 @@ def make_optimizer(
     return _build(f"{key}.kwargs", config.optimizer.kwargs, cls, parameters, kwargs)
 
 
-def make_scheduler(config: Policy, optimizer: Optimizer) -> LRScheduler | None:
+def make_scheduler(config: PolicyConfig, optimizer: Optimizer) -> LRScheduler | None:
     """The schedule of `policy.scheduler`; None: the learning rate stays."""
     section = config.scheduler
     if section is None:
         return None
-    if isinstance(section, SchedulerStage):
+    if isinstance(section, SchedulerStageConfig):
         if section.milestones is not None:
             raise ConfigError("policy.scheduler.milestones", section.milestones, "belongs to a list of schedulers")
         return _make_stage("policy.scheduler", section, optimizer)
@@ -63,7 +63,7 @@ def make_scheduler(config: Policy, optimizer: Optimizer) -> LRScheduler | None:
     return SequentialLR(optimizer, schedulers, steps)
 
 
-def _check_milestones(key: str, entry: SchedulerStage, num_schedulers: int) -> None:
+def _check_milestones(key: str, entry: SchedulerStageConfig, num_schedulers: int) -> None:
     steps = entry.milestones or []
     if entry.name is not None or entry.kwargs:
         raise ConfigError(f"{key}.name", entry.name, "the entry with milestones has nothing else")
@@ -75,7 +75,7 @@ def _check_milestones(key: str, entry: SchedulerStage, num_schedulers: int) -> N
         raise ConfigError(f"{key}.milestones", steps, "must be positive and rise")
 
 
-def _make_stage(key: str, stage: SchedulerStage, optimizer: Optimizer) -> LRScheduler:
+def _make_stage(key: str, stage: SchedulerStageConfig, optimizer: Optimizer) -> LRScheduler:
     if stage.name is None:
         raise ConfigError(f"{key}.name", None, "needs a dotted path such as torch.optim.lr_scheduler.LinearLR")
     cls = _resolve(f"{key}.name", stage.name, LRScheduler)

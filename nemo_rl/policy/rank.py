@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.hf_export import named_weights, weight_copies
@@ -68,7 +68,7 @@ class RankPolicy(BaseRank):
         )
 
     def _scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
         size = scoring_batches(self.config)
         return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_rl.config.parallel import ParallelModel
+from nemo_rl.config.parallel import ParallelModelConfig
 from nemo_rl.errors import PolicyError
 
 ValueT = TypeVar("ValueT")
@@ -43,11 +43,11 @@ class RankLayout:
             raise ValueError(f"{self.world_size} ranks need an init_method to find each other")
 
     @classmethod
-    def of_worker(cls, model: ParallelModel, *, rank: int, world_size: int, address: str) -> "RankLayout":
+    def of_worker(cls, model: ParallelModelConfig, *, rank: int, world_size: int, address: str) -> "RankLayout":
         """The place of one of `world_size` processes that compute a model; `address` is that of rank 0, host:port."""
         return cls(
             rank=rank,
-            data_parallel_size=world_size // model.ranks_of_a_copy,
+            data_parallel_size=world_size // model.model_parallel_size,
             tensor_parallel_size=model.tensor_parallel_size,
             pipeline_parallel_size=model.pipeline_parallel_size,
             init_method=f"tcp://{address}" if world_size > 1 else None,

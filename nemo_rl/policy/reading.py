@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import PolicyError
-from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.micro_batches import MicroBatching, micro_batches
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.token_scores import LOGPROBS_ALONE
@@ -30,7 +30,7 @@ class ReadingRank(ABC):
 
     @abstractmethod
     def _scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
         """This rank's rows and their scores, without gradients, a micro-batch at a time."""
 
@@ -56,7 +56,7 @@ class ReadingRank(ABC):
             raise PolicyError(f"the {k} most likely of {size} tokens")
         shape = (*batch[keys.TOKEN_IDS].shape, k)
         ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for rows, scores in self._scores(self.module, batch, ScoresNeeded(topk=k)):
+        for rows, scores in self._scores(self.module, batch, RequiredScores(topk=k)):
             assert scores.topk is not None
             length = scores.logprobs.shape[1]
             ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
@@ -84,7 +84,7 @@ class ReadingRank(ABC):
 def scores_in_parts(
     module: nn.Module,
     batch: TrainingBatch,
-    wanted: ScoresNeeded,
+    wanted: RequiredScores,
     *,
     size: MicroBatching | int,
     device: torch.device,

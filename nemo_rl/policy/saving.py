@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from nemo_rl.errors import CheckpointError, ConfigError, one_line
+from nemo_rl.errors import CheckpointError, ConfigError, summarize_error
 from nemo_rl.policy.hf_export import copy_weights, save_weights
 from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.ranks import WRITING_TIMEOUT_S, checkpoint_group
@@ -111,7 +111,7 @@ def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         dcp.load(asked, checkpoint_id=folder, process_group=checkpoint_group())
     except CheckpointException as error:  # what any rank raised
-        causes = "; ".join(sorted({one_line(failure[0]) for failure in error.failures.values()}))
+        causes = "; ".join(sorted({summarize_error(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"{folder} cannot be read, or is of another optimizer: {causes}") from error
     return asked["optimizer"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.config.endpoint import ServedModel
+from nemo_rl.config.endpoint import ServedModelConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError, PolicyError
 from nemo_rl.interfaces import TopK
@@ -31,7 +31,7 @@ class ServedTeacher:
     loop.
     """
 
-    def __init__(self, key: str, section: ServedModel) -> None:
+    def __init__(self, key: str, section: ServedModelConfig) -> None:
         """`key` is the section's own, for errors; raises ConfigError where `api_key_env` is not set."""
         self._key = key
         self._section = section

@@ -8,24 +8,24 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.policy.hf_model import decoder_layers
 from nemo_rl.policy.ranks import RankLayout, device_mesh, join
 from nemo_rl.policy.tensor_parallel import split_layers
 
 
-def needs_sharding(config: Policy | Teacher, layout: RankLayout, device: torch.device) -> bool:
+def needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
     """False for a rank alone in float32 on a CPU: nothing to shard, move or cast, and the hooks only cost time."""
     return layout.init_method is not None or device.type == "cuda" or config.precision == "bfloat16"
 
 
-def frozen_needs_sharding(config: Policy | Teacher, layout: RankLayout, device: torch.device) -> bool:
+def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
     """The same of a model without gradients: alone it is cast and moved as it is, but for weights kept off the GPU."""
     return layout.world_size > 1 or (device.type == "cuda" and config.dtensor_cfg.cpu_offload)
 
 
-def shard(module: nn.Module, config: Policy | Teacher, layout: RankLayout, device: torch.device) -> None:
+def shard(module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> None:
     """Split each decoder layer over tensor-parallel ranks, then put it, and the rest as one, under FSDP2.
 
     Weights and gradients keep their type. In bfloat16 the weights are cast when a layer gathers them and gradients are

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.distributed.device import resolve_device
-from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.hf_model import load_config, load_model
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import teacher_batches
@@ -38,7 +38,7 @@ class BaseTeacher(ReadingRank):
     """
 
     def __init__(
-        self, config: Teacher, *, section: str, layout: RankLayout, model_path: str, temperature: float
+        self, config: TeacherConfig, *, section: str, layout: RankLayout, model_path: str, temperature: float
     ) -> None:
         self.config = config
         self._section = section
@@ -77,7 +77,7 @@ class RankTeacher(BaseTeacher):
             self.module.to(self.device)
 
     def _scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
         size = teacher_batches(self.config, self._section)
         return scores_in_parts(module, batch, wanted, size=size, device=self.device, layout=self.layout)
@@ -90,9 +90,9 @@ class RankTeacher(BaseTeacher):
 
 
 class LocalTeacher:
-    """A `RankTeacher` in this process, on a thread of its own; satisfies `interfaces.Teacher`."""
+    """A `RankTeacher` in this process, on a thread of its own; satisfies `interfaces.TeacherConfig`."""
 
-    def __init__(self, config: Teacher, *, layout: RankLayout = ALONE, **arguments: Any) -> None:
+    def __init__(self, config: TeacherConfig, *, layout: RankLayout = ALONE, **arguments: Any) -> None:
         """`arguments` are those of `BaseTeacher`."""
         self._thread = PolicyThread("teacher")
         try:

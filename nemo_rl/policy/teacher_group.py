@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.distributed.placement import Seat
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.interfaces import TopK
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class TeacherGroup:
-    """Every call is made on all ranks, and rank 0's result is the result; satisfies `interfaces.Teacher`.
+    """Every call is made on all ranks, and rank 0's result is the result; satisfies `interfaces.TeacherConfig`.
 
     The failure of one rank ends all: WorkerError, with that rank's own traceback.
     """
@@ -34,7 +34,7 @@ class TeacherGroup:
     @classmethod
     async def create(
         cls,
-        config: Teacher,
+        config: TeacherConfig,
         *,
         section: str,
         seats: Sequence[Seat],
@@ -84,7 +84,7 @@ class TeacherGroup:
 class _MakeRank:
     """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
-    def __init__(self, config: Teacher) -> None:
+    def __init__(self, config: TeacherConfig) -> None:
         self._config = config
 
     def __call__(

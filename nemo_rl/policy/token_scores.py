@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.vocabulary_scores import logprobs_and_entropy
 
-LOGPROBS_ALONE = ScoresNeeded()
+LOGPROBS_ALONE = RequiredScores()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Trainer:
             if len(own_rows) == 0:  # of no token: zeros, in step with the ranks that have samples left
                 self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, lengths=lengths).logprobs.sum().backward()
                 continue
-            wanted = loss_fn.scores_needed
+            wanted = loss_fn.required_scores
             candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
             scores = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, candidate_ids, lengths)
             for name, metric in self._backward(scores, part, normalizer, loss_fn).items():

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from nemo_rl.data.conversations import Conversation
-from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, words_of
+from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, extract_words
 from nemo_rl.types import Message, Prompt
 
 
@@ -56,23 +56,23 @@ def pairs_teacher(seed: int) -> Recipe:
 
 def spellings(prompts: Sequence[Prompt], recipe: Recipe) -> list[Conversation]:
     """Every conversation of the training in its order, `batch_size` a step; a function of prompts and recipe."""
-    draws, words = random.Random(recipe.seed), words_of(prompts)
+    rng, words = random.Random(recipe.seed), extract_words(prompts)
     conversations = []
     for _ in range(recipe.num_steps):
-        for place in draws.choices(range(len(prompts)), k=recipe.batch_size):
-            answer = Message("assistant", noisy_spelling(words[place], draws, right_share=recipe.right_share))
-            conversations.append(Conversation((*prompts[place].messages, answer)))
+        for prompt_index in rng.choices(range(len(prompts)), k=recipe.batch_size):
+            answer = Message("assistant", sample_spelling(words[prompt_index], rng, right_share=recipe.right_share))
+            conversations.append(Conversation((*prompts[prompt_index].messages, answer)))
     return conversations
 
 
-def noisy_spelling(word: str, draws: random.Random, *, right_share: float) -> str:
+def sample_spelling(word: str, rng: random.Random, *, right_share: float) -> str:
     """The word backward with that probability; else forward, or backward with two letters swapped."""
     backward = word[::-1]
-    if draws.random() < right_share:
+    if rng.random() < right_share:
         return backward
-    if draws.random() < 0.5:
+    if rng.random() < 0.5:
         return word
     letters = list(backward)
-    first, second = draws.sample(range(len(letters)), 2)
+    first, second = rng.sample(range(len(letters)), 2)
     letters[first], letters[second] = letters[second], letters[first]
     return "".join(letters)

@@ -60,12 +60,12 @@ def make_pair_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _tokenizer(
-    special: Sequence[str], pieces: Sequence[str], *, unk_token: str, **options: Any
+    special: Sequence[str], multi_char_tokens: Sequence[str], *, unk_token: str, **options: Any
 ) -> PreTrainedTokenizerFast:
     """Pieces where the text has them, the longest first; else single characters."""
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys((*special, *pieces, *CHARACTERS)))}
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys((*special, *multi_char_tokens, *CHARACTERS)))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk_token))
-    longest_first = "|".join(_escaped(piece) for piece in sorted(pieces, key=len, reverse=True))
+    longest_first = "|".join(_escape_parentheses(piece) for piece in sorted(multi_char_tokens, key=len, reverse=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{longest_first}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -77,5 +77,5 @@ def _tokenizer(
     )
 
 
-def _escaped(piece: str) -> str:
+def _escape_parentheses(piece: str) -> str:
     return "".join("\\" + character if character in "()" else character for character in piece)

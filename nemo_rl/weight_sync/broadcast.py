@@ -9,7 +9,7 @@ import torch
 from nemo_rl.distributed.node import node_ip
 from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
 from nemo_rl.errors import WeightSyncError, WorkerError
-from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, replicas_of
+from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, engine_replicas
 
 TIMEOUT_S = (
     120.0  # for all members to meet, and for one broadcast; below that of the ranks' own collectives, which wait
@@ -64,14 +64,14 @@ class Broadcast:
 
     async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
         assert isinstance(staged, WeightStream)
-        members = tuple(replicas_of(generation))
+        members = tuple(engine_replicas(generation))
         if members != self._members:
             self._group += 1
         self._members = members
         stream = replace(staged, group=self._group, size=1 + len(members) * self._workers_per_engine)
         outcomes = await asyncio.gather(
             generation.update_weights(stream, weight_version),
-            policy.with_weights(SendWeights(stream)),
+            policy.run_with_weights(SendWeights(stream)),
             return_exceptions=True,  # both end, by themselves or at the deadline of the broadcasts
         )
         for outcome in outcomes:

@@ -64,13 +64,13 @@ class CudaIpc:
         self._hold = HoldWeights()
 
     async def stage(self, policy: Policy) -> DeviceWeights:
-        return await policy.with_weights(self._hold)
+        return await policy.run_with_weights(self._hold)
 
     async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
         try:
             await generation.update_weights(staged, weight_version)
         finally:
-            await policy.with_weights(FreeWeights(self._hold.key))
+            await policy.run_with_weights(FreeWeights(self._hold.key))
 
     def close(self) -> None:
         """Nothing is held between refits."""

@@ -53,7 +53,7 @@ class ObjectStore:
 
     async def stage(self, policy: Policy) -> WeightChunks:
         self._transfer += 1
-        return await policy.with_weights(PutWeights(self._name, self._transfer))
+        return await policy.run_with_weights(PutWeights(self._name, self._transfer))
 
     async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
         await generation.update_weights(staged, weight_version)

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from weakref import WeakSet
 
-from nemo_rl.config.run import WeightSync as WeightSyncSection
-from nemo_rl.interfaces import Generation, Policy, replicas_of
+from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.interfaces import Generation, Policy, engine_replicas
 from nemo_rl.weight_sync.transport import SharedMemory, Transport
 from nemo_rl.weight_sync.verify import verify_weights
 
@@ -27,7 +27,7 @@ class TransportWeightSync:
     def __init__(
         self,
         probes: Sequence[Sequence[int]],
-        section: WeightSyncSection,
+        section: WeightSyncConfig,
         dtype: str,
         *,
         temperature: float = 1.0,
@@ -52,7 +52,7 @@ class TransportWeightSync:
         await generation.pause(keep_cache=self._keep_cache)
         await self._transport.deliver(policy, generation, staged, weight_version)
         await generation.resume()
-        for engine in replicas_of(generation):
+        for engine in engine_replicas(generation):
             if self._verify_all or engine not in self._verified:
                 await self._verify(policy, engine, weight_version)
                 self._verified.add(engine)

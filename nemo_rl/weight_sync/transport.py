@@ -59,7 +59,7 @@ class SharedMemory:
         self._path: Path | None = None
 
     async def stage(self, policy: Policy) -> WeightManifest:
-        manifest = await policy.with_weights(self._write)
+        manifest = await policy.run_with_weights(self._write)
         self._path = Path(manifest.path)
         return manifest
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.generation import GenerationSection, VllmCfg
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 300
@@ -38,10 +38,10 @@ def save_tiny_model(folder: Path, *, tied: bool) -> Path:
     return folder
 
 
-def section(**vllm_kwargs: Any) -> GenerationSection:
-    cfg = VllmCfg(kv_cache_memory_bytes=2**25, max_num_seqs=16)
+def section(**vllm_kwargs: Any) -> GenerationConfig:
+    cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16)
     kwargs = {"worker_extension_cls": "tests.contracts.worker_extension.LoadingWithSkippableRepair", **vllm_kwargs}
-    return GenerationSection(vllm_cfg=cfg, vllm_kwargs=kwargs)
+    return GenerationConfig(vllm_cfg=cfg, vllm_kwargs=kwargs)
 
 
 def request(name: str, *, tokens: Sequence[int] = (5, 6, 7), seed: int = 0, **sampling: Any) -> GenerationRequest:
@@ -71,7 +71,7 @@ class UntrainedPolicy:
         self.temperature = temperature
         self.published: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor
 
-    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return use((name, self.published(name, tensor.detach())) for name, tensor in self.model.named_parameters())
 
     async def logprobs(self, batch: TensorDict) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Layouts:
         first, *others = self._pool.run(MULTIPLE[layout], play, **arguments)
         for result in others:
             for (name, *_), value, expected in zip(calls, result, first, strict=True):
-                assert value is None if name == "with_weights" else same(value, expected), name
+                assert value is None if name == "run_with_weights" else same(value, expected), name
         return first
 
     def learnt(self, layout: str, model: str, batching: str = "samples") -> list[Any]:
@@ -64,7 +64,7 @@ class Layouts:
         if (layout, model, batching) not in self._kept:
             batch = make_batch(UNEVEN)
             config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, **BATCHING[batching]}
-            reading = [("logprobs", batch), ("reference_logprobs", batch), ("with_weights", clones)]
+            reading = [("logprobs", batch), ("reference_logprobs", batch), ("run_with_weights", clones)]
             self._kept[layout, model, batching] = self(
                 layout, model, *reading, ("train_step", batch, WeightedNLL()), *reading, **config
             )

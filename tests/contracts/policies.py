@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.config.policy import Policy as PolicyConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.megatron.make import megatron_rank
 from nemo_rl.policy.rank import RankPolicy
@@ -92,6 +92,6 @@ def raising(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _error_of(policy: BaseRank, use: Any) -> str | None:
     try:
-        return policy.with_weights(use)
+        return policy.run_with_weights(use)
     except KeyError as error:
         return repr(error)

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.distillation_loss import DistillationLoss
-from nemo_rl.config.loss import DistillationLoss as LossConfig
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.loss import DistillationLossConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.interfaces import TopK
 from nemo_rl.policy.megatron.make import megatron_teacher
 from nemo_rl.policy.ranks import ALONE, RankLayout
@@ -48,7 +48,7 @@ def ask(
     layout: RankLayout, *, path: Path, batch: TensorDict, calls: Sequence[tuple[Any, ...]], **config: Any
 ) -> list[Any]:
     """What each call of a teacher returns, on one rank."""
-    section = Teacher.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
+    section = TeacherConfig.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
     teacher = (megatron_teacher() if section.megatron_cfg.enabled else RankTeacher)(section, layout=layout, **arguments)
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
@@ -102,9 +102,9 @@ def test_loss_and_gradients_are_those_of_whole_distributions(
     logprobs, ids = everything.topk(k, dim=-1)
     batch[keys.TEACHER_TOPK_IDS], batch[keys.TEACHER_TOPK_LOGPROBS] = ids, logprobs
     options = {"kl_type": "mixed", **LOSSES[loss]}
-    loss_fn = DistillationLoss(LossConfig.model_validate(options), is_on_policy=False)
+    loss_fn = DistillationLoss(DistillationLossConfig.model_validate(options), is_on_policy=False)
     config: dict[str, Any] = {"optimizer": SGD, "temperature": TEMPERATURE, **BATCHING[batching]}
-    calls = [("with_weights", clones), ("train_step", batch, loss_fn), ("with_weights", clones)]
+    calls = [("run_with_weights", clones), ("train_step", batch, loss_fn), ("run_with_weights", clones)]
     before, metrics, after = run(layout, "qwen2", *calls, **config)
 
     model = plain_model(models["qwen2"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.entries import environment_section
+from nemo_rl.config.entries import parse_environment_config
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.sliding_puzzle import generate_puzzle
 from nemo_rl.interfaces import Environment
@@ -33,7 +33,7 @@ def with_environment(name: str, batched: bool, use: Callable[[Environment], Awai
     entry = {**ENVIRONMENTS[name][0], "batching": {"enabled": batched, "max_batch_size": 2, "max_wait_ms": 1}}
 
     async def main() -> None:
-        environment = make_environment(name, environment_section(name, entry))
+        environment = make_environment(name, parse_environment_config(name, entry))
         try:
             await use(environment)
         finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.gateway import parsers
 from nemo_rl.gateway.codec import Codec
@@ -47,7 +47,7 @@ async def manager_of(engine: Any) -> GatewayManager:
     encoder = ChatEncoder(byte_tokenizer("chatml"))
     sampling = SamplingParams(40, temperature=TEMPERATURE, stop_token_ids=encoder.stop_token_ids)
     rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, seed=1, max_concurrent_calls=16, timeout_s=DEADLINE_S)
-    return await GatewayManager.start(engine, Codec(encoder, tool_parser_name="anything"), rules, Gateway())
+    return await GatewayManager.start(engine, Codec(encoder, tool_parser_name="anything"), rules, GatewayConfig())
 
 
 async def three_turns(handle: SessionHandle) -> list[Any]:
@@ -75,7 +75,7 @@ async def three_turns(handle: SessionHandle) -> list[Any]:
     return completions
 
 
-def in_session(runner: asyncio.Runner, engine: Any, **opened: Any) -> tuple[list[Any], FinishedSession]:
+def complete_in_session(runner: asyncio.Runner, engine: Any, **opened: Any) -> tuple[list[Any], FinishedSession]:
     async def main() -> tuple[list[Any], FinishedSession]:
         manager = await manager_of(engine)
         try:
@@ -90,7 +90,7 @@ def in_session(runner: asyncio.Runner, engine: Any, **opened: Any) -> tuple[list
 
 @pytest.mark.usefixtures("parse_calls")
 def test_three_turns_of_an_openai_client_train_on_what_vllm_sampled(engine_loop, engine):
-    completions, finished = in_session(engine_loop, engine, seed=5)
+    completions, finished = complete_in_session(engine_loop, engine, seed=5)
     assert [len(done.choices[0].message.tool_calls or ()) for done in completions] == [1, 0, 1]
     (chain,) = finished.chains
     sampled = [message for message in chain.message_log if message.is_generated]
@@ -118,8 +118,8 @@ def test_three_turns_of_an_openai_client_train_on_what_vllm_sampled(engine_loop,
 @pytest.mark.usefixtures("parse_calls")
 def test_a_greedy_session_beside_sampled_ones_follows_no_seed(engine_loop, engine):
     greedy = SamplingParams(8, temperature=0.0)
-    logs = [in_session(engine_loop, engine, seed=seed, sampling=greedy)[1].chains[0] for seed in (1, 2)]
-    drawn = [in_session(engine_loop, engine, seed=seed)[1].chains[0] for seed in (1, 2, 1)]
+    logs = [complete_in_session(engine_loop, engine, seed=seed, sampling=greedy)[1].chains[0] for seed in (1, 2)]
+    drawn = [complete_in_session(engine_loop, engine, seed=seed)[1].chains[0] for seed in (1, 2, 1)]
     assert flat_token_ids(logs[0].message_log) == flat_token_ids(logs[1].message_log)
     assert flat_token_ids(drawn[0].message_log) != flat_token_ids(drawn[1].message_log)
     assert flat_token_ids(drawn[0].message_log) == flat_token_ids(drawn[2].message_log)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from nemo_rl.config.generation import GenerationSection, VllmCfg
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.actor import VllmActorGeneration
@@ -18,8 +18,8 @@ from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exa
 
 def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
     model = tiny_model(tied=True, seed=3)
-    cfg = VllmCfg(kv_cache_memory_bytes=2**25, max_num_seqs=16)
-    section = GenerationSection(in_actor=True, vllm_cfg=cfg)
+    cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16)
+    section = GenerationConfig(in_actor=True, vllm_cfg=cfg)
 
     async def main():
         engine = await make_generation(
@@ -27,7 +27,7 @@ def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
         )
         assert isinstance(engine, VllmActorGeneration)
         policy = UntrainedPolicy(model)
-        sync = TransportWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32")
+        sync = TransportWeightSync([(5, 6, 7)], WeightSyncConfig(verify=True), "float32")
         try:
             await sync.publish(policy, engine, weight_version=4)  # type: ignore[arg-type]
             several = await answers(engine, [request("a"), request("b", seed=1), request("bad", tokens=[])])

@@ -6,8 +6,8 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_rl.config.generation import GenerationSection, VllmCfg
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.generation.make import make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
@@ -35,7 +35,7 @@ async def publish(engine: Any, model: Any, weight_version: int, sync: TransportW
 
 
 def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_models):
-    section = GenerationSection(num_replicas=2, vllm_cfg=VllmCfg(kv_cache_memory_bytes=2**25, max_num_seqs=16))
+    section = GenerationConfig(num_replicas=2, vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16))
     old, new = tiny_model(tied=True, seed=3), tiny_model(tied=True, seed=4)
 
     async def main():
@@ -45,7 +45,7 @@ def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_model
         )
         assert isinstance(router, ReplicatedGeneration)
         router._restart = None  # the machine has better things to do than to start one for this test
-        sync = TransportWeightSync([PROMPT], WeightSync(verify=True), "float32")
+        sync = TransportWeightSync([PROMPT], WeightSyncConfig(verify=True), "float32")
         try:
             await publish(router, old, 1, sync)
             quick = [request(f"q{i}", seed=i, max_new_tokens=4) for i in range(4)]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.endpoint import EndpointLimits
-from nemo_rl.config.run import Gateway
-from nemo_rl.config.scorers import JudgeSection
+from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.scorers.judge import JudgeScorer
 from nemo_rl.gateway.codec import Codec
@@ -43,13 +43,13 @@ def test_answers_of_a_real_engine_are_scores_each_of_its_own_request(engine: Any
         sampling = SamplingParams(40, temperature=1.0, stop_token_ids=encoder.stop_token_ids)
         rules = CompletionRules("judge", MAX_MODEL_LEN, sampling, seed=1, max_concurrent_calls=16, timeout_s=DEADLINE_S)
         codec = Codec(encoder, tool_parser_name=None)
-        manager = await GatewayManager.start(engine, codec, rules, Gateway())
-        section = JudgeSection(
-            base_urls=[manager.plain_url],
+        manager = await GatewayManager.start(engine, codec, rules, GatewayConfig())
+        section = JudgeScorerConfig(
+            base_urls=[manager.default_base_url],
             model="judge",
             prompt="Rate the answer {{ response }} to {{ prompt }}.",
             parser=f"{__name__}:length_of",
-            limits=EndpointLimits(max_concurrency=4, max_retries=0, request_timeout_s=DEADLINE_S),
+            limits=EndpointLimitsConfig(max_concurrency=4, max_retries=0, request_timeout_s=DEADLINE_S),
         )
         scorer = JudgeScorer("judge", section)
         try:

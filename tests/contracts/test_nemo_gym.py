@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.nemo_gym import NemoGymSection
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.distributed.ports import unused_port
 from nemo_rl.environments.nemo_gym.client import GymClient
@@ -106,8 +106,8 @@ def rollouts_of(
         encoder = ChatEncoder(byte_tokenizer("chatml"))
         sampling = SamplingParams(60, temperature=TEMPERATURE, stop_token_ids=STOP_TOKENS)
         rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, 1, max_concurrent_calls=64, timeout_s=DEADLINE_S)
-        manager = await GatewayManager.start(engine, Codec(encoder, **codec), rules, Gateway(port=port))
-        client = GymClient(NemoGymSection(head_url=head_url, timeout_s=DEADLINE_S))
+        manager = await GatewayManager.start(engine, Codec(encoder, **codec), rules, GatewayConfig(port=port))
+        client = GymClient(NemoGymConfig(head_url=head_url, timeout_s=DEADLINE_S))
         try:
             await client.connect([agent])
             runtime = GymRuntime(client, manager, max_concurrency=1)

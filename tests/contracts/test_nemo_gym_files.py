@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.nemo_gym_export import export_nemo_gym
-from nemo_rl.collect.nemo_gym_files import GymFiles
+from nemo_rl.collect.nemo_gym_files import NemoGymFiles
 from nemo_rl.collect.nemo_gym_import import import_nemo_gym
 from nemo_rl.collect.profile import profile, task_rows
 from tests.contracts.real_gym import gym_environment
@@ -29,17 +29,17 @@ print(json.dumps(profiles))
 
 
 @pytest.fixture(scope="module")
-def collections(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, GymFiles]]:
+def collections(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, NemoGymFiles]]:
     """One of ours that was exported, one of Gym's that was imported; each with its directory."""
     ours, gyms = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("gyms")
     collect_worked(ours)
     exported = export_nemo_gym(merge(ours, allow_partial=True).rollouts, ours / "gym.jsonl")
     shipped = gym_environment().site_packages / "resources_servers" / "blackjack" / "data" / "example_rollouts.jsonl"
     import_nemo_gym(shipped, gyms)
-    return [(ours, exported), (gyms, GymFiles(shipped))]
+    return [(ours, exported), (gyms, NemoGymFiles(shipped))]
 
 
-def test_gyms_own_profiler_finds_the_same(collections: list[tuple[Path, GymFiles]]) -> None:
+def test_gyms_own_profiler_finds_the_same(collections: list[tuple[Path, NemoGymFiles]]) -> None:
     paths = [(str(files.inputs), str(files.rollouts)) for _, files in collections]
     command = [str(gym_environment().python), "-I", "-W", "ignore", "-c", PROFILE, json.dumps(paths)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=240).stdout

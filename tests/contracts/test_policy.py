@@ -100,7 +100,7 @@ def test_all_scores_are_those_of_one_rank(layout: str, run: Layouts) -> None:
     generator = torch.Generator().manual_seed(0)
     candidates = torch.randint(-3, VOCABULARY, (*batch["token_ids"].shape, 4), generator=generator)  # below 0: none
     batch["candidate_ids"] = candidates
-    calls = [("topk_logprobs", batch, 20), ("train_step", batch, OfAllScores()), ("with_weights", clones)]
+    calls = [("topk_logprobs", batch, 20), ("train_step", batch, OfAllScores()), ("run_with_weights", clones)]
     expected_topk, expected_metrics, expected = run("plain", "qwen2", *calls, optimizer=SGD, temperature=0.7)
     topk, metrics, weights = run(layout, "qwen2", *calls, optimizer=SGD, temperature=0.7)
     torch.testing.assert_close(topk.logprobs, expected_topk.logprobs, rtol=1e-5, atol=1e-5)
@@ -128,7 +128,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_weights(layout: str, name: s
         ("logprobs", batch),
         ("reference_logprobs", batch),
         ("train_step", batch, WeightedNLL()),
-        ("with_weights", clones),
+        ("run_with_weights", clones),
         ("types_of_stepped_weights",),
     ]
     exact, _, exact_metrics, _, _ = run("plain", name, *calls, **config)
@@ -145,7 +145,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_weights(layout: str, name: s
 def test_float32_weights_alone_are_not_copied(models: dict[str, Path]) -> None:
     policy = make_policy(ALONE, models["qwen2"])
     own = {p.data_ptr() for p in policy.module.parameters()}
-    assert own == policy.with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
+    assert own == policy.run_with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
     policy.close()
 
 
@@ -153,7 +153,7 @@ def test_experts_of_several_ranks_have_the_names_of_the_checkpoint(pool: RankPoo
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
     model.save_pretrained(tmp_path)
-    calls = [("with_weights", clones), ("logprobs", make_batch(LENGTHS))]
+    calls = [("run_with_weights", clones), ("logprobs", make_batch(LENGTHS))]
     weights, logprobs = pool.run(Mesh(2), play, path=tmp_path, calls=calls, config={})[0]
     expected = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == expected.keys()
@@ -166,7 +166,7 @@ def test_experts_of_several_ranks_have_the_names_of_the_checkpoint(pool: RankPoo
 @pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2", "megatron tp 2 pp 2"])
 def test_reader_of_weights_may_stop_early_or_raise(layout: str, run: Layouts) -> None:
     """The other ranks are not left in a gather that the first has given up."""
-    calls = [("with_weights", first_name), ("with_weights", raising), ("logprobs", make_batch(LENGTHS))]
+    calls = [("run_with_weights", first_name), ("run_with_weights", raising), ("logprobs", make_batch(LENGTHS))]
     name, error, logprobs = run(layout, "qwen2", *calls)
     assert name == "model.embed_tokens.weight"
     assert error == "KeyError('the reader')"

@@ -35,7 +35,7 @@ def test_training_goes_on_exactly_after_loading(layout: str, precision: str, run
         "scheduler": [linear, {"name": "torch.optim.lr_scheduler.ConstantLR"}, {"milestones": [3]}],
     }
     save = ("save", tmp_path, {"save_optimizer": True})
-    last = [*steps[2:], ("with_weights", clones)]
+    last = [*steps[2:], ("run_with_weights", clones)]
     *metrics, weights = run(layout, "qwen2", *steps[:2], save, *last, **config)[3:]
     *resumed_metrics, resumed = run(layout, "qwen2", ("load", tmp_path), *last, **config)[1:]
     assert [m["lr"] for m in metrics] == pytest.approx([7e-3, 1e-2 / 3])
@@ -88,7 +88,7 @@ def checkpoints(run: Layouts, tmp_path_factory: pytest.TempPathFactory) -> Any:
             path = tmp_path_factory.mktemp("saved")
             steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(2)]
             save = ("save", path, {"save_optimizer": True})
-            _, _, metrics, weights = run(layout, "qwen3", steps[0], save, steps[1], ("with_weights", clones))
+            _, _, metrics, weights = run(layout, "qwen3", steps[0], save, steps[1], ("run_with_weights", clones))
             kept[layout] = (path, metrics, weights)
         return kept[layout]
 
@@ -98,7 +98,7 @@ def checkpoints(run: Layouts, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("written_on", "read_on"), MOVES)
 def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: Layouts, checkpoints: Any) -> None:
     path, expected_metrics, expected = checkpoints(written_on)
-    calls = [("load", path), ("train_step", make_batch(LENGTHS, seed=1), WeightedNLL()), ("with_weights", clones)]
+    calls = [("load", path), ("train_step", make_batch(LENGTHS, seed=1), WeightedNLL()), ("run_with_weights", clones)]
     _, metrics, weights = run(read_on, "qwen3", *calls)
     assert_same_metrics(metrics, expected_metrics)
     assert_near(weights, expected, atol=1e-4)  # AdamW divides by what may be near 0
@@ -114,7 +114,7 @@ def test_saved_folder_is_a_hugging_face_model(layout: str, precision: str, run: 
     calls = [
         ("train_step", make_batch(LENGTHS), WeightedNLL()),
         ("save", tmp_path, {"save_optimizer": False}),
-        ("with_weights", clones),
+        ("run_with_weights", clones),
     ]
     weights = run(layout, "qwen2", *calls, precision=precision, tokenizer=tokenizer)[2]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.layout import Layout, Place
-from nemo_rl.config.policy import Policy as PolicyConfig
+from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.cluster import connect
 from nemo_rl.distributed.placement import reserve
 from nemo_rl.errors import WorkerDied, WorkerError
@@ -22,12 +22,12 @@ from tests.unit.policy.tiny import WeightedNLL, make_batch, saved_model
 
 DEADLINE_S = 300.0
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
-TWO_RANKS = Layout("cpu", 1, 0, (Place(0), Place(0)), (Place(0),), is_split=False, needs_cluster=True)
+TWO_RANKS = Layout("cpu", 1, 0, (DeviceSlot(0), DeviceSlot(0)), (DeviceSlot(0),), is_split=False, needs_cluster=True)
 
 
 @dataclass(frozen=True)
 class NormsIn:
-    """What `with_weights` is given to call elsewhere: says where it was, and the norm of each weight."""
+    """What `run_with_weights` is given to call elsewhere: says where it was, and the norm of each weight."""
 
     scale: float
 
@@ -61,7 +61,7 @@ async def two_steps(policy: Any) -> dict[str, Any]:
     metrics = [await policy.train_step(batch, WeightedNLL()) for _ in range(2)]
     await policy.offload()
     await policy.onload()
-    _, norms = await policy.with_weights(NormsIn(2.0))
+    _, norms = await policy.run_with_weights(NormsIn(2.0))
     return {"first": first, "metrics": metrics, "norms": norms, "logprobs": await policy.logprobs(batch)}
 
 
@@ -104,7 +104,7 @@ async def equals_plain(group: PolicyGroup, expected: dict[str, Any]) -> None:
         assert got["global_valid_toks"] == want["global_valid_toks"]
     assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     torch.testing.assert_close(await group.reference_logprobs(make_batch(LENGTHS)), result["first"], rtol=0, atol=0)
-    assert (await group.with_weights(NormsIn(1.0)))[0] == (await group.pids())[0]
+    assert (await group.run_with_weights(NormsIn(1.0)))[0] == (await group.pids())[0]
 
 
 async def loads_what_it_saved(group: PolicyGroup, path: Path) -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.ranks import ALONE
@@ -76,7 +76,7 @@ def learnt(run: Layouts, adapters: dict[str, Path], tmp_path_factory: pytest.Tem
             batch, folder = make_batch(UNEVEN), tmp_path_factory.mktemp("learnt")
             folders = (folder / "before", folder / "after")
             saves = [("save", path, {"save_optimizer": False}) for path in folders]
-            reading = [("reference_logprobs", batch), ("logprobs", batch), ("with_weights", clones)]
+            reading = [("reference_logprobs", batch), ("logprobs", batch), ("run_with_weights", clones)]
             calls = [
                 *[("load", adapters[model]), *reading, saves[0], ("train_step", batch, WeightedNLL())],
                 *[*reading, saves[1], ("finish_save",)],
@@ -142,7 +142,7 @@ def test_engines_and_readers_of_the_checkpoint_get_the_merged_model(
 
 
 def test_two_ranks_merge_what_one_merges(learnt: Any, run: Layouts, adapters: dict[str, Path]) -> None:
-    calls = [("load", adapters["llama"]), ("with_weights", clones)]
+    calls = [("load", adapters["llama"]), ("run_with_weights", clones)]
     expected = run("plain", "llama", *calls, **CONFIG)[1]
     weights = learnt("2 ranks", "llama", "samples").before[2]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -154,7 +154,7 @@ def test_only_adapters_are_trained_and_merging_changes_nothing(models: dict[str,
     frozen = {name: p.detach().clone() for name, p in parameters.items() if ".lora_" not in name}
     adapters = {id(p) for name, p in parameters.items() if ".lora_" in name}
     policy.train_step(make_batch(LENGTHS), WeightedNLL())
-    policy.with_weights(clones)
+    policy.run_with_weights(clones)
     assert {id(p) for group in policy._optimizer.param_groups for p in group["params"]} == adapters
     assert {id(p) for p in policy._optimizer.state} == adapters
     assert all(torch.equal(parameters[name], before) for name, before in frozen.items())
@@ -164,8 +164,8 @@ def test_only_adapters_are_trained_and_merging_changes_nothing(models: dict[str,
 def test_first_adapters_change_nothing_and_are_the_same_on_every_layout(run: Layouts, tmp_path: Path) -> None:
     for layout in LAYOUTS:
         save = ("save", tmp_path / layout, {"save_optimizer": False})
-        (*_, weights) = run(layout, "qwen2", save, ("finish_save",), ("with_weights", clones), **CONFIG)
-        base = run("plain", "qwen2", ("with_weights", clones))[0]
+        (*_, weights) = run(layout, "qwen2", save, ("finish_save",), ("run_with_weights", clones), **CONFIG)
+        base = run("plain", "qwen2", ("run_with_weights", clones))[0]
         assert all(torch.equal(weights[name], base[name]) for name in base)
     first, *others = [load_file(tmp_path / layout / WEIGHTS) for layout in LAYOUTS]
     assert all(torch.equal(other[name], first[name]) for other in others for name in first)
@@ -183,7 +183,7 @@ def test_result_does_not_depend_on_how_it_is_computed(
 ) -> None:
     """Also where a rank has no sample."""
     batch = make_batch(LENGTHS[:3])
-    calls = [("load", adapters["qwen2"]), *[("train_step", batch, WeightedNLL())] * 2, ("with_weights", clones)]
+    calls = [("load", adapters["qwen2"]), *[("train_step", batch, WeightedNLL())] * 2, ("run_with_weights", clones)]
     config: dict[str, Any] = {"num_samples": 3, "train_micro_batch_size": 1, "max_grad_norm": 0.1}
     config["optimizer"] = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
     _, *expected_metrics, expected = run("plain", "qwen2", *calls, **config, **CONFIG)
@@ -216,7 +216,7 @@ def test_training_goes_on_exactly_after_loading_an_adapter_alone(layout: str, ru
         "dtensor_cfg": {"lora_cfg": {**LORA, "save_merged": False}},
     }
     save = ("save", tmp_path, {"save_optimizer": True})
-    last = [*steps[2:], ("with_weights", clones)]
+    last = [*steps[2:], ("run_with_weights", clones)]
     *metrics, weights = run(layout, "qwen2", *steps[:2], save, *last, **config)[3:]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "optimizer"]
     *resumed_metrics, resumed = run(layout, "qwen2", ("load", tmp_path), *last, **config)[1:]
@@ -230,9 +230,9 @@ def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: La
     steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(2)]
     save = ("save", tmp_path, {"save_optimizer": True})
     *_, expected_metrics, expected = run(
-        written_on, "qwen3", steps[0], save, steps[1], ("with_weights", clones), **CONFIG
+        written_on, "qwen3", steps[0], save, steps[1], ("run_with_weights", clones), **CONFIG
     )
-    _, metrics, weights = run(read_on, "qwen3", ("load", tmp_path), steps[1], ("with_weights", clones), **CONFIG)
+    _, metrics, weights = run(read_on, "qwen3", ("load", tmp_path), steps[1], ("run_with_weights", clones), **CONFIG)
     assert_same_metrics(metrics, expected_metrics)
     assert_near(weights, expected, atol=1e-4)  # AdamW divides by what may be near 0
 
@@ -244,7 +244,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_adapters(
     batch = make_batch(LENGTHS)
     calls = [
         *[("load", adapters["qwen3"]), ("reference_logprobs", batch), ("logprobs", batch)],
-        *[("train_step", batch, WeightedNLL()), ("types_of_stepped_weights",), ("with_weights", clones)],
+        *[("train_step", batch, WeightedNLL()), ("types_of_stepped_weights",), ("run_with_weights", clones)],
     ]
     config = {"needs_reference": True, **CONFIG}
     _, exact_reference, exact, exact_metrics, _, _ = run("plain", "qwen3", *calls, **config)
@@ -263,19 +263,19 @@ def test_refit_brings_the_merged_model_to_the_engine(
     settings = {"model_name": str(tiny_models["tied"]), "train_global_batch_size": 8, **SETTINGS, **CONFIG}
     engine = engines("hf", "tied")
     policy = FSDP2Policy(
-        Policy.model_validate(settings),
+        PolicyConfig.model_validate(settings),
         model_path=str(tiny_models["tied"]),
         temperature=1.0,
         needs_reference=False,
         num_samples_per_step=8,
         seed=0,
     )
-    sync = TransportWeightSync([(5, 6, 7, 8), (30, 3)], WeightSync(), "float32")
+    sync = TransportWeightSync([(5, 6, 7, 8), (30, 3)], WeightSyncConfig(), "float32")
 
     async def refit() -> Any:
         await policy.train_step(make_batch(LENGTHS), WeightedNLL())
         await sync.publish(policy, engine, weight_version=1)
-        weights = await policy.with_weights(clones)
+        weights = await policy.run_with_weights(clones)
         await policy.close()
         return weights, (await answers(engine, [request("a", max_new_tokens=20)]))["a"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nemo_rl.config.policy import Policy as PolicyConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import Normalizer, Policy, TokenScores
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from tests.contracts.layouts import LENGTHS, Layouts
@@ -33,7 +33,7 @@ def on_a_thread(path: Path, **config: Any) -> FSDP2Policy:
 def test_policy_on_a_thread_gives_what_its_rank_gives(run: Layouts, models: dict[str, Path], tmp_path: Path) -> None:
     batch = make_batch(LENGTHS)
     step = ("train_step", batch, WeightedNLL())
-    expected = run("plain", "qwen2", ("logprobs", batch), step, ("with_weights", clones))
+    expected = run("plain", "qwen2", ("logprobs", batch), step, ("run_with_weights", clones))
 
     async def use(policy: Policy) -> list[Any]:
         results = [await policy.reference_logprobs(batch), await policy.train_step(batch, WeightedNLL())]
@@ -44,7 +44,7 @@ def test_policy_on_a_thread_gives_what_its_rank_gives(run: Layouts, models: dict
         await policy.offload()
         await policy.onload()
         await policy.load(tmp_path)
-        results.append(await policy.with_weights(clones))
+        results.append(await policy.run_with_weights(clones))
         await policy.close()
         return results
 

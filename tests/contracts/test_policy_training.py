@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v != "offloaded"],
 )
 def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
-    calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("with_weights", clones)]
+    calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("run_with_weights", clones)]
     momentum = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
     *expected_metrics, expected = run("plain", "qwen2", *calls, optimizer=momentum)
     *metrics, weights = run(layout, "qwen2", *calls, optimizer=momentum, **VARIANTS[variant])
@@ -54,7 +54,7 @@ def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str,
 def test_ranks_without_a_sample_keep_up(num_samples: int, batching: str, layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS[:num_samples])
     config: dict[str, Any] = {"optimizer": SGD, "num_samples": num_samples, "train_micro_batch_size": 1}
-    calls = [("logprobs", batch), ("train_step", batch, WeightedNLL()), ("with_weights", clones)]
+    calls = [("logprobs", batch), ("train_step", batch, WeightedNLL()), ("run_with_weights", clones)]
     expected_logprobs, expected_metrics, expected = run("plain", "qwen2", *calls, **config)
     logprobs, metrics, weights = run(layout, "qwen2", *calls, **{**BATCHING[batching], **config})
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
@@ -68,10 +68,10 @@ def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layout
     batch = make_batch(LENGTHS)
     config: dict[str, Any] = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}}
     metrics, weights = run(
-        layout, "llama", ("train_step", batch, WeightedNLL()), ("with_weights", clones), optimizer_steps=2, **config
+        layout, "llama", ("train_step", batch, WeightedNLL()), ("run_with_weights", clones), optimizer_steps=2, **config
     )
     halves = [("train_step", half, WeightedNLL()) for half in batch.split(4)]
-    *of_halves, expected = run("plain", "llama", *halves, ("with_weights", clones), **config)
+    *of_halves, expected = run("plain", "llama", *halves, ("run_with_weights", clones), **config)
     num_micro_batches = {"plain": 2, "2 ranks": 2, "2 x tp 2": 2, "megatron dp 2": 2}  # 3 + 1 samples, or 2 + 2
     assert metrics["num_optimizer_steps"] == 2
     assert metrics["num_micro_batches"] == num_micro_batches[layout]
@@ -83,7 +83,7 @@ def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layout
 
 @pytest.mark.parametrize("layout", FEWER)
 def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layouts, models: dict[str, Path]) -> None:
-    calls = [("train_step", make_batch(LENGTHS), WeightedNLL()), ("with_weights", clones)]
+    calls = [("train_step", make_batch(LENGTHS), WeightedNLL()), ("run_with_weights", clones)]
     metrics, after = run(layout, "qwen3", *calls, optimizer=SGD, max_grad_norm=0.01)
     before = dict(plain_model(models["qwen3"]).named_parameters())
     moved = torch.stack([(before[n] - after[n]).norm() for n in before]).norm()
@@ -100,7 +100,9 @@ def test_megatrons_own_sections_decay_all_but_biases_and_norms(run: Layouts, mod
         "scheduler": {"lr_warmup_iters": 2, "lr_warmup_init": 0.0},
     }
     steps = [("train_step", batch, WeightedNLL())] * 2
-    first, second, weights = run("megatron tp 2 pp 2", "llama", *steps, ("with_weights", clones), megatron_cfg=sections)
+    first, second, weights = run(
+        "megatron tp 2 pp 2", "llama", *steps, ("run_with_weights", clones), megatron_cfg=sections
+    )
     assert (first["lr"], second["lr"]) == (0.0, pytest.approx(0.05))
     for name, parameter in plain_model(models["llama"]).named_parameters():
         left = 1.0 if parameter.ndim == 1 else 0.98
@@ -112,7 +114,7 @@ def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: La
     batch = make_batch(LENGTHS)
     schedule = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
     steps = [("train_step", batch, loss()) for loss in (Exploding, WeightedNLL, WeightedNLL)]
-    weights = ("with_weights", clones)
+    weights = ("run_with_weights", clones)
     before, metrics, after, second, third = run(
         layout, "llama", weights, steps[0], weights, *steps[1:], scheduler=schedule
     )
@@ -127,7 +129,7 @@ def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: La
 def test_batch_without_a_valid_token_is_skipped(layout: str, run: Layouts, models: dict[str, Path]) -> None:
     batch = make_batch(LENGTHS)
     batch["sample_mask"] = torch.zeros(len(LENGTHS))
-    metrics, after = run(layout, "llama", ("train_step", batch, WeightedNLL()), ("with_weights", clones))
+    metrics, after = run(layout, "llama", ("train_step", batch, WeightedNLL()), ("run_with_weights", clones))
     assert (metrics["num_skipped_steps"], metrics["loss"]) == (1, 0)
     assert all(torch.equal(after[n], p) for n, p in plain_model(models["llama"]).named_parameters())
 

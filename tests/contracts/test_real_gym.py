@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.errors import GymRefused
 from nemo_rl.environments.nemo_gym.reply import GymReply
@@ -68,7 +68,7 @@ def test_rollouts_of_real_agents() -> None:
         policy = SwitchedPolicy()
         async with serving(policy) as policy_base_url:
             with real_gym(policy_base_url) as head_url:
-                client = GymClient(NemoGymSection(head_url=head_url))
+                client = GymClient(NemoGymConfig(head_url=head_url))
                 try:
                     await client.connect(AGENTS)
                     for case in (

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nemo_rl.config.scorers import RewardModelSection
+from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.distributed.cluster import connect
 from nemo_rl.environments.scorers.reward_model import RewardModelScorer
 from nemo_rl.errors import ConfigError
@@ -72,7 +72,7 @@ def plain_scores(model: PreTrainedModel) -> list[float]:
 @contextmanager
 def scorer_of(folder: Path, runner: asyncio.Runner, **keys: Any) -> Iterator[RewardModelScorer]:
     connect(num_cpus=2)
-    scorer = RewardModelScorer("rm", RewardModelSection(model_name=str(folder), device="cpu", **keys))
+    scorer = RewardModelScorer("rm", RewardModelScorerConfig(model_name=str(folder), device="cpu", **keys))
     try:
         yield scorer
     finally:
@@ -109,7 +109,7 @@ def test_packing_is_refused_where_it_changes_scores(tmp_path: Path) -> None:
     save(tmp_path, "bert")
     with pytest.raises(ConfigError, match="scores a conversation otherwise beside others") as caught:
         RewardModelScorer(
-            "rm", RewardModelSection(model_name=str(tmp_path), device="cpu", packing=True, in_actor=False)
+            "rm", RewardModelScorerConfig(model_name=str(tmp_path), device="cpu", packing=True, in_actor=False)
         )
     assert caught.value.key == "scorers.rm.packing"
 
@@ -144,7 +144,7 @@ def test_a_model_of_several_labels_is_refused(tmp_path: Path, in_actor: bool) ->
     connect(num_cpus=2)
     save(tmp_path, labels=3)
     with pytest.raises(ConfigError, match="this one has 3") as caught:
-        RewardModelScorer("rm", RewardModelSection(model_name=str(tmp_path), in_actor=in_actor))
+        RewardModelScorer("rm", RewardModelScorerConfig(model_name=str(tmp_path), in_actor=in_actor))
     assert caught.value.key == "scorers.rm.model_name"
 
 
@@ -155,7 +155,7 @@ def test_a_model_that_is_not_there_or_lacks_its_head_is_refused(tmp_path: Path) 
     body.save_pretrained(tmp_path / "headless")
     for name, said in (("nowhere", "no Hugging Face model"), ("headless", "lack 1 weights")):
         with pytest.raises(ConfigError, match=said) as caught:
-            RewardModelScorer("rm", RewardModelSection(model_name=str(tmp_path / name), in_actor=False))
+            RewardModelScorer("rm", RewardModelScorerConfig(model_name=str(tmp_path / name), in_actor=False))
         assert caught.value.key == "scorers.rm.model_name"
 
 

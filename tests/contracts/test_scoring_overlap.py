@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.build.scorers import open_scorers
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits, run_async_multi_turn_rollout
@@ -61,9 +61,9 @@ class TimedScorer:
         await self._scorer.close()
 
 
-def config_of(folder: Path) -> GRPOConfig:
+def config_of(folder: Path) -> GRPORunConfig:
     """A pool of two processes for one reward model."""
-    return GRPOConfig.model_validate(
+    return GRPORunConfig.model_validate(
         {
             "grpo": {},
             "policy": {"model_name": "none", "device": "cpu"},

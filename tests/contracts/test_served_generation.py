@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from nemo_rl.build.collect import Collected, run_collection
-from nemo_rl.build.sampled import load_sampled_inputs
-from nemo_rl.config.endpoint import EndpointLimits, ServedModel
+from nemo_rl.build.collect import CollectionResult, run_collection
+from nemo_rl.build.sampled import load_collection_inputs
+from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.config.loading import load_collect_config
 from nemo_rl.distributed.endpoint import Endpoint
 from nemo_rl.errors import ConfigError
@@ -33,8 +33,8 @@ logger: {{progress: false}}
 
 def sampled(url: str, *requests: Any) -> dict[str, Any]:
     async def main() -> dict[str, Any]:
-        limits = EndpointLimits(request_timeout_s=120.0)
-        endpoint = Endpoint("server", ServedModel(base_urls=[url], model=SERVED_NAME, limits=limits))
+        limits = EndpointLimitsConfig(request_timeout_s=120.0)
+        endpoint = Endpoint("server", ServedModelConfig(base_urls=[url], model=SERVED_NAME, limits=limits))
         generation = ServedGeneration(endpoint, model=SERVED_NAME, api="completions")
         try:
             return await answers(generation, requests)
@@ -44,7 +44,7 @@ def sampled(url: str, *requests: Any) -> dict[str, Any]:
     return asyncio.run(main())
 
 
-def collected(tmp_path: Path, url: str, model: Path, *overrides: str) -> tuple[Collected, list[dict[str, Any]]]:
+def collected(tmp_path: Path, url: str, model: Path, *overrides: str) -> tuple[CollectionResult, list[dict[str, Any]]]:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"input": c, "output": c}) + "\n" for c in "abc"))
     output = tmp_path / "out"
     recipe = tmp_path / "recipe.yaml"
@@ -109,7 +109,7 @@ def test_a_server_is_sent_messages_where_no_tokenizer_is_there(tmp_path, served_
         from contextlib import AsyncExitStack
 
         async with AsyncExitStack() as stack:
-            inputs = await load_sampled_inputs(load_collect_config(recipe), stack)
+            inputs = await load_collection_inputs(load_collect_config(recipe), stack)
             assert inputs.served is not None
             return inputs.served.api
 

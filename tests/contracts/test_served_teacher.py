@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from nemo_rl.config.endpoint import EndpointLimits, ServedModel
+from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.served_teacher import ServedTeacher
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME
@@ -30,7 +30,9 @@ def make_batch() -> TensorDict:
 
 def asked(url: str, call: Any) -> Any:
     async def main() -> Any:
-        section = ServedModel(base_urls=[url], model=SERVED_NAME, limits=EndpointLimits(request_timeout_s=120.0))
+        section = ServedModelConfig(
+            base_urls=[url], model=SERVED_NAME, limits=EndpointLimitsConfig(request_timeout_s=120.0)
+        )
         teacher = ServedTeacher("teacher", section)
         try:
             return await call(teacher)

@@ -61,7 +61,7 @@ def huggingface(path: Path, batch: TrainingBatch) -> tuple[float, dict[str, torc
 def test_loss_and_gradient_are_those_of_huggingface(variant: str, model: Path, pool: RankPool) -> None:
     mesh, settings = VARIANTS[variant]
     batch = conversations()
-    calls = [("with_weights", clones), ("train_step", batch, NegativeLogLikelihood()), ("with_weights", clones)]
+    calls = [("run_with_weights", clones), ("train_step", batch, NegativeLogLikelihood()), ("run_with_weights", clones)]
     config = {"num_samples": 7 if mesh is None else 8, "optimizer": SGD, **settings, **(mesh.config if mesh else {})}
     arguments: dict[str, Any] = {"path": model, "calls": calls, "config": config}
     before, metrics, after = play(ALONE, **arguments) if mesh is None else pool.run(mesh, play, **arguments)[0]

@@ -10,7 +10,7 @@ import torch
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.config.layout import Layout, layout_of
+from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.distributed.actors import spawn_actor
 from nemo_rl.distributed.cluster import connect, shutdown
 from nemo_rl.distributed.placement import reserve
@@ -39,7 +39,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def layout(device: Any, **values: Any) -> Layout:
-    return layout_of(config({"cluster.num_nodes": 2, **values}), device)
+    return make_layout(config({"cluster.num_nodes": 2, **values}), device)
 
 
 def nodes_of(placed: Layout) -> tuple[list[str], list[str]]:

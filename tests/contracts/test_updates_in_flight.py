@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.gateway import parsers
 from nemo_rl.gateway.sessions import Chain
@@ -47,7 +47,7 @@ async def sampled_through_updates(engine: Any, *, keep_cache: bool = False) -> l
 
 
 async def publish(engine: Any, weight_version: int, *, keep_cache: bool = False) -> None:
-    sync = TransportWeightSync(PROBES, WeightSync(), "float32", keep_cache=keep_cache)
+    sync = TransportWeightSync(PROBES, WeightSyncConfig(), "float32", keep_cache=keep_cache)
     sync._verified.add(engine)  # not verified: the engine without overlapping calls would answer the probes last
     try:
         await sync.publish(UntrainedPolicy(model_of(weight_version)), engine, weight_version=weight_version)  # type: ignore[arg-type]

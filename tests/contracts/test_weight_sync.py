@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 PROBES = [(5, 6, 7, 8), (250, 3), (11, 12, 13, 14, 15, 16), (1, 99)]
-KINDS = [("hf", "tied"), ("hf", "untied"), ("vllm", "tied"), ("vllm", "untied")]
+ENTRY_KINDS = [("hf", "tied"), ("hf", "untied"), ("vllm", "tied"), ("vllm", "untied")]
 
 
 def published(
@@ -22,7 +22,7 @@ def published(
     policy = UntrainedPolicy(model)
     if falsify is not None:
         policy.published = falsify
-    sync = TransportWeightSync(PROBES, WeightSync(**keys), "float32")
+    sync = TransportWeightSync(PROBES, WeightSyncConfig(**keys), "float32")
     try:
         runner.run(sync.publish(policy, engine, weight_version=weight_version))  # type: ignore[arg-type]
     finally:
@@ -35,7 +35,7 @@ def is_paused(engine: Any) -> bool:
     return engine._free.locked() if hasattr(engine, "_free") else not engine._admits.is_set()
 
 
-@pytest.fixture(params=KINDS, ids="-".join)
+@pytest.fixture(params=ENTRY_KINDS, ids="-".join)
 def engine_and_name(request: pytest.FixtureRequest, engines: Any) -> tuple[Any, str]:
     return engines(*request.param), request.param[1]
 
@@ -111,7 +111,7 @@ def test_later_refits_are_verified_where_the_section_says_so(engine_loop, engine
 
     async def publish_twice(verify: bool) -> None:
         policy = UntrainedPolicy(tiny_model(tied=True))
-        sync = TransportWeightSync(PROBES, WeightSync(verify=verify), "float32")
+        sync = TransportWeightSync(PROBES, WeightSyncConfig(verify=verify), "float32")
         try:
             await sync.publish(policy, engine, weight_version=1)  # type: ignore[arg-type]
             policy.published = lambda name, tensor: tensor * 1.5
@@ -127,6 +127,6 @@ def test_later_refits_are_verified_where_the_section_says_so(engine_loop, engine
 def test_verification_heeds_the_temperature(engine_loop, engines):
     engine = engines("hf", "tied")
     policy = UntrainedPolicy(tiny_model(tied=True), temperature=0.5)
-    sync = TransportWeightSync(PROBES, WeightSync(), "float32", temperature=0.5)
+    sync = TransportWeightSync(PROBES, WeightSyncConfig(), "float32", temperature=0.5)
     engine_loop.run(sync.publish(policy, engine, weight_version=1))  # type: ignore[arg-type]
     sync.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed import weight_files
 from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
@@ -24,7 +24,7 @@ TRANSPORTS = ["shared_memory", "object_store", "gloo"]
 class ThreadPolicy(UntrainedPolicy):
     """Weights are used on a thread, as every real policy does: what waits there for the engine must not block it."""
 
-    async def with_weights(self, use: Any) -> Any:
+    async def run_with_weights(self, use: Any) -> Any:
         pairs = [(name, self.published(name, tensor.detach())) for name, tensor in self.model.named_parameters()]
         return await asyncio.to_thread(use, pairs)
 
@@ -48,7 +48,7 @@ def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loo
     before = leftovers()
 
     async def main() -> None:
-        sync = TransportWeightSync([(5, 6, 7)], WeightSync(verify=True), "float32", transport=transport)
+        sync = TransportWeightSync([(5, 6, 7)], WeightSyncConfig(verify=True), "float32", transport=transport)
         try:
             for version in (1, 2):
                 model = tiny_model(tied=True, seed=20 + version)

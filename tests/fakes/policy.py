@@ -56,7 +56,7 @@ class FakePolicy:
             "global_valid_toks": normalizer.num_valid_tokens,
         }
 
-    async def with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return use([("num_steps", torch.tensor(self.num_steps))])
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:

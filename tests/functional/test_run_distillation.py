@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from tests.functional.cli import ROOT, Run, run_command_line
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the models
@@ -45,7 +45,7 @@ def test_the_student_comes_nearer_to_the_teacher(run: Run) -> None:
     assert [step for step in metrics if "train/loss" in metrics[step]] == [1, 2, 3]
     assert metrics[3]["train/loss"] < metrics[1]["train/loss"]
     assert metrics[1]["train/teacher_topk_mass"] > 0.9
-    assert undocumented(name for step in metrics.values() for name in step if "/" in name) == []
+    assert find_undocumented(name for step in metrics.values() for name in step if "/" in name) == []
 
 
 def test_the_engine_holds_the_weights_of_the_student_at_every_step(run: Run) -> None:

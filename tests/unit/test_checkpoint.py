@@ -15,13 +15,13 @@ from nemo_rl.checkpoint import (
     CheckpointStore,
     SaveDeadline,
     TrainingInfo,
-    duration_s,
     load_state,
+    parse_duration_s,
     restore_rng_state,
     save_rng_state,
     save_state,
 )
-from nemo_rl.config.run import Checkpointing
+from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 def store_in(directory: Path, **options: object) -> CheckpointStore:
-    return CheckpointStore(Checkpointing.model_validate({"enabled": True, **options}), directory)
+    return CheckpointStore(CheckpointingConfig.model_validate({"enabled": True, **options}), directory)
 
 
 def save(store: CheckpointStore, step: int, content: str = "weights", **metrics: float) -> None:
@@ -273,7 +273,9 @@ def test_deadline_forgets_the_start_once_a_step_was_measured() -> None:
 
 def test_store_saves_before_its_deadline(tmp_path: Path) -> None:
     clock = Clock()
-    config = Checkpointing.model_validate({"enabled": True, "save_period": 1000, "checkpoint_must_save_by": "00:01:40"})
+    config = CheckpointingConfig.model_validate(
+        {"enabled": True, "save_period": 1000, "checkpoint_must_save_by": "00:01:40"}
+    )
     store = CheckpointStore(config, tmp_path, clock=clock)
     saved = []
     for step in range(1, 13):
@@ -287,7 +289,7 @@ def test_store_saves_before_its_deadline(tmp_path: Path) -> None:
     ("text", "expected"), [("00:03:30:00", 12600.0), ("01:00:05", 3605.0), ("2:00:00:00", 172800.0)]
 )
 def test_duration_is_read(text: str, expected: float) -> None:
-    assert duration_s(text) == expected
+    assert parse_duration_s(text) == expected
 
 
 def seed_all(seed: int) -> None:

@@ -1,4 +1,4 @@
-from nemo_rl.errors import ConfigError, one_line
+from nemo_rl.errors import ConfigError, summarize_error
 
 
 def test_an_unknown_key_names_the_nearest_known_one() -> None:
@@ -21,5 +21,5 @@ def test_an_error_seen_from_further_out_has_the_whole_key() -> None:
 
 
 def test_a_cause_is_the_type_and_the_first_line_of_an_error() -> None:
-    assert one_line(ValueError("\nfirst\nsecond")) == "ValueError: first"
-    assert one_line(TimeoutError()) == "TimeoutError"
+    assert summarize_error(ValueError("\nfirst\nsecond")) == "ValueError: first"
+    assert summarize_error(TimeoutError()) == "TimeoutError"

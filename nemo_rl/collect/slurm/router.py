@@ -73,7 +73,7 @@ class Router:
         for member in sorted(self.busy, key=self.busy.__getitem__):
             self.busy[member] += 1
             try:
-                return await self._ask(member, request, body)
+                return await self._proxy(member, request, body)
             except aiohttp.ClientConnectorError as error:
                 log.warning("%s cannot be reached: %s", member, error)
                 causes.append(f"{member}: {error}")
@@ -83,7 +83,7 @@ class Router:
                 self.busy[member] -= 1
         return _error(503, f"no server can be reached: {'; '.join(causes)}")
 
-    async def _ask(self, member: str, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def _proxy(self, member: str, request: web.Request, body: bytes) -> web.StreamResponse:
         assert self._client is not None  # made before the router listens
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         url = URL(f"http://{member}{request.raw_path}", encoded=True)

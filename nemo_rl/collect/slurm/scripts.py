@@ -8,7 +8,7 @@ from pathlib import Path
 from nemo_rl.collect.slurm.steps import step
 from nemo_rl.collect.slurm.submission import Submission
 from nemo_rl.config.server_layout import ServerLayout
-from nemo_rl.config.submit import Component, Server
+from nemo_rl.config.submit import SlurmComponentConfig, SlurmServerConfig
 
 Setting = str | int | Sequence[str] | Sequence[int]
 UNUSED = "# shellcheck disable=SC2034  # some settings are read in the steps alone"
@@ -98,7 +98,7 @@ def _collection_settings(submission: Submission) -> dict[str, Setting]:
     }
 
 
-def _server_settings(submission: Submission, server: Server, layout: ServerLayout) -> dict[str, Setting]:
+def _server_settings(submission: Submission, server: SlurmServerConfig, layout: ServerLayout) -> dict[str, Setting]:
     num_nodes = submission.slurm.nodes
     all_listen_on_first_node = layout.num_groups == 1 or num_nodes == 1
     settings: dict[str, Setting] = {
@@ -120,13 +120,15 @@ def _server_settings(submission: Submission, server: Server, layout: ServerLayou
     return settings
 
 
-def _step(submission: Submission, component: Component, num_nodes: int, tasks_per_node: int) -> tuple[str, ...]:
+def _step(
+    submission: Submission, component: SlurmComponentConfig, num_nodes: int, tasks_per_node: int
+) -> tuple[str, ...]:
     return step(
         submission, component, job_nodes=submission.slurm.nodes, num_nodes=num_nodes, tasks_per_node=tasks_per_node
     )
 
 
-def vllm_command(submission: Submission, server: Server, layout: ServerLayout) -> tuple[str, ...]:
+def vllm_command(submission: Submission, server: SlurmServerConfig, layout: ServerLayout) -> tuple[str, ...]:
     """What all processes of the servers have in common; addresses and ranks are added on the node."""
     assert server.model is not None
     vllm = "vllm" if server.container else str(Path(submission.python).with_name("vllm"))
@@ -150,10 +152,10 @@ def _settings(settings: Mapping[str, Setting]) -> str:
 def _value(value: Setting) -> str:
     if isinstance(value, str | int):
         return shlex.quote(str(value))
-    return f"({' '.join(_quoted(str(word)) for word in value)})"
+    return f"({' '.join(_quote(str(word)) for word in value)})"
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     """Commas too: shellcheck takes them for a mistaken way to separate words."""
     quoted = shlex.quote(word)
     return f"'{word}'" if "," in word and quoted == word else quoted

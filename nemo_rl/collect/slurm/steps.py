@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 
 from nemo_rl.collect.slurm.submission import Submission
-from nemo_rl.config.submit import Component
+from nemo_rl.config.submit import SlurmComponentConfig
 
 
 def step(
-    submission: Submission, component: Component, *, job_nodes: int, num_nodes: int = 1, tasks_per_node: int = 1
+    submission: Submission,
+    component: SlurmComponentConfig,
+    *,
+    job_nodes: int,
+    num_nodes: int = 1,
+    tasks_per_node: int = 1,
 ) -> tuple[str, ...]:
     """An `srun` that shares the job's resources with its other steps, and ends with the first task that fails.
 
@@ -17,11 +22,11 @@ def step(
     words += [f"--ntasks={num_nodes * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}"]
     words += ["--relative=0"] if num_nodes < job_nodes else []
     words += ["--label"] if num_nodes * tasks_per_node > 1 else []
-    words += _place(submission, component)
+    words += _placement_options(submission, component)
     return (*words, *component.srun_args)
 
 
-def _place(submission: Submission, component: Component) -> Sequence[str]:
+def _placement_options(submission: Submission, component: SlurmComponentConfig) -> Sequence[str]:
     """Where the step's processes are: the node's own file system, or a container's."""
     if component.container is None:
         return [f"--chdir={component.working_directory or submission.working_directory}"]
@@ -36,7 +41,7 @@ def _place(submission: Submission, component: Component) -> Sequence[str]:
     return words
 
 
-def _mounts(submission: Submission, component: Component) -> list[str]:
+def _mounts(submission: Submission, component: SlurmComponentConfig) -> list[str]:
     """The component's own, and the directories of the collection, unless it mounts them itself."""
     mounts = list(component.mounts)
     targets = {mount.split(":")[1].rstrip("/") for mount in mounts}

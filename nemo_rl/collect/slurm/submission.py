@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.config.server_layout import ServerLayout, server_layout
-from nemo_rl.config.submit import Component, Slurm
+from nemo_rl.config.submit import SlurmComponentConfig, SlurmConfig
 
 CONTAINER_PROGRAM = ("nemo-rl",)
 
@@ -14,7 +14,7 @@ CONTAINER_PROGRAM = ("nemo-rl",)
 class Submission:
     """Array task `i` collects chunk `i % num_chunks` of seed number `i // num_chunks`."""
 
-    slurm: Slurm
+    slurm: SlurmConfig
     seeds: tuple[int, ...]
     output_dir: Path  # of the collection; absolute
     directory: Path  # of this submission: scripts, configuration, environments, logs; absolute
@@ -33,7 +33,7 @@ class Submission:
         return None if server is None else server_layout(server, self.slurm.nodes)
 
     @property
-    def components(self) -> Mapping[str, Component]:
+    def components(self) -> Mapping[str, SlurmComponentConfig]:
         parts = {
             "server": self.slurm.server,
             "collection": self.slurm.collection,
@@ -56,7 +56,7 @@ class Submission:
     def environment_file(self, name: str) -> Path:
         return self.directory / f"{name}.env"
 
-    def program(self, component: Component) -> tuple[str, ...]:
+    def program(self, component: SlurmComponentConfig) -> tuple[str, ...]:
         """How `nemo-rl` is called in the component's steps."""
         if self.slurm.program is not None:
             return tuple(self.slurm.program)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from nemo_rl.collect.identity import ShardIdentity
 from nemo_rl.collect.shards import ShardFiles, find_shards
-from nemo_rl.collect.slurm.environments import environment_text
+from nemo_rl.collect.slurm.environments import format_environment
 from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
 from nemo_rl.collect.slurm.submission import Submission
-from nemo_rl.config.submit import Slurm
+from nemo_rl.config.submit import SlurmConfig
 from nemo_rl.errors import ConfigError, JobError
 
 SBATCH_S = 120.0  # for Slurm to answer
@@ -25,7 +25,7 @@ class Jobs:
     aggregation: str | None
 
 
-def missing_tasks(slurm: Slurm, output_dir: Path, seeds: tuple[int, ...]) -> tuple[int, ...]:
+def missing_tasks(slurm: SlurmConfig, output_dir: Path, seeds: tuple[int, ...]) -> tuple[int, ...]:
     """Array tasks with a shard that is not done. Raises ConfigError where shards were cut otherwise."""
     num_shards = slurm.num_chunks * slurm.collection.num_tasks  # of a seed
     for seed in seeds:
@@ -38,7 +38,7 @@ def missing_tasks(slurm: Slurm, output_dir: Path, seeds: tuple[int, ...]) -> tup
     )
 
 
-def _shards(slurm: Slurm, output_dir: Path, seed: int, chunk: int) -> list[ShardFiles]:
+def _shards(slurm: SlurmConfig, output_dir: Path, seed: int, chunk: int) -> list[ShardFiles]:
     """Of one array task, whose processes have chunks of their own."""
     count = slurm.collection.num_tasks
     if slurm.num_chunks * count == 1:
@@ -75,7 +75,7 @@ def write_submission(submission: Submission, collect_yaml: str) -> None:
     _write(submission.collection_script, collection_script(submission))
     for name, component in submission.components.items():
         if component.environment:
-            _write(submission.environment_file(name), environment_text(component.environment))
+            _write(submission.environment_file(name), format_environment(component.environment))
     if submission.slurm.aggregation.enabled:
         _write(submission.aggregation_script, aggregation_script(submission))
 

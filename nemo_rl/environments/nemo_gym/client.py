@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
 from nemo_rl.environments.nemo_gym.discovery import NO_CONNECTION, GymServers, discover, reason, silent_servers
 from nemo_rl.environments.nemo_gym.errors import GymBrokenReply, GymError, GymRefused, GymUnavailable
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class GymClient:
     """One stack. Made in any thread, used in one event loop: `connect` first, `close` last."""
 
-    def __init__(self, section: NemoGymSection, *, head_url: str | None = None, key: str = "env.nemo_gym") -> None:
+    def __init__(self, section: NemoGymConfig, *, head_url: str | None = None, key: str = "env.nemo_gym") -> None:
         """`head_url` of a stack that the run started, else the section's; `key`: the entry's place in the config."""
         url = head_url or section.head_url
         if url is None:

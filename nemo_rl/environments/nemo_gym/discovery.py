@@ -93,7 +93,7 @@ def parse_servers(config: Mapping[Any, Any], *, head_host: str) -> GymServers:
 async def silent_servers(http: aiohttp.ClientSession, servers: Collection[GymServer]) -> tuple[str, ...]:
     """Of these servers those that do not answer, as "name (address)"."""
     answers = await asyncio.gather(*(_answers(http, server.url) for server in servers))
-    return tuple(f"{s.name} ({s.url})" for s, is_there in zip(servers, answers, strict=True) if not is_there)
+    return tuple(f"{s.name} ({s.url})" for s, is_present in zip(servers, answers, strict=True) if not is_present)
 
 
 def reason(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from uuid import uuid4
 import aiohttp
 from omegaconf import OmegaConf
 
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.distributed.ports import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.environments.nemo_gym.discovery import discover, silent_servers
@@ -48,7 +48,7 @@ class GymStack:
     @classmethod
     async def start(
         cls,
-        section: NemoGymSection,
+        section: NemoGymConfig,
         *,
         policy_base_url: str | Sequence[str],
         policy_api_key: str,
@@ -86,7 +86,7 @@ class GymStack:
         await asyncio.to_thread(self._end)
 
     @classmethod
-    def _launch(cls, section: NemoGymSection, policy: dict[str, Any], folder: Path, key: str) -> "GymStack":
+    def _launch(cls, section: NemoGymConfig, policy: dict[str, Any], folder: Path, key: str) -> "GymStack":
         assert section.config_paths is not None  # config/nemo_gym_checks.py
         python = gym_python(section.python, key=f"{key}.python")
         configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")

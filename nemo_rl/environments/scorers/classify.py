@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_rl.config.scorers import ClassifySection
+from nemo_rl.config.scorers import ClassifyScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.environments.scorers.conversation import ConversationTokens
 from nemo_rl.environments.scorers.one_by_one import score_each
@@ -24,7 +24,7 @@ APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 class ClassifyScorer:
     """Sends the tokens of a conversation, so that no server adds a second BOS; the score is number `label`."""
 
-    def __init__(self, name: str, section: ClassifySection) -> None:
+    def __init__(self, name: str, section: ClassifyScorerConfig) -> None:
         self._section = section
         self._endpoint = Endpoint(f"scorers.{name}", section)
         self._tokens = ConversationTokens.load(

@@ -5,10 +5,10 @@ import logging
 import math
 from collections.abc import Sequence
 
-from nemo_rl.config.environment import Batching
+from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.environments.batcher import Batcher
 from nemo_rl.environments.contract import failure_of, raise_own_cancellation
-from nemo_rl.errors import EnvironmentFault
+from nemo_rl.errors import EnvironmentContractError
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass
 
@@ -24,7 +24,7 @@ async def checked_scores(
         async with deadline:
             scores = await scorer.score(requests)
         if len(scores) != len(requests):
-            raise EnvironmentFault(f"{len(scores)} scores for {len(requests)} requests")
+            raise EnvironmentContractError(f"{len(scores)} scores for {len(requests)} requests")
         return [_checked(score) for score in scores]
     except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others, and to other processes
         raise_own_cancellation(error)
@@ -61,7 +61,7 @@ class BatchedScorer:
     A call that passes `timeout_s`, raises or gives a wrong number of scores fails its own requests and no others.
     """
 
-    def __init__(self, inner: Scorer, batching: Batching, *, timeout_s: float | None) -> None:
+    def __init__(self, inner: Scorer, batching: BatchingConfig, *, timeout_s: float | None) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
         self._batcher: Batcher[ScoreRequest, float | Failure] = Batcher(self._answer, batching)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.tokenizer import tokenizer_with_template
+from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.environments.adapters import plain_messages
 from nemo_rl.types import Message
 
@@ -25,7 +25,7 @@ class ConversationTokens:
         cls, key: str, name: str, *, chat_template: str | None, max_length: int | None = None
     ) -> "ConversationTokens":
         """From the Hugging Face name or folder `name`; raises ConfigError below `key` where it cannot be used."""
-        tokenizer = tokenizer_with_template(
+        tokenizer = load_tokenizer_with_template(
             name, chat_template, name_key=f"{key}.tokenizer_name", template_key=f"{key}.chat_template"
         )
         return cls(tokenizer, max_length=max_length)

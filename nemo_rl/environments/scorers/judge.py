@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nemo_rl.config.scorers import JudgeSection
+from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.environments.adapters import plain_messages
 from nemo_rl.environments.registry import import_path
@@ -29,7 +29,7 @@ class UnreadableJudgement(NemoRLError):
 class JudgeScorer:
     """`prompt` is Jinja with `messages`, `prompt` (the last message before the response), `response`, `metadata`."""
 
-    def __init__(self, name: str, section: JudgeSection) -> None:
+    def __init__(self, name: str, section: JudgeScorerConfig) -> None:
         key = f"scorers.{name}"
         self._section = section
         self._endpoint = Endpoint(f"scorers.{name}", section)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from nemo_rl.config.scorers import RewardModelSection
+from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.distributed.device import resolve_device
 from nemo_rl.distributed.placement import Seat
@@ -22,7 +22,7 @@ from nemo_rl.environments.scorers.classifier import (
 )
 from nemo_rl.environments.scorers.conversation import ConversationTokens
 from nemo_rl.environments.scorers.registry import register_scorer
-from nemo_rl.errors import ConfigError, EnvironmentFault, WorkerDied, WorkerError
+from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
 
@@ -34,7 +34,7 @@ Conversation = tuple[Message, ...]
 class RewardModel:
     """The model itself; used by one thread. Raises ConfigError below `scorers.<name>` where it cannot be had."""
 
-    def __init__(self, name: str, section: RewardModelSection) -> None:
+    def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
         key = f"scorers.{name}"
         device = resolve_device(section.device, f"{key}.device")
         model = load_classifier(f"{key}.model_name", section.model_name, precision=section.precision)
@@ -86,7 +86,7 @@ class RewardModelScorer:
     actor, on reserved resources; None: wherever Ray has room, without a GPU.
     """
 
-    def __init__(self, name: str, section: RewardModelSection, *, seats: Sequence[Seat] | None = None) -> None:
+    def __init__(self, name: str, section: RewardModelScorerConfig, *, seats: Sequence[Seat] | None = None) -> None:
         places: Sequence[Seat | None] = seats or [None] * section.num_replicas
         self._replicas: list[_Actor] | list[_Thread]
         if not section.in_actor:
@@ -124,7 +124,7 @@ class RewardModelScorer:
 class _Thread:
     """The model on one thread of this process, as torch's modes and streams want it."""
 
-    def __init__(self, name: str, section: RewardModelSection) -> None:
+    def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
         self.num_held = 0  # conversations
         self._executor = ThreadPoolExecutor(
             1, f"scorer-{name}", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
@@ -141,7 +141,7 @@ class _Thread:
 class _Actor:
     """The model in an actor; one that has died is replaced."""
 
-    def __init__(self, name: str, section: RewardModelSection, seat: Seat | None) -> None:
+    def __init__(self, name: str, section: RewardModelScorerConfig, seat: Seat | None) -> None:
         self.num_held = 0  # conversations
         self._name = name
         self._section = section
@@ -179,7 +179,7 @@ class _Actor:
 class _Hosted:
     """What stands in the actor: the model, or why it cannot be had."""
 
-    def __init__(self, name: str, section: RewardModelSection) -> None:
+    def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
         self._refusal: ConfigError | None = None
         try:
             self._model = RewardModel(name, section)
@@ -192,7 +192,7 @@ class _Hosted:
 
     def score(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
         if self._refusal is not None:
-            raise EnvironmentFault(str(self._refusal))
+            raise EnvironmentContractError(str(self._refusal))
         return self._model.score(conversations)
 
 

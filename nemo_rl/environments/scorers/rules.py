@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from nemo_rl.config.scorers import FunctionScorerSection
+from nemo_rl.config.scorers import FunctionScorerConfig
 from nemo_rl.environments.adapters import plain_messages
 from nemo_rl.environments.contract import failure_of
 from nemo_rl.environments.process_pool import ProcessPool
@@ -18,7 +18,7 @@ from nemo_rl.types import Failure, FailureClass
 class RuleScorer:
     """`(messages, metadata) -> float`; what it raises, a hang and a crash fail their own request alone."""
 
-    def __init__(self, name: str, section: FunctionScorerSection) -> None:
+    def __init__(self, name: str, section: FunctionScorerConfig) -> None:
         key = f"scorers.{name}.function"
         function = import_path(key, section.function)
         if not callable(function):

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from nemo_rl.config.megatron import MegatronCfg, TrainedMegatronCfg
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.megatron import MegatronConfig, TrainedMegatronConfig
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -17,7 +17,7 @@ KEY = "policy.megatron_cfg"
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def check_megatron(policy: Policy, model: PreTrainedConfig) -> None:
+def check_megatron(policy: PolicyConfig, model: PreTrainedConfig) -> None:
     """Raises ConfigError, with the key and what is allowed, for what cannot be trained; nothing where it is off."""
     section = policy.megatron_cfg
     if not section.enabled:
@@ -36,7 +36,7 @@ def check_megatron(policy: Policy, model: PreTrainedConfig) -> None:
     _check_scheduler(section)
 
 
-def check_model(section: MegatronCfg, model: PreTrainedConfig, *, key: str) -> None:
+def check_model(section: MegatronConfig, model: PreTrainedConfig, *, key: str) -> None:
     """The same of a model that need not be trained; `key` is that of `section`, for errors."""
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError(f"{key}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
@@ -45,7 +45,7 @@ def check_model(section: MegatronCfg, model: PreTrainedConfig, *, key: str) -> N
     _check_stages(section, model.num_hidden_layers, key)
 
 
-def _check_scheduler(section: TrainedMegatronCfg) -> None:
+def _check_scheduler(section: TrainedMegatronConfig) -> None:
     schedule = section.scheduler
     if schedule is None or schedule.lr_decay_style == "constant":
         return
@@ -89,7 +89,7 @@ def _check_tensor_parallel(size: int, model: PreTrainedConfig, key: str) -> None
         raise ConfigError(key, size, f"leaves the last rank no token of the model's vocab_size {model.vocab_size}")
 
 
-def _check_stages(section: MegatronCfg, num_layers: int, key: str) -> None:
+def _check_stages(section: MegatronConfig, num_layers: int, key: str) -> None:
     """As many layers in each stage as in any other, but for the first and the last where that is asked for."""
     size, size_key = section.pipeline_model_parallel_size, f"{key}.pipeline_model_parallel_size"
     ends = {

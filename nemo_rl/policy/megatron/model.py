@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.attention import Pack
 from nemo_rl.policy.logprobs import answered_in_chunks
 from nemo_rl.policy.megatron import parallel
@@ -71,7 +71,7 @@ class Stage(GPTModel):
         self,
         token_ids: torch.Tensor,
         needed: torch.Tensor,
-        wanted: ScoresNeeded = LOGPROBS_ALONE,
+        wanted: RequiredScores = LOGPROBS_ALONE,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor | TokenScores:

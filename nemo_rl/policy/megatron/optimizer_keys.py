@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.config.megatron import MegatronOptimizer, TrainedMegatronCfg
-from nemo_rl.config.policy import Optimizer, Policy, SchedulerStage
+from nemo_rl.config.megatron import MegatronOptimizerConfig, TrainedMegatronConfig
+from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
 
 
-def in_torchs_names(config: Policy) -> Policy:
+def in_torchs_names(config: PolicyConfig) -> PolicyConfig:
     """`policy.optimizer` and `policy.scheduler` that do what `policy.megatron_cfg` asks for, where it does."""
     section = config.megatron_cfg
     if section.optimizer is None and section.scheduler is None:
@@ -19,11 +19,13 @@ def in_torchs_names(config: Policy) -> Policy:
         changes["scheduler"] = None
     if section.scheduler is not None:
         factor = learning_rate_factor(section, float(changes.get("optimizer", config.optimizer).kwargs["lr"]))
-        changes["scheduler"] = SchedulerStage(name="torch.optim.lr_scheduler.LambdaLR", kwargs={"lr_lambda": factor})
+        changes["scheduler"] = SchedulerStageConfig(
+            name="torch.optim.lr_scheduler.LambdaLR", kwargs={"lr_lambda": factor}
+        )
     return config.model_copy(update=changes)
 
 
-def learning_rate_factor(section: TrainedMegatronCfg, lr: float) -> Callable[[int], float]:
+def learning_rate_factor(section: TrainedMegatronConfig, lr: float) -> Callable[[int], float]:
     """What the learning rate is multiplied by in each training step, from 0.
 
     Warm-up: from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps. Then, up to `lr_decay_iters`, from `lr` to
@@ -46,14 +48,14 @@ def learning_rate_factor(section: TrainedMegatronCfg, lr: float) -> Callable[[in
     return factor
 
 
-def _torch_optimizer(section: MegatronOptimizer) -> Optimizer:
+def _torch_optimizer(section: MegatronOptimizerConfig) -> OptimizerConfig:
     if section.optimizer == "sgd":
         kwargs = {"lr": section.lr, "momentum": section.sgd_momentum, "weight_decay": section.weight_decay}
-        return Optimizer(name="torch.optim.SGD", kwargs=kwargs)
+        return OptimizerConfig(name="torch.optim.SGD", kwargs=kwargs)
     kwargs = {
         "lr": section.lr,
         "betas": [section.adam_beta1, section.adam_beta2],
         "eps": section.adam_eps,
         "weight_decay": section.weight_decay,
     }
-    return Optimizer(name="torch.optim.AdamW", kwargs=kwargs)
+    return OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs)

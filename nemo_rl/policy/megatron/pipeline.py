@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import ScoresNeeded, TokenScores, TopK
+from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.megatron.cpu import calls_of_megatron
 from nemo_rl.policy.micro_batches import MicroBatching, micro_batches
 from nemo_rl.policy.ranks import RankLayout
@@ -21,7 +21,7 @@ Part = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-ba
 def score(
     module: nn.Module,
     batch: TrainingBatch,
-    wanted: ScoresNeeded,
+    wanted: RequiredScores,
     *,
     size: MicroBatching,
     device: torch.device,
@@ -46,7 +46,7 @@ def score(
 def learn(
     module: nn.Module,
     parts: Sequence[Part],
-    wanted: ScoresNeeded,
+    wanted: RequiredScores,
     loss: Callable[[Part, TokenScores], tuple[torch.Tensor, Any]],
     *,
     device: torch.device,
@@ -66,7 +66,7 @@ def learn(
 def _run(
     module: nn.Module,
     parts: Sequence[Part],
-    wanted: ScoresNeeded,
+    wanted: RequiredScores,
     read: Callable[..., Any],
     *,
     device: torch.device,
@@ -76,7 +76,7 @@ def _run(
         rows, part = next(iterator)
         lengths = part[keys.LENGTHS].tolist()
         part = part.to(device)
-        asked = wanted if len(rows) else ScoresNeeded()  # of a rank without a sample left nothing is asked
+        asked = wanted if len(rows) else RequiredScores()  # of a rank without a sample left nothing is asked
         candidate_ids = None if asked.candidates is None else part[asked.candidates]
         scores = model(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, asked, candidate_ids, lengths)
         return scores, partial(read, (rows, part))

@@ -9,9 +9,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.base_rank import BaseRank
 from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
@@ -73,7 +73,7 @@ class MegatronRank(BaseRank):
         )
 
     def _scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
         size = scoring_batches(self.config)
         return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
@@ -121,7 +121,7 @@ class MegatronRank(BaseRank):
             self._distributed.restore_grad_buffers()
 
 
-def _data_parallel(stage: Stage, config: Policy) -> DistributedDataParallel:
+def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParallel:
     section = config.megatron_cfg.distributed_data_parallel_config
     distributed = DistributedDataParallel(
         stage.config,

@@ -7,14 +7,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PreTrainedConfig
 
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.policy.megatron import mapping
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def transformer_config(model: PreTrainedConfig, config: Policy | Teacher, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    model: PreTrainedConfig, config: PolicyConfig | TeacherConfig, device: torch.device
+) -> TransformerConfig:
     """What Megatron's layers and schedules read.
 
     Fused kernels of Megatron's and Apex's are off: they change nothing but speed, and need what may not be installed.

@@ -5,14 +5,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.policy.megatron.model import Stage
 from nemo_rl.policy.megatron.settings import transformer_config
 from nemo_rl.policy.megatron.weights import StageWeights
 
 
-def make_stage(model: PreTrainedModel, config: Policy | Teacher, *, temperature: float, device: torch.device) -> Stage:
+def make_stage(
+    model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
+) -> Stage:
     """Without weights yet, which `stage_weights` loads; computes in `precision`."""
     base: Any = model.base_model
     settings = transformer_config(model.config, config, device)
@@ -35,7 +37,7 @@ def stage_weights(stage: Stage, model: PreTrainedModel) -> StageWeights:
 
 
 def frozen_stage(
-    model: PreTrainedModel, config: Policy | Teacher, *, temperature: float, device: torch.device
+    model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
 ) -> Stage:
     """With the model's weights, in `precision`, and without gradients."""
     stage = make_stage(model, config, temperature=temperature, device=device).requires_grad_(False)

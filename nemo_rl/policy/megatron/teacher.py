@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.hf_model import load_config, load_model
 from nemo_rl.policy.megatron.checks import check_model
 from nemo_rl.policy.megatron.parallel import make_groups
@@ -34,7 +34,7 @@ class MegatronTeacher(BaseTeacher):
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
 
     def _scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: ScoresNeeded
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
         size = teacher_batches(self.config, self._section)
         return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)

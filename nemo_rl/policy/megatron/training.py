@@ -46,7 +46,7 @@ class MegatronTrainer:
 
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
         self.module.zero_grad_buffer()
-        reports = learn(self.module, parts, loss_fn.scores_needed, loss, device=self.device)
+        reports = learn(self.module, parts, loss_fn.required_scores, loss, device=self.device)
         grad_norm = self._step()
         values, reductions = over_ranks(self.layout.gathered(_summed_up(reports)))
         return OptimizerStep(values, reductions, normalizer, grad_norm, is_skipped=not math.isfinite(grad_norm))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.generation import Colocated, GenerationSection, VllmCfg
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.generation import ColocatedConfig, GenerationConfig, VllmConfig
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.weight_sync.broadcast import Broadcast
 from nemo_rl.weight_sync.cuda_ipc import CudaIpc
@@ -29,7 +29,7 @@ class DevicePolicy(UntrainedPolicy):
         super().__init__(model)
         self.device = torch.device(device)
 
-    async def with_weights(self, use: Any) -> Any:
+    async def run_with_weights(self, use: Any) -> Any:
         pairs = [(name, tensor.detach().to(self.device)) for name, tensor in self.model.named_parameters()]
 
         def used() -> Any:
@@ -41,8 +41,8 @@ class DevicePolicy(UntrainedPolicy):
 
 def refit_twice(folder: Path, transport: Transport, policy_device: str) -> None:
     """Both refits are verified, against log-probs in float32."""
-    cfg = VllmCfg(gpu_memory_utilization=0.3, max_num_seqs=16, enable_sleep_mode=False)
-    section = GenerationSection(vllm_cfg=cfg, colocated=Colocated(enabled=policy_device == "cuda:0"))
+    cfg = VllmConfig(gpu_memory_utilization=0.3, max_num_seqs=16, enable_sleep_mode=False)
+    section = GenerationConfig(vllm_cfg=cfg, colocated=ColocatedConfig(enabled=policy_device == "cuda:0"))
 
     async def main() -> None:
         engine = await VllmGeneration.create(
@@ -53,7 +53,7 @@ def refit_twice(folder: Path, transport: Transport, policy_device: str) -> None:
             device="cuda",
         )
         sync = TransportWeightSync(
-            [(5, 6, 7), (250, 3)], WeightSync(verify=True, verify_tolerance=2e-2), "float32", transport=transport
+            [(5, 6, 7), (250, 3)], WeightSyncConfig(verify=True, verify_tolerance=2e-2), "float32", transport=transport
         )
         try:
             for version in (1, 2):

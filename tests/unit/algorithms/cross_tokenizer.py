@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nemo_rl.algorithms.cross_tokenizer_rows import Response
+from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
 from nemo_rl.algorithms.cross_tokenizer_targets import Targets, TeacherScores
 from nemo_rl.data.token_bytes import SPECIAL, TURN_END, Vocabulary
 
@@ -18,7 +18,7 @@ def vocabulary(*tokens: str, strips_leading_space: bool = False) -> Vocabulary:
 
 def response(
     student: Vocabulary, sampled: Sequence[str], teacher: Vocabulary, read: Sequence[str], *, is_ended: bool = True
-) -> Response:
+) -> AlignedResponse:
     """The student's tokens and the teacher's, by their text; the end of the turn is added."""
     student_ids = [student.texts.index(token.encode()) for token in sampled] + [0] * is_ended
     pieces = student.response_pieces(student_ids)
@@ -27,7 +27,7 @@ def response(
     read_pieces = [token.encode() for token in read]
     if teacher.strips_leading_space and read_pieces:
         read_pieces[0] = read_pieces[0].removeprefix(b" ")
-    return Response(
+    return AlignedResponse(
         student_start=0,
         student_ids=tuple(student_ids),
         student_pieces=tuple(pieces),

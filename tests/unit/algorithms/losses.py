@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 
@@ -32,7 +32,7 @@ def evaluate(
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient of the log-probs [B, T], metrics."""
     current = torch.tensor(logprobs, requires_grad=True)
-    loss, metrics = PolicyGradientLoss(LossFn(**options))(
+    loss, metrics = PolicyGradientLoss(LossConfig(**options))(
         TokenScores(current), batch, normalizer or normalizer_of(batch)
     )
     loss.backward()

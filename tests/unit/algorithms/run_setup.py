@@ -12,11 +12,11 @@ from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.run import TrainingRun
-from nemo_rl.algorithms.stages import LogprobsNeeded
+from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.observability.progress import Progress
@@ -29,7 +29,7 @@ from tests.fakes.policy import FakePolicy, FakeWeightSync
 
 VOCAB_SIZE = 6  # of the engine: it ends its turns soon
 TRAINED, HELD_OUT = "trained", "held_out"  # the two tasks, so that validation's calls can be told from training's
-NO_PASS = LogprobsNeeded(previous=False, reference=False)
+NO_PASS = RequiredLogprobs(previous=False, reference=False)
 
 Before = Callable[[Sequence[Conversation]], Awaitable[None]]
 
@@ -112,7 +112,7 @@ def prompts(count: int, task_name: str = TRAINED) -> tuple[Prompt, ...]:
     return tuple(Prompt(f"{task_name}{i}", task_name, (Message("user", f"question{i}"),)) for i in range(count))
 
 
-def make_config(**sections: Mapping[str, Any]) -> GRPOConfig:
+def make_config(**sections: Mapping[str, Any]) -> GRPORunConfig:
     """Two prompts of three rollouts a step; no validation unless asked for."""
     smallest: dict[str, Any] = {
         "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 3, "val_period": 0, "val_at_end": False},
@@ -129,12 +129,12 @@ def make_config(**sections: Mapping[str, Any]) -> GRPOConfig:
     }
     for name, section in sections.items():
         smallest[name] = {**smallest.get(name, {}), **section}
-    return GRPOConfig.model_validate(smallest)
+    return GRPORunConfig.model_validate(smallest)
 
 
 def make_rig(
     directory: Path,
-    config: GRPOConfig | None = None,
+    config: GRPORunConfig | None = None,
     *,
     num_prompts: int = 8,
     validation: Sequence[PromptSet] = (PromptSet("held_out", prompts(3, HELD_OUT)),),
@@ -143,7 +143,7 @@ def make_rig(
     before_validation: Before | None = None,
     generation: FakeGeneration | None = None,
     on_train_step: Callable[[int], None] | None = None,
-    needed: LogprobsNeeded = NO_PASS,
+    needed: RequiredLogprobs = NO_PASS,
     interrupt: Interrupt | None = None,
     shares_device: bool = False,
 ) -> Rig:
@@ -172,7 +172,7 @@ def make_rig(
         config=config,
         loss_fn=PolicyGradientLoss(config.loss_fn),
         advantage_estimator=make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn),
-        logprobs_needed=needed,
+        required_logprobs=needed,
         policy=policy,
         placement=placement,
     )

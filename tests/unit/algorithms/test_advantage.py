@@ -8,16 +8,16 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantage import make_advantage_estimator
-from nemo_rl.config.algorithm import AdvEstimator
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.experience.assembly import assemble_batch
 from tests.unit.algorithms.batches import make_batch
 from tests.unit.algorithms.rollouts import make_group
 
 
-def estimate(batch: TensorDict, loss: LossFn | None = None, **options: Any) -> torch.Tensor:
+def estimate(batch: TensorDict, loss: LossConfig | None = None, **options: Any) -> torch.Tensor:
     clip = {key: options.pop(key) for key in ("clip_low", "clip_high") if key in options}
-    return make_advantage_estimator(AdvEstimator(**options), loss or LossFn(), **clip)(batch)
+    return make_advantage_estimator(AdvantageEstimatorConfig(**options), loss or LossConfig(), **clip)(batch)
 
 
 def of_rewards(rewards: list[float], group_id: list[int] | None = None, **options: Any) -> list[float]:
@@ -125,7 +125,7 @@ def test_reinforce_plus_plus_ignores_samples_without_gradient() -> None:
     assert estimate(batch, name="reinforce_plus_plus")[:2, 1].tolist() == pytest.approx([-1.0, 1.0])
 
 
-KL_IN_REWARD = LossFn(reference_policy_kl_penalty=0.5, use_kl_in_reward=True, reference_policy_kl_type="k1")
+KL_IN_REWARD = LossConfig(reference_policy_kl_penalty=0.5, use_kl_in_reward=True, reference_policy_kl_type="k1")
 
 
 def test_kl_in_the_reward_is_subtracted_a_token_at_a_time() -> None:
@@ -162,8 +162,8 @@ def test_advantages_are_clipped_last() -> None:
 
 
 def test_required_keys_follow_the_estimator() -> None:
-    def required(name: Any, loss: LossFn | None = None) -> frozenset[str]:
-        return make_advantage_estimator(AdvEstimator(name=name), loss or LossFn()).required_keys
+    def required(name: Any, loss: LossConfig | None = None) -> frozenset[str]:
+        return make_advantage_estimator(AdvantageEstimatorConfig(name=name), loss or LossConfig()).required_keys
 
     ids = {keys.TOKEN_MASK, keys.TRAJECTORY_ID, keys.GROUP_ID}
     assert required("grpo") == ids | {keys.REWARD}

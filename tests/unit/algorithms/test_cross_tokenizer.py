@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, Translator
-from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRows
+from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, TeacherTargetBuilder
+from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRenderer
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
-from nemo_rl.algorithms.teachers import Row, SeatedTeacher, Teachers
+from nemo_rl.algorithms.teachers import BatchRow, TeacherHandle, Teachers
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.token_bytes import Vocabulary
 from nemo_rl.interfaces import TopK
@@ -49,8 +49,8 @@ def conversation(tokenizer: PreTrainedTokenizerFast, *answers: TokenizedMessage)
     return log
 
 
-def rows_of(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, **options) -> TeacherRows:
-    return TeacherRows(vocabulary_of(student), vocabulary_of(teacher), teacher, ChatEncoder(teacher), **options)
+def rows_of(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, **options) -> TeacherRenderer:
+    return TeacherRenderer(vocabulary_of(student), vocabulary_of(teacher), teacher, ChatEncoder(teacher), **options)
 
 
 def test_the_teacher_reads_its_own_template():
@@ -83,7 +83,7 @@ QUESTION = (TokenizedMessage(Message("user", "question"), (1, 2, 3)),)
 
 
 @functools.cache
-def trained_rows(student_kind: str, teacher_kind: str) -> TeacherRows:
+def trained_rows(student_kind: str, teacher_kind: str) -> TeacherRenderer:
     return rows_of(trained_tokenizer(student_kind), trained_tokenizer(teacher_kind))
 
 
@@ -126,8 +126,10 @@ class FixedTeacher:
     async def onload(self) -> None: ...
 
 
-def translator(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, matching: str) -> Translator:
-    return Translator(
+def target_builder(
+    student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, matching: str
+) -> TeacherTargetBuilder:
+    return TeacherTargetBuilder(
         TokenMap(vocabulary_of(student), vocabulary_of(teacher)),
         tokenizer=teacher,
         encoder=ChatEncoder(teacher),
@@ -135,13 +137,13 @@ def translator(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFas
     )
 
 
-def row_of(log: MessageLog, task_name: str = "task") -> Row:
-    return Row(Prompt("prompt", task_name, (log[0].message,)), log)
+def row_of(log: MessageLog, task_name: str = "task") -> BatchRow:
+    return BatchRow(Prompt("prompt", task_name, (log[0].message,)), log)
 
 
 def teachers(**of_task: FixedTeacher) -> Teachers:
     """A teacher a task, of that task's name."""
-    seated = {task: SeatedTeacher(teacher, takes_turns=True) for task, teacher in of_task.items()}  # type: ignore[arg-type]
+    seated = {task: TeacherHandle(teacher, shares_policy_device=True) for task, teacher in of_task.items()}  # type: ignore[arg-type]
     return Teachers(seated, {task: task for task in of_task})
 
 
@@ -169,7 +171,7 @@ def test_with_its_own_tokenizer_the_student_gets_the_teachers_tokens_at_its_own_
     size = len(tokenizer)
     fixed = FixedTeacher((torch.arange(size) + 1.0).div((size + 1) * size / 2).tolist())
     batch = batch_of(logs)
-    stage = CrossTokenizerStage(teachers(task=fixed), {"task": translator(tokenizer, tokenizer, matching)}, 5)
+    stage = CrossTokenizerStage(teachers(task=fixed), {"task": target_builder(tokenizer, tokenizer, matching)}, 5)
     metrics = asyncio.run(stage(batch, [row_of(log) for log in logs]))
     (asked,) = fixed.asked
     torch.testing.assert_close(asked["token_ids"], batch["token_ids"])
@@ -190,7 +192,7 @@ def test_each_of_several_teachers_answers_for_its_own_rows():
     likes_20, likes_30 = (
         FixedTeacher([0.9 if i == liked else 0.01 for i in range(len(tokenizer))]) for liked in (20, 30)
     )
-    own = translator(tokenizer, tokenizer, "prefix")
+    own = target_builder(tokenizer, tokenizer, "prefix")
     stage = CrossTokenizerStage(teachers(math=likes_20, code=likes_30), {"math": own, "code": own}, 1)
     batch = batch_of(logs)
     asyncio.run(stage(batch, [row_of(logs[0], "math"), row_of(logs[1], "code")]))

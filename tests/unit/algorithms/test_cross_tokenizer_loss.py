@@ -8,15 +8,15 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.algorithms.cross_tokenizer_loss import CrossTokenizerLoss, later_logprobs
-from nemo_rl.config.loss import CrossTokenizer, DistillationLoss
+from nemo_rl.config.loss import CrossTokenizerConfig, DistillationLossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores, TopK
 
 TWO = Normalizer(num_valid_tokens=2.0, num_valid_trajectories=1.0)
 
 
 def loss_of(kl_type: str = "forward", *, matching: str = "prefix", **options: Any) -> CrossTokenizerLoss:
-    section = CrossTokenizer(enabled=True, matching=matching)  # type: ignore[arg-type]
-    return CrossTokenizerLoss(DistillationLoss(kl_type=kl_type, cross_tokenizer=section), **options)  # type: ignore[arg-type]
+    section = CrossTokenizerConfig(enabled=True, matching=matching)  # type: ignore[arg-type]
+    return CrossTokenizerLoss(DistillationLossConfig(kl_type=kl_type, cross_tokenizer=section), **options)  # type: ignore[arg-type]
 
 
 def batch_of(ids: list[list[int]], probs: list[list[float]], **others: torch.Tensor) -> TensorDict:
@@ -112,4 +112,4 @@ def test_gold_adds_the_distance_of_sorted_unmatched_probabilities():
     assert float(metrics["divergence"].value) == pytest.approx(divergence / 2)
     assert float(metrics["unmatched"].value) == pytest.approx(unmatched / 2)
     assert float(loss) == pytest.approx((divergence + unmatched) / 2)
-    assert loss_fn.scores_needed == (("teacher_topk_ids", False, 2))
+    assert loss_fn.required_scores == (("teacher_topk_ids", False, 2))

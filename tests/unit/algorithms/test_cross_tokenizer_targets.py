@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.cross_tokenizer_rows import Response
+from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
 from nemo_rl.algorithms.cross_tokenizer_targets import (
     TeacherScores,
     TokenMap,
     identical_targets,
-    merge_same,
+    merge_duplicate_ids,
     prefix_targets,
 )
 from nemo_rl.data.token_bytes import Vocabulary
@@ -79,7 +79,7 @@ def test_before_a_token_that_is_no_text_stands_what_the_teacher_would_have_said(
 
 
 def test_tokens_behind_the_text_have_no_target_but_the_first():
-    cut = Response(0, (1, 2, 3), (b"a", b"\xe6", b"\xe6"), 1, False, 0, (1, 0), (b"a", b""))
+    cut = AlignedResponse(0, (1, 2, 3), (b"a", b"\xe6", b"\xe6"), 1, False, 0, (1, 0), (b"a", b""))
     teacher = scores(LETTERS, {"a": 0.9, "b": 0.1}, {"<end>": 0.7, "b": 0.3})
     rows = by_token(prefix_targets(cut, teacher, TokenMap(LETTERS, LETTERS)), LETTERS)
     assert rows == [pytest.approx({"a": 0.9, "b": 0.1}), pytest.approx({"<end>": 0.7, "b": 0.3}), {}]
@@ -138,7 +138,7 @@ def test_equal_tokens_of_a_row_are_added_up():
         np.array([[3, -1, 3], [-1, -1, -1], [2, 3, 4]]),
         np.array([[0.1, 0.5, 0.2], [1, 1, 1], [0.1, 0.2, 0.3]]),
     )
-    merge_same(ids, probs)
+    merge_duplicate_ids(ids, probs)
     assert ids.tolist() == [[3, -1, -1], [-1, -1, -1], [2, 3, 4]]
     np.testing.assert_allclose(probs, [[0.3, 0, 0], [0, 0, 0], [0.1, 0.2, 0.3]])
 
@@ -147,7 +147,7 @@ TOKENS = ("a", "b", "c", "ab", "bc", "abc", "ca", "bca", "cab")
 
 
 @st.composite
-def any_case(draw: st.DrawFn) -> tuple[Response, TeacherScores, TokenMap]:
+def any_case(draw: st.DrawFn) -> tuple[AlignedResponse, TeacherScores, TokenMap]:
     """A text of a, b, c in two tokenizations, and a teacher that tells its whole distribution."""
     student, teacher = (
         vocabulary("a", "b", "c", *draw(st.lists(st.sampled_from(TOKENS[3:]), unique=True))) for _ in range(2)
@@ -191,7 +191,7 @@ def test_sampled_letters_have_at_least_the_probability_of_the_teachers_own_token
     read, teacher, token_map = case
     letters = vocabulary("a", "b", "c")
     text = b"".join(read.teacher_pieces).decode()
-    spelt = Response(
+    spelt = AlignedResponse(
         0,
         (*(letters.ids[c.encode()] for c in text), 0),
         (*(c.encode() for c in text), b""),

@@ -81,10 +81,10 @@ def test_work_that_ended_when_the_stop_came_counts() -> None:
 def test_cancelling_the_guard_cancels_its_work() -> None:
     async def main() -> None:
         is_cancelled = asyncio.Event()
-        has_begun = asyncio.Event()
+        has_started = asyncio.Event()
 
         async def work() -> None:
-            has_begun.set()
+            has_started.set()
             try:
                 await forever()
             except asyncio.CancelledError:
@@ -92,7 +92,7 @@ def test_cancelling_the_guard_cancels_its_work() -> None:
                 raise
 
         task = asyncio.ensure_future(Interrupt().guard(work()))
-        await has_begun.wait()
+        await has_started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.interrupt import Interrupt
-from nemo_rl.algorithms.loop import Training, train
-from nemo_rl.algorithms.stages import LogprobsNeeded
+from nemo_rl.algorithms.loop import TrainingProgress, train
+from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.errors import RolloutError
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.types import EnvStep, FailureClass
 from tests.fakes.environments import Conversation, State
 from tests.fakes.generation import FakeGeneration
 from tests.unit.algorithms.run_setup import VOCAB_SIZE, Before, Rig, make_config, make_rig
 
 
-def trained(rig: Rig) -> Training:
+def trained(rig: Rig) -> TrainingProgress:
     return asyncio.run(train(rig.run))
 
 
@@ -94,13 +94,13 @@ def test_what_was_learnt_is_saved_when_rollouts_fail_for_good(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("needed", "passes"),
     [
-        (LogprobsNeeded(previous=False, reference=False), []),
-        (LogprobsNeeded(previous=True, reference=False), ["logprobs"]),
-        (LogprobsNeeded(previous=True, reference=True), ["logprobs", "reference_logprobs"]),
+        (RequiredLogprobs(previous=False, reference=False), []),
+        (RequiredLogprobs(previous=True, reference=False), ["logprobs"]),
+        (RequiredLogprobs(previous=True, reference=True), ["logprobs", "reference_logprobs"]),
     ],
 )
 def test_only_the_logprobs_that_someone_reads_are_computed(
-    tmp_path: Path, needed: LogprobsNeeded, passes: list[str]
+    tmp_path: Path, needed: RequiredLogprobs, passes: list[str]
 ) -> None:
     config = make_config(grpo={"max_num_steps": 1}, checkpointing={"enabled": False})
     rig = make_rig(tmp_path, config, needed=needed)
@@ -143,7 +143,7 @@ def test_training_ends_at_max_num_steps_with_a_checkpoint(tmp_path: Path) -> Non
     rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 3}))
     training = trained(rig)
     assert training.position.step == 3
-    assert not training.is_spent
+    assert not training.data_exhausted
     assert not training.interrupted
     assert list(rig.checkpoints()) == [3]
     assert rig.source.state_dict()["consumed_prompts"] == 6  # nothing is drawn ahead
@@ -152,7 +152,7 @@ def test_training_ends_at_max_num_steps_with_a_checkpoint(tmp_path: Path) -> Non
 def test_training_ends_with_the_data_after_a_short_step_a_validation_and_a_checkpoint(tmp_path: Path) -> None:
     rig = make_rig(tmp_path, make_config(grpo={"val_at_end": True}), num_prompts=5)
     training = trained(rig)
-    assert training.is_spent
+    assert training.data_exhausted
     assert training.position.step == 3
     assert [len(batch) for batch in rig.policy.batches] == [6, 6, 3]
     assert rig.validations() == [3]
@@ -267,7 +267,7 @@ def test_a_stop_during_the_validation_after_the_data_still_saves(tmp_path: Path)
     rig = make_rig(tmp_path, config, num_prompts=2, before_validation=before, interrupt=interrupt)
     training = trained(rig)
     assert training.interrupted
-    assert training.is_spent
+    assert training.data_exhausted
     assert list(rig.checkpoints()) == [1]
     assert rig.calls.count("save") == 1
 
@@ -278,11 +278,11 @@ def test_a_stop_during_the_validation_after_the_data_still_saves(tmp_path: Path)
 def test_all_metrics_of_a_run_are_documented_and_those_expected_are_there(tmp_path: Path) -> None:
     grpo = {"max_num_steps": 1, "val_period": 1, "val_num_generations_per_prompt": 2, "val_greedy": True}
     grpo |= {"seq_logprob_error_threshold": 2.0}
-    needed = LogprobsNeeded(previous=True, reference=False)
+    needed = RequiredLogprobs(previous=True, reference=False)
     rig = make_rig(tmp_path, make_config(grpo=grpo), needed=needed)
     trained(rig)
     (metrics,) = rig.logger.metrics.values()
-    assert undocumented(metrics) == []
+    assert find_undocumented(metrics) == []
     assert metrics.keys() >= {
         *("train/loss", "train/grad_norm", "train/lr", "train/reward", "train/shaped_reward", "train/advantages/mean"),
         *("train/mean_gen_tokens_per_sample", "train/failures/infra", "train/env/trained/reward_mean"),

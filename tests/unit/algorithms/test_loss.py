@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import TokenScores
 from tests.unit.algorithms.batches import make_batch, normalizer_of
@@ -101,14 +101,14 @@ def test_positive_examples_add_their_negative_log_likelihood() -> None:
 @every_option
 def test_required_keys_are_enough(options: dict[str, Any]) -> None:
     batch, current = random_batch()
-    loss_fn = PolicyGradientLoss(LossFn(**options))
+    loss_fn = PolicyGradientLoss(LossConfig(**options))
     loss_fn(TokenScores(current), batch.select(*loss_fn.required_keys), normalizer_of(batch))
 
 
 def test_keys_follow_the_options() -> None:
     plain = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.GENERATION_LOGPROBS, keys.ADVANTAGES}
-    assert PolicyGradientLoss(LossFn()).required_keys == plain
-    assert PolicyGradientLoss(LossFn(reference_policy_kl_penalty=0.1)).required_keys == plain | {
+    assert PolicyGradientLoss(LossConfig()).required_keys == plain
+    assert PolicyGradientLoss(LossConfig(reference_policy_kl_penalty=0.1)).required_keys == plain | {
         keys.REFERENCE_LOGPROBS
     }
 
@@ -124,7 +124,7 @@ def test_keys_follow_the_options() -> None:
     ],
 )
 def test_previous_logprobs_are_used_only_where_something_reads_them(options: dict[str, Any], uses: bool) -> None:
-    assert PolicyGradientLoss(LossFn(**options)).uses_prev_logprobs is uses
+    assert PolicyGradientLoss(LossConfig(**options)).uses_prev_logprobs is uses
 
 
 @pytest.mark.parametrize(
@@ -152,4 +152,4 @@ def test_previous_logprobs_are_used_only_where_something_reads_them(options: dic
 )
 def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        PolicyGradientLoss(LossFn(**options))
+        PolicyGradientLoss(LossConfig(**options))

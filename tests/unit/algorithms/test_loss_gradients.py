@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.config.loss import LossFn
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.algorithms.losses import (
@@ -43,7 +43,7 @@ def test_gradient_is_that_of_the_written_formula() -> None:
 @pytest.mark.parametrize("name", ["ppo", "sequence level", "dual clip", "gspo", "reinforce", "tis", "vapo"])
 def test_gradient_is_the_slope_of_the_loss(name: str) -> None:
     batch, current = random_batch(2)
-    loss_fn = PolicyGradientLoss(LossFn(**EVERY_OPTION[name]))
+    loss_fn = PolicyGradientLoss(LossConfig(**EVERY_OPTION[name]))
     _, gradient, _ = evaluate(batch, current.tolist(), **EVERY_OPTION[name])
     step = 2e-3
     for b, t in (batch["token_mask"] > 0).nonzero().tolist():

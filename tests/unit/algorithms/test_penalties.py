@@ -11,10 +11,10 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.penalties import Penalties, make_penalties
-from nemo_rl.algorithms.rewards import shaped_rewards
-from nemo_rl.algorithms.stages import assemble, estimate_advantages, train_rewards
-from nemo_rl.config.algorithm import GRPO, RewardScaling
-from nemo_rl.config.penalties import PenaltyTokenIds, RewardPenalties
+from nemo_rl.algorithms.rewards import transform_rewards
+from nemo_rl.algorithms.stages import assemble_train_batch, compute_train_rewards, estimate_advantages
+from nemo_rl.config.algorithm import GRPOConfig, RewardScalingConfig
+from nemo_rl.config.penalties import PenaltyTokenIdsConfig, RewardPenaltiesConfig
 from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import Message, StopReason, TokenizedMessage, ToolCall, Trajectory, TrajectoryGroup
 from tests.unit.algorithms.rollouts import PROMPT, make_trajectory
@@ -45,14 +45,14 @@ def rollout(*log: TokenizedMessage, reward: float = 1.0, index: int = 0, **value
     return Trajectory(PROMPT, "g", index, log, StopReason.DONE, {"score": reward}, **values)
 
 
-def penalties(grpo: GRPO | None = None, **config: Any) -> Penalties:
-    made = make_penalties(RewardPenalties(**config), grpo or GRPO(), decode)
+def penalties(grpo: GRPOConfig | None = None, **config: Any) -> Penalties:
+    made = make_penalties(RewardPenaltiesConfig(**config), grpo or GRPOConfig(), decode)
     assert made is not None
     return made
 
 
 def faults(trajectory: Trajectory) -> set[str]:
-    found = penalties(**ALL, token_ids=PenaltyTokenIds(unwanted=[ord("#")])).faults_of(trajectory)
+    found = penalties(**ALL, token_ids=PenaltyTokenIdsConfig(unwanted=[ord("#")])).find_faults(trajectory)
     names = ("duplicated_reasoning", "empty_final_answer", "unwanted_tokens", "malformed_think_tag")
     return {name for name in names if getattr(found, name)}
 
@@ -109,11 +109,11 @@ def test_tags_may_be_others_named_by_text_or_token() -> None:
     log = (context("a"), reply("[x"))
     by_text = penalties(penalize_malformed_think_tag=True, thinking_tags=["[", "]"])
     by_token = penalties(
-        penalize_malformed_think_tag=True, token_ids=PenaltyTokenIds(think_open=ord("["), think_close=ord("]"))
+        penalize_malformed_think_tag=True, token_ids=PenaltyTokenIdsConfig(think_open=ord("["), think_close=ord("]"))
     )
     for each in (by_text, by_token):
-        assert each.faults_of(rollout(*log)).malformed_think_tag
-        assert not each.faults_of(rollout(context("a"), reply("[x]1"))).malformed_think_tag
+        assert each.find_faults(rollout(*log)).malformed_think_tag
+        assert not each.find_faults(rollout(context("a"), reply("[x]1"))).malformed_think_tag
 
 
 def test_each_reply_is_decoded_once_and_not_at_all_for_tokens_alone() -> None:
@@ -124,29 +124,29 @@ def test_each_reply_is_decoded_once_and_not_at_all_for_tokens_alone() -> None:
         return decoded[-1]
 
     group = TrajectoryGroup("g", PROMPT, (rollout(context("a"), reply("one"), context("b"), reply("two")),))
-    Penalties(RewardPenalties(**ALL), GRPO(malformed_thinking_advantage=-1), recorded).faults([group])
+    Penalties(RewardPenaltiesConfig(**ALL), GRPOConfig(malformed_thinking_advantage=-1), recorded).faults([group])
     assert sorted(decoded) == ["a", "b", "one", "two"]
     decoded.clear()
-    only_tokens = RewardPenalties(penalize_unwanted_tokens=True, token_ids=PenaltyTokenIds(unwanted=[1]))
-    Penalties(only_tokens, GRPO(), recorded).faults([group])
+    only_tokens = RewardPenaltiesConfig(penalize_unwanted_tokens=True, token_ids=PenaltyTokenIdsConfig(unwanted=[1]))
+    Penalties(only_tokens, GRPOConfig(), recorded).faults([group])
     assert decoded == []
 
 
 def test_overwritten_advantages_need_the_text_also_where_tokens_alone_are_penalised() -> None:
     read = penalties(
-        GRPO(invalid_tool_call_advantage=-1.0, malformed_thinking_advantage=-2.0),
+        GRPOConfig(invalid_tool_call_advantage=-1.0, malformed_thinking_advantage=-2.0),
         penalize_unwanted_tokens=True,
-        token_ids=PenaltyTokenIds(unwanted=[ord("#")]),
+        token_ids=PenaltyTokenIdsConfig(unwanted=[ord("#")]),
     )
-    found = read.faults_of(rollout(context("Hi"), reply("<tool_call>nothing")))
-    assert [read.advantage_of(one) for one in found.chains[0]] == [-1.0]
-    found = read.faults_of(rollout(context("Hi"), reply("2</think>#")))
-    assert [read.advantage_of(one) for one in found.chains[0]] == [-2.0]
+    found = read.find_faults(rollout(context("Hi"), reply("<tool_call>nothing")))
+    assert [read.advantage_for(one) for one in found.chains[0]] == [-1.0]
+    found = read.find_faults(rollout(context("Hi"), reply("2</think>#")))
+    assert [read.advantage_for(one) for one in found.chains[0]] == [-2.0]
     assert found.unwanted_tokens
 
 
 def test_nothing_is_penalised_by_default() -> None:
-    assert make_penalties(RewardPenalties(), GRPO(), decode) is None
+    assert make_penalties(RewardPenaltiesConfig(), GRPOConfig(), decode) is None
 
 
 def test_a_penalised_reward_is_zero_before_scaling_unless_lower_already() -> None:
@@ -156,9 +156,11 @@ def test_a_penalised_reward_is_zero_before_scaling_unless_lower_already() -> Non
     )
     group = TrajectoryGroup("g", PROMPT, (*members, make_trajectory(None, index=3)))
     step = penalties(penalize_empty_final_answer=True).faults([group])
-    scaled = GRPO(reward_scaling=RewardScaling(enabled=True, source_min=-2, source_max=1, target_min=-1, target_max=1))
-    for config, expected in ((GRPO(), [1.0, 0.0, -2.0]), (scaled, [1.0, 1 / 3, -1.0])):
-        rewards = shaped_rewards([group], config, None, without_reward=step.without_reward)
+    scaled = GRPOConfig(
+        reward_scaling=RewardScalingConfig(enabled=True, source_min=-2, source_max=1, target_min=-1, target_max=1)
+    )
+    for config, expected in ((GRPOConfig(), [1.0, 0.0, -2.0]), (scaled, [1.0, 1 / 3, -1.0])):
+        rewards = transform_rewards([group], config, None, zero_reward_rollouts=step.zero_reward_rollouts)
         assert rewards == pytest.approx({("g", index): reward for index, reward in enumerate(expected)})
     assert step.metrics == {"reward_penalties/empty_final_answer": 2}
     assert [t.reward for t in members] == [1.0, 1.0, -2.0]  # those of the environment stay
@@ -177,13 +179,13 @@ class Run:
         return batch[keys.REWARD][:, None].expand_as(batch[keys.TOKEN_MASK])
 
 
-def stage_run(grpo: GRPO) -> Run:
+def stage_run(grpo: GRPOConfig) -> Run:
     config = SimpleNamespace(grpo=grpo, min_group_size=1, policy=SimpleNamespace(max_response_length=None))
-    return Run(make_penalties(RewardPenalties(), grpo, decode), config)
+    return Run(make_penalties(RewardPenaltiesConfig(), grpo, decode), config)
 
 
 def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
-    run = stage_run(GRPO(invalid_tool_call_advantage=-5.0, malformed_thinking_advantage=-7.0))
+    run = stage_run(GRPOConfig(invalid_tool_call_advantage=-5.0, malformed_thinking_advantage=-7.0))
     broken_call, thought = "<tool_call>{", "</think>"
     first = rollout(context("ab"), reply(broken_call), context("c"), reply("ok"), reward=1.0)
     second = replace(
@@ -191,8 +193,8 @@ def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
         other_chains=((context("a"), reply(thought)), (context("a"), reply(broken_call + thought))),
     )
     collected = CollectedGroups((TrajectoryGroup("g", PROMPT, (first, second)),))
-    rewards = train_rewards(run.config, run.penalties, collected)
-    batch = assemble(run.config, collected, rewards)
+    rewards = compute_train_rewards(run.config, run.penalties, collected)
+    batch = assemble_train_batch(run.config, collected, rewards)
     estimate_advantages(run.config, run, batch)
     advantages = batch[keys.ADVANTAGES]
     assert advantages[0, :17].tolist() == [1.0] * 2 + [-5.0] * 12 + [1.0] * 3
@@ -205,10 +207,10 @@ def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
 
 
 def test_a_run_without_penalties_keeps_its_advantages() -> None:
-    run = stage_run(GRPO())
+    run = stage_run(GRPOConfig())
     collected = CollectedGroups((TrajectoryGroup("g", PROMPT, (rollout(context("a"), reply("</think>")),)),))
-    rewards = train_rewards(run.config, run.penalties, collected)
-    batch = assemble(run.config, collected, rewards)
+    rewards = compute_train_rewards(run.config, run.penalties, collected)
+    batch = assemble_train_batch(run.config, collected, rewards)
     estimate_advantages(run.config, run, batch)
     assert batch[keys.ADVANTAGES].unique().tolist() == [1.0]
     assert rewards.faults.metrics == {}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.algorithms.resuming import Position, Saves, restore
+from nemo_rl.algorithms.resuming import CheckpointWriter, Position, restore
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.checkpoint import Checkpoint
 from nemo_rl.errors import CheckpointError, DataError
@@ -16,8 +16,8 @@ from tests.unit.algorithms.run_setup import make_config, make_rig
 
 async def save(run: TrainingRun, position: Position, metrics: dict[str, float]) -> Checkpoint | None:
     """To the end; the newest checkpoint."""
-    async with Saves(run) as saves:
-        await saves.begin(position, metrics)
+    async with CheckpointWriter(run) as checkpoint_writer:
+        await checkpoint_writer.begin(position, metrics)
     return run.checkpoints.latest() if run.checkpoints is not None else None
 
 
@@ -129,13 +129,13 @@ def test_the_optimizer_is_saved_where_the_configuration_says_so(tmp_path: Path) 
 def test_a_checkpoint_has_its_name_only_when_it_is_finished(tmp_path: Path) -> None:
     async def main() -> None:
         rig = make_rig(tmp_path)
-        saves = Saves(rig.run)
-        await saves.begin(Position(1, rig.source.state_dict()), {})
-        assert saves.is_begun
+        checkpoint_writer = CheckpointWriter(rig.run)
+        await checkpoint_writer.begin(Position(1, rig.source.state_dict()), {})
+        assert checkpoint_writer.has_pending
         assert rig.checkpoints() == {}
-        await saves.begin(Position(2, rig.source.state_dict()), {})
+        await checkpoint_writer.begin(Position(2, rig.source.state_dict()), {})
         assert list(rig.checkpoints()) == [1]  # before the next one is begun
-        await saves.finish()
+        await checkpoint_writer.finish()
         assert list(rig.checkpoints()) == [1, 2]
         assert rig.calls == ["save", "finish_save"] * 2
 
@@ -143,8 +143,8 @@ def test_a_checkpoint_has_its_name_only_when_it_is_finished(tmp_path: Path) -> N
 
 
 async def save_and_fail(run: TrainingRun, error: Exception | None) -> None:
-    async with Saves(run) as saves:
-        await saves.begin(Position(1, run.source.state_dict()), {})
+    async with CheckpointWriter(run) as checkpoint_writer:
+        await checkpoint_writer.begin(Position(1, run.source.state_dict()), {})
         if error is not None:
             raise error
 

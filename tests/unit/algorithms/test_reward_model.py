@@ -13,13 +13,13 @@ from nemo_rl.algorithms.reward_model import (
     train_step,
     train_steps,
 )
-from nemo_rl.config.reward_model import RewardModelConfig
+from nemo_rl.config.reward_model import RewardModelRunConfig
 
 PAIRS = [TokenPair([1 + n % 5, 2, 3][: 1 + n % 3], [7, 8 + n % 3]) for n in range(7)]
 
 
-def config(**policy: int) -> RewardModelConfig:
-    return RewardModelConfig.model_validate(
+def config(**policy: int) -> RewardModelRunConfig:
+    return RewardModelRunConfig.model_validate(
         {
             "rm": {"max_num_epochs": 2, "max_num_steps": 3},
             "policy": {"model_name": "m", "train_global_batch_size": 4, "train_micro_batch_size": 4, **policy},

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.interrupt import Interrupt
-from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.sft import SFTRun, train_sft, validate
 from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.run import Checkpointing
-from nemo_rl.config.sft import SFTConfig
-from nemo_rl.data.supervised import SampleLoader, SupervisedSample, SupervisedSet, supervised_batch
+from nemo_rl.config.run import CheckpointingConfig
+from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
 from nemo_rl.observability.jsonl import JsonlLogger
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.observability.progress import Progress
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from tests.contracts.policies import SETTINGS
@@ -53,8 +53,8 @@ class Runs:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
 
-    def config(self, **sft: Any) -> SFTConfig:
-        return SFTConfig.model_validate(
+    def config(self, **sft: Any) -> SFTRunConfig:
+        return SFTRunConfig.model_validate(
             {
                 "sft": {"max_num_epochs": 2, "val_period": 2, "val_global_batch_size": 3, **sft},
                 "policy": {"model_name": str(self.model), **SETTINGS, "train_global_batch_size": 4,
@@ -63,10 +63,12 @@ class Runs:
             }
         )  # fmt: skip
 
-    def train(self, *, stop_after: int | None = None, store: str = "checkpoints", **sft: Any) -> tuple[Training, Any]:
+    def train(
+        self, *, stop_after: int | None = None, store: str = "checkpoints", **sft: Any
+    ) -> tuple[TrainingProgress, Any]:
         return asyncio.run(self._train(self.config(**sft), stop_after, store))
 
-    async def _train(self, config: SFTConfig, stop_after: int | None, store: str) -> tuple[Training, Any]:
+    async def _train(self, config: SFTRunConfig, stop_after: int | None, store: str) -> tuple[TrainingProgress, Any]:
         policy = self.policy(config)
         interrupt = Interrupt()
         run = SFTRun(
@@ -74,22 +76,22 @@ class Runs:
             run_dir=self.folder,
             num_steps=5,
             source=SampleLoader(samples(10), shuffle=True, seed=config.sft.seed, max_epochs=2),
-            validation=(SupervisedSet("held", samples(10)), SupervisedSet("other", samples(2, seed=2))),
+            validation=(SupervisedDataset("held", samples(10)), SupervisedDataset("other", samples(2, seed=2))),
             policy=policy,
-            checkpoints=CheckpointStore(Checkpointing(enabled=True, save_period=100), self.folder / store),
+            checkpoints=CheckpointStore(CheckpointingConfig(enabled=True, save_period=100), self.folder / store),
             logger=JsonlLogger(self.folder),
             progress=StopsAfter(interrupt, stop_after),
             interrupt=interrupt,
         )
         try:
             training = await train_sft(run)
-            weights = await policy.with_weights(lambda weights: {name: each.clone() for name, each in weights})
+            weights = await policy.run_with_weights(lambda weights: {name: each.clone() for name, each in weights})
         finally:
             await policy.close()
             run.logger.close()
         return training, weights
 
-    def policy(self, config: SFTConfig) -> FSDP2Policy:
+    def policy(self, config: SFTRunConfig) -> FSDP2Policy:
         return FSDP2Policy(
             config.policy, model_path=str(self.model), temperature=1.0, needs_reference=False,
             num_samples_per_step=4, seed=0, tokenizer=None,
@@ -134,7 +136,7 @@ def test_loss_falls_and_every_metric_has_a_meaning(runs: Runs) -> None:
     assert sorted(training.validations) == [0, 2, 4, 5]
     rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in rows for name in row} - {"step", "time"}
-    assert undocumented(names) == []
+    assert find_undocumented(names) == []
     assert {"train/loss", "train/lr", "validation/loss", "validation/held/loss", "performance/tokens_per_sec"} <= names
     assert training.validations[5]["held/loss"] < training.validations[0]["held/loss"]  # of what is trained on
     assert training.validations[5]["loss"] == pytest.approx(
@@ -152,7 +154,7 @@ def test_validation_loss_is_over_all_tokens_of_the_first_batches(
         config = runs.config(val_batches=val_batches)
         policy = runs.policy(config)
         run: Any = type("Run", (), {"config": config, "policy": policy, "interrupt": Interrupt(),
-                                    "validation": (SupervisedSet("held", held),)})  # fmt: skip
+                                    "validation": (SupervisedDataset("held", held),)})  # fmt: skip
         batch = supervised_batch(held[:num_samples])
         try:
             logprobs = await policy.logprobs(batch)

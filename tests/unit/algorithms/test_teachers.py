@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.opd import TeacherAdvantages
-from nemo_rl.algorithms.teachers import LogprobsStage, Row, SeatedTeacher, Teachers, TopKStage, rows_of
+from nemo_rl.algorithms.teachers import BatchRow, LogprobsStage, TeacherHandle, Teachers, TopKStage, rows_in_batch_order
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.interfaces import TopK
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
@@ -46,8 +46,8 @@ class Recording:
         """Nothing is held."""
 
 
-def row(task_name: str) -> Row:
-    return Row(Prompt("p", task_name, ()), ())
+def row(task_name: str) -> BatchRow:
+    return BatchRow(Prompt("p", task_name, ()), ())
 
 
 ROWS = [row("math"), row("code"), row("math")]
@@ -60,14 +60,14 @@ def batch_of_three() -> TensorDict:
     return batch
 
 
-def teachers(calls: list[str], *, takes_turns: bool) -> tuple[Teachers, dict[str, Recording]]:
+def teachers(calls: list[str], *, shares_policy_device: bool) -> tuple[Teachers, dict[str, Recording]]:
     each = {"teacher": Recording("default", -1.0, calls), "teachers.math": Recording("math", -2.0, calls)}
-    seated = {key: SeatedTeacher(teacher, takes_turns) for key, teacher in each.items()}
+    seated = {key: TeacherHandle(teacher, shares_policy_device) for key, teacher in each.items()}
     return Teachers(seated, {"math": "teachers.math", "code": "teacher"}), each
 
 
 def test_each_row_has_the_scores_of_its_tasks_teacher() -> None:
-    asked, each = teachers([], takes_turns=False)
+    asked, each = teachers([], shares_policy_device=False)
     batch = batch_of_three()
     asyncio.run(LogprobsStage(asked)(batch, ROWS))
     assert batch[keys.TEACHER_LOGPROBS].tolist() == [[-2.0, -2.0, 0, 0], [-1.0] * 4, [-2.0, -2.0, 0, 0]]
@@ -76,7 +76,7 @@ def test_each_row_has_the_scores_of_its_tasks_teacher() -> None:
 
 
 def test_topk_is_widened_to_the_batch_and_padding_tokens_of_the_teachers_embedding_are_none() -> None:
-    asked, _ = teachers([], takes_turns=False)
+    asked, _ = teachers([], shares_policy_device=False)
     batch = batch_of_three()
     asyncio.run(TopKStage(asked, k=3, vocab_size=2)(batch, ROWS))
     assert batch[keys.TEACHER_TOPK_IDS].shape == batch[keys.TEACHER_TOPK_LOGPROBS].shape == (3, 4, 3)
@@ -86,7 +86,7 @@ def test_topk_is_widened_to_the_batch_and_padding_tokens_of_the_teachers_embeddi
 
 def test_one_model_is_on_the_device_at_a_time_where_they_take_turns() -> None:
     calls: list[str] = []
-    asked, _ = teachers(calls, takes_turns=True)
+    asked, _ = teachers(calls, shares_policy_device=True)
     asyncio.run(LogprobsStage(asked)(batch_of_three(), ROWS))
     assert calls == [
         "math onload",
@@ -103,7 +103,7 @@ def test_teachers_with_devices_of_their_own_are_asked_at_once_and_stay_there() -
     met: list[asyncio.Event] = []
 
     async def main() -> None:
-        asked, each = teachers([], takes_turns=False)
+        asked, each = teachers([], shares_policy_device=False)
         both = [asyncio.Event(), asyncio.Event()]
         met.extend(both)
 
@@ -113,7 +113,7 @@ def test_teachers_with_devices_of_their_own_are_asked_at_once_and_stay_there() -
             await asyncio.wait_for(other.wait(), 60)
             return key
 
-        answers = await asked.ask_each(ROWS, ask)
+        answers = await asked.query_each(ROWS, ask)
         assert {key: own.tolist() for own, key in answers} == {"teachers.math": [0, 2], "teacher": [1]}
         assert all(not teacher.calls for teacher in each.values())
 
@@ -123,12 +123,12 @@ def test_teachers_with_devices_of_their_own_are_asked_at_once_and_stay_there() -
 
 def test_a_teacher_that_fails_ends_the_step_with_its_own_error() -> None:
     async def main() -> None:
-        asked, _ = teachers([], takes_turns=False)
+        asked, _ = teachers([], shares_policy_device=False)
 
         async def ask(key: str, teacher: object, own: torch.Tensor) -> None:
             raise ValueError(key) if key == "teacher" else asyncio.CancelledError
 
-        await asked.ask_each([row("code")], ask)
+        await asked.query_each([row("code")], ask)
 
     with pytest.raises(ValueError, match="teacher"):
         asyncio.run(main())
@@ -149,7 +149,7 @@ def trajectory(group: str, index: int, *, num_chains: int = 1) -> Trajectory:
 def test_rows_are_those_of_the_assembled_batch_also_where_a_trajectory_has_several() -> None:
     several = (trajectory("a", 1), trajectory("a", 0, num_chains=2))
     groups = [TrajectoryGroup("a", several[0].prompt, several), TrajectoryGroup("b", trajectory("b", 0).prompt, ())]
-    rows = rows_of(groups, min_group_size=1)
+    rows = rows_in_batch_order(groups, min_group_size=1)
     batch = assemble_batch(groups, min_group_size=1)
     assert len(rows) == len(batch) == 3
     assert [r.prompt.prompt_id for r in rows] == ["a"] * 3

@@ -7,9 +7,9 @@ import pytest
 from nemo_rl.algorithms.validation import (
     ValidationResult,
     Validator,
+    average_over_sets,
     greedy_metrics,
     mean_pass_at_k,
-    over_sets,
     sampled_metrics,
 )
 from nemo_rl.data.datasets import PromptSet
@@ -155,11 +155,11 @@ def test_greedy_accuracy_is_over_the_survivors() -> None:
 
 
 def test_one_set_keeps_plain_names() -> None:
-    assert over_sets({"one": {"accuracy": 0.5}}) == {"accuracy": 0.5}
+    assert average_over_sets({"one": {"accuracy": 0.5}}) == {"accuracy": 0.5}
 
 
 def test_several_sets_have_their_own_names_and_the_mean_over_those_that_have_the_metric() -> None:
-    metrics = over_sets({"one": {"accuracy": 0.5, "num_failed": 0.0}, "two": {"num_failed": 4.0}})
+    metrics = average_over_sets({"one": {"accuracy": 0.5, "num_failed": 0.0}, "two": {"num_failed": 4.0}})
     assert metrics == {
         "accuracy": 0.5,
         "num_failed": 2.0,

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_rl.build import session
 from nemo_rl.config.loading import load_config, load_distillation_config
-from nemo_rl.config.master import DistillationConfig, GRPOConfig
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
 from nemo_rl.quickstart.tokenizer import make_tokenizer
 
 MAX_LENGTH = 32  # tokens of a rollout; a question of one letter takes 17 with the template around it
-Recipe = Callable[..., GRPOConfig]
-DistillationRecipe = Callable[..., DistillationConfig]
+Recipe = Callable[..., GRPORunConfig]
+DistillationRecipe = Callable[..., DistillationRunConfig]
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.build.session import run_training
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from tests.unit.build.conftest import Recipe
 
 pytestmark = pytest.mark.usefixtures("process_state")
@@ -24,7 +24,7 @@ CORRECTED = (
 )
 
 
-def trained(recipe: Recipe, runs: Path, *overrides: str) -> tuple[Training, dict[int, dict[str, float]]]:
+def trained(recipe: Recipe, runs: Path, *overrides: str) -> tuple[TrainingProgress, dict[int, dict[str, float]]]:
     """What a run reached, and its metrics by step."""
     training = asyncio.run(run_training(recipe(*CORRECTED, f"logger.log_dir={runs}", *overrides), "uv run train.py"))
     metrics: dict[int, dict[str, float]] = {}
@@ -60,11 +60,11 @@ def test_a_run_collects_ahead_within_its_bound_and_resumes_with_its_buffer(recip
     _, first = trained(recipe, tmp_path / "first", *background, "grpo.max_num_steps=2")
     assert (tmp_path / "checkpoints" / "step_2" / "replay_buffer.pt").is_file()
     training, second = trained(recipe, tmp_path / "second", *background, "grpo.max_num_steps=100")
-    assert training.is_spent
+    assert training.data_exhausted
     ages = [step["train/max_trajectory_age"] for step in (first | second).values() if "train/loss" in step]
     assert len(ages) == 6
     assert 0 < max(ages) <= 2
-    assert undocumented(name for step in (first | second).values() for name in step if "/" in name) == []
+    assert find_undocumented(name for step in (first | second).values() for name in step if "/" in name) == []
     rows = [json.loads(line) for path in sorted(tmp_path.glob("*/*/rollouts/train.jsonl")) for line in path.open()]
     assert sorted({row["group_id"].rpartition(":")[2] for row in rows}, key=int) == [str(place) for place in range(12)]
     assert len(rows) == 12 * 3

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.build import collect, collect_command, evaluate
-from nemo_rl.build.collect import Collected, run_collection
+from nemo_rl.build.collect import CollectionResult, run_collection
 from nemo_rl.build.run_identity import model_digest
 from nemo_rl.collect.tasks import read_tasks
 from nemo_rl.config.loading import load_collect_config
@@ -51,7 +51,7 @@ logger: {{progress: false}}
     return path
 
 
-def run(path: Path, *overrides: str) -> Collected:
+def run(path: Path, *overrides: str) -> CollectionResult:
     return asyncio.run(run_collection(load_collect_config(path, overrides)))
 
 
@@ -61,7 +61,12 @@ def rows(path: Path, name: str = "rollouts-rs0.jsonl") -> list[dict[str, Any]]:
 
 def test_a_collection_holds_every_rollout_and_the_whole_input(path: Path) -> None:
     collected = run(path, "collect.seeds=0,3")
-    assert (collected.num_rollouts, collected.num_finished, collected.num_new, collected.is_whole) == (24, 24, 24, True)
+    assert (collected.num_rollouts, collected.num_finished, collected.num_new, collected.is_complete) == (
+        24,
+        24,
+        24,
+        True,
+    )
     found = rows(path)
     assert [(row["task_index"], row["rollout_index"]) for row in found] == [(t, r) for t in range(6) for r in range(2)]
     assert found[2]["messages"][0]["content"] == "b"
@@ -179,7 +184,7 @@ def test_rows_of_nemo_gym_are_collected_with_their_tokens(path: Path, tmp_path: 
     gym_rows = [row_of(letter, agent) for letter, agent in zip("abcd", ("spell", "play") * 2, strict=True)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gym_rows))
 
-    async def main() -> Collected:
+    async def main() -> CollectionResult:
         port = unused_port()
         stack = spell_and_play(port)
         async with stack:

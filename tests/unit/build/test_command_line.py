@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl.build import session
 from nemo_rl.build.command_line import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, GRPO_JOB, run_command
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError, RolloutError
 
 RECIPE = """
@@ -31,11 +31,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GRPOConfig, str]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GRPORunConfig, str]]:
     """Configuration and command of the runs that would have been trained."""
-    runs: list[tuple[GRPOConfig, str]] = []
+    runs: list[tuple[GRPORunConfig, str]] = []
 
-    async def run_training(config: GRPOConfig, command: str) -> Training:
+    async def run_training(config: GRPORunConfig, command: str) -> Training:
         runs.append((config, command))
         return Training(interrupted=False)
 
@@ -44,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GRPOConfig, str]]:
 
 
 def failing_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_training(config: GRPOConfig, command: str) -> Training:
+    async def run_training(config: GRPORunConfig, command: str) -> Training:
         raise error
 
     monkeypatch.setattr(session, "run_training", run_training)
@@ -54,21 +54,21 @@ def run(recipe: Path, *arguments: str) -> int:
     return run_command(arguments, description="Train.", default_config=recipe, job=GRPO_JOB)
 
 
-def test_without_arguments_the_default_recipe_trains(recipe: Path, started: list[tuple[GRPOConfig, str]]) -> None:
+def test_without_arguments_the_default_recipe_trains(recipe: Path, started: list[tuple[GRPORunConfig, str]]) -> None:
     assert run(recipe) == 0
     ((config, command),) = started
     assert config.grpo.num_prompts_per_step == 4
     assert command == "uv run examples/run_grpo.py"
 
 
-def test_overrides_may_stand_before_and_after_options(recipe: Path, started: list[tuple[GRPOConfig, str]]) -> None:
+def test_overrides_may_stand_before_and_after_options(recipe: Path, started: list[tuple[GRPORunConfig, str]]) -> None:
     assert run(Path("none"), "grpo.seed=3", "--config", str(recipe), "grpo.max_num_steps=5") == 0
     ((config, command),) = started
     assert (config.grpo.seed, config.grpo.max_num_steps) == (3, 5)
     assert command == f"uv run examples/run_grpo.py --config {recipe} grpo.seed=3 grpo.max_num_steps=5"
 
 
-def test_the_command_can_be_pasted_into_a_shell(recipe: Path, started: list[tuple[GRPOConfig, str]]) -> None:
+def test_the_command_can_be_pasted_into_a_shell(recipe: Path, started: list[tuple[GRPORunConfig, str]]) -> None:
     override = "data.train={dataset_name: gsm8k, size: 3}"
     assert run(recipe, override) == 0
     assert started[0][1] == f"uv run examples/run_grpo.py '{override}'"
@@ -110,7 +110,7 @@ def test_other_errors_keep_their_traceback(recipe: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_that_was_stopped_exits_with_130(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_training(config: GRPOConfig, command: str) -> Training:
+    async def run_training(config: GRPORunConfig, command: str) -> Training:
         return Training(interrupted=True)
 
     monkeypatch.setattr(session, "run_training", run_training)
@@ -127,7 +127,7 @@ def test_a_run_that_was_stopped_at_once_exits_with_130_and_no_traceback(
 
 
 def test_dry_run_prints_configuration_and_placement_and_trains_nothing(
-    recipe: Path, started: list[tuple[GRPOConfig, str]], capsys: pytest.CaptureFixture[str]
+    recipe: Path, started: list[tuple[GRPORunConfig, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(recipe, "--dry-run", "grpo.seed=3") == 0
     out = capsys.readouterr().out

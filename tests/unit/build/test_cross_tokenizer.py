@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_rl.build.session import open_run, run_training
 from nemo_rl.config.loading import load_distillation_config
-from nemo_rl.config.master import DistillationConfig
-from nemo_rl.config.policy import Tokenizer
+from nemo_rl.config.master import DistillationRunConfig
+from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.quickstart.tokenizer import make_pair_tokenizer
 
 pytestmark = pytest.mark.usefixtures("process_state")
-Recipe = Callable[..., DistillationConfig]
+Recipe = Callable[..., DistillationRunConfig]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ logger: {{log_dir: {tmp_path / "runs"}, progress: false}}
     return lambda *overrides: load_distillation_config(path, overrides)
 
 
-async def opened(config: DistillationConfig) -> None:
+async def opened(config: DistillationRunConfig) -> None:
     async with open_run(config):
         raise AssertionError("opened")
 
@@ -105,7 +105,7 @@ def test_rows_that_the_teachers_micro_batches_do_not_hold_are_left_out(recipe: R
     config = recipe("++loss_fn.cross_tokenizer.enabled=true", "distillation.max_num_steps=1", budget)
     assert config.teacher is not None
     template = f"{'one ' * 32}{make_pair_tokenizer().chat_template}"
-    teacher = config.teacher.model_copy(update={"tokenizer": Tokenizer(chat_template=template)})
+    teacher = config.teacher.model_copy(update={"tokenizer": TokenizerConfig(chat_template=template)})
     training = asyncio.run(run_training(config.model_copy(update={"teacher": teacher}), "uv run train.py"))
     assert training.position.step == 1
     assert training.metrics["cross_tokenizer/with_target"] == 0
@@ -122,7 +122,7 @@ def test_a_run_of_real_parts_trains_towards_a_teacher_with_another_tokenizer(
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/divergence" in row]
     assert len(steps) == 2
-    assert undocumented(name for row in rows for name in row if name.startswith("train/")) == []
+    assert find_undocumented(name for row in rows for name in row if name.startswith("train/")) == []
     for row in steps:
         assert row["train/loss"] > 0
         assert row["train/grad_norm"] > 0

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.build.placement import placement_plan
 from nemo_rl.build.session import run_training
-from nemo_rl.config.master import TrainingConfig
+from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.hf import HFGeneration
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.quickstart.tokenizer import make_tokenizer
 from tests.unit.build.conftest import DistillationRecipe, Recipe
 from tests.unit.build.scoring import Counting
@@ -31,7 +31,7 @@ def held_out(tmp_path: Path) -> str:
     return f"++data.validation={{dataset_name: jsonl, data_path: {path}, env_name: letters}}"
 
 
-def trained(config: TrainingConfig) -> tuple[Training, Metrics]:
+def trained(config: TrainingRunConfig) -> tuple[TrainingProgress, Metrics]:
     Counting.calls.clear()
     training = asyncio.run(run_training(config, "uv run train.py"))
     metrics: Metrics = {}
@@ -69,7 +69,7 @@ def test_training_scores_each_rollout_alone_and_validation_all_in_one_call(
     assert Counter(Counting.calls)[6] == 3  # the validations: of the teacher, of the student at the start and the end
     assert Counter(Counting.calls)[1] >= 3 * 6  # background collection may be ahead
     assert set(Counting.calls) == {1, 6}
-    assert undocumented(name for step in metrics.values() for name in step if "/" in name) == []
+    assert find_undocumented(name for step in metrics.values() for name in step if "/" in name) == []
     assert {"validation/teacher_accuracy", "validation/accuracy"} <= metrics[0].keys()
     for step in (1, 2, 3):
         assert metrics[step].keys() >= {
@@ -115,7 +115,7 @@ def test_recorded_responses_are_learnt_from_without_a_sample(distillation_recipe
     assert training.position.step == 2
     assert Counting.calls == []
     step = metrics[2]
-    assert undocumented(name for name in step if "/" in name) == []
+    assert find_undocumented(name for name in step if "/" in name) == []
     assert [name for name in step if "reward" in name] == ["train/failures/reward"]  # a count of failures
     assert step["train/mean_gen_tokens_per_sample"] == 2  # a letter and the end of the turn
     assert step["train/loss"] > 0
@@ -128,12 +128,12 @@ def test_opd_learns_from_the_teacher_alone(recipe: Recipe, teacher_folder: Path)
         recipe("grpo.adv_estimator.name=opd", teacher, "env.letters.type=tests.unit.build.scoring:length")
     )
     step = metrics[1]
-    assert undocumented(name for name in step if "/" in name) == []
+    assert find_undocumented(name for name in step if "/" in name) == []
     assert step["train/advantages/min"] < step["train/advantages/mean"] < step["train/advantages/max"]
     assert "timing/train/teacher_logprobs" in step
 
 
-def refusal(config: TrainingConfig) -> str:
+def refusal(config: TrainingRunConfig) -> str:
     with pytest.raises(ConfigError) as refused:
         asyncio.run(run_training(config, "uv run train.py"))
     assert not list(Path(config.logger.log_dir).glob("*"))  # nothing has begun

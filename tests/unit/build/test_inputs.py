@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.build.inputs import Inputs, load_inputs, load_prompts
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
 from tests.unit.build.conftest import MAX_LENGTH, Recipe
 
 
-def loaded(config: GRPOConfig, model_path: str) -> Inputs:
+def loaded(config: GRPORunConfig, model_path: str) -> Inputs:
     return load_inputs(config, model_path, load_prompts(config))
 
 

@@ -9,7 +9,7 @@ from nemo_rl.build import collect_command
 from nemo_rl.build.collect_command import COLLECT_JOB
 from nemo_rl.build.command_line import DISTILLATION_JOB, EXIT_BAD_CONFIG, GRPO_JOB, SFT_JOB, Job, run_command
 from nemo_rl.build.evaluate import EVAL_JOB
-from nemo_rl.build.model_names import check_folder, check_model_name
+from nemo_rl.build.model_names import check_directory, check_model_name
 from nemo_rl.build.reward_model_command import REWARD_MODEL_JOB
 from nemo_rl.errors import ConfigError
 
@@ -38,14 +38,14 @@ def test_the_folder_that_is_spelt_alike_is_named(tmp_path: Path) -> None:
 def test_a_folder_is_a_model_when_it_has_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_model_name(KEY, str(tmp_path))
-    check_folder("policy.tokenizer.name", str(tmp_path))
+    check_directory("policy.tokenizer.name", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_model_name(KEY, str(tmp_path))
     with pytest.raises(ConfigError, match="is no folder"):
         check_model_name(KEY, str(tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize("check", [check_model_name, check_folder])
+@pytest.mark.parametrize("check", [check_model_name, check_directory])
 def test_a_path_that_cannot_be_read_says_why(check: Callable[[str, str], None]) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name = '/x*': cannot be read: File name too long"):
         check(KEY, "/" + "x" * 300)

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 import nemo_rl.quickstart
-from nemo_rl.build.placement import placement_plan, sampled_placement_plan
-from nemo_rl.config.collect import CollectConfig
+from nemo_rl.build.placement import collection_placement_plan, placement_plan
+from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.loading import load_collect_config, load_eval_config
 from tests.unit.build.conftest import Recipe
 
@@ -95,12 +95,12 @@ QUICKSTART = Path(nemo_rl.quickstart.__path__[0]) / "collect.yaml"
 EVALUATION = Path(__file__).parents[3] / "examples" / "configs" / "eval.yaml"
 
 
-def collection(*overrides: str) -> CollectConfig:
+def collection(*overrides: str) -> CollectRunConfig:
     return load_collect_config(QUICKSTART, ("++policy.device=cpu", *overrides))
 
 
 def test_the_plan_of_a_collection_has_its_model_and_engine() -> None:
-    assert sampled_placement_plan(collection()).splitlines() == [
+    assert collection_placement_plan(collection()).splitlines() == [
         "# placement",
         "#   model: nemo_rl/quickstart",
         "#   generation: vllm on cpu, started by the driver, float32",
@@ -125,10 +125,10 @@ def test_the_plan_of_a_collection_has_its_model_and_engine() -> None:
     ],
 )
 def test_the_plan_of_a_collection_follows_its_configuration(overrides: tuple[str, ...], line: str) -> None:
-    assert line in sampled_placement_plan(collection(*overrides)).splitlines()
+    assert line in collection_placement_plan(collection(*overrides)).splitlines()
 
 
 def test_the_plan_of_a_comparison_names_both_models_in_turn() -> None:
     config = load_eval_config(EVALUATION, ("eval.baseline=nemo_rl/quickstart-1",))
-    plan = sampled_placement_plan(*config.models).splitlines()
+    plan = collection_placement_plan(*config.models).splitlines()
     assert plan[1] == "#   models: nemo_rl/quickstart-1, then nemo_rl/quickstart"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.interrupt import Interrupt, cancelled_by_sigterm
+from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_sigterm
 from nemo_rl.build import quickstart
 from nemo_rl.build.quickstart import OnStep, prepare_model
-from nemo_rl.config.policy import Tokenizer
+from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.quickstart.recipes import Recipe, noisy_spelling
+from nemo_rl.quickstart.recipes import Recipe, sample_spelling
 from nemo_rl.quickstart.words import quickstart_prompts
 
 
@@ -49,7 +49,7 @@ def test_model_is_a_function_of_the_seed(tmp_path):
 
 def test_folder_holds_model_and_tokenizer_and_nothing_else_is_left(tmp_path):
     folder = made(tmp_path / "cache" / "model", Recipe(num_steps=1))
-    assert load_tokenizer(Tokenizer(), str(folder)).eos_token == "<|im_end|>"
+    assert load_tokenizer(TokenizerConfig(), str(folder)).eos_token == "<|im_end|>"
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
@@ -97,7 +97,7 @@ def test_a_signal_ends_the_making_at_its_next_step_and_leaves_nothing(tmp_path, 
             os.kill(os.getpid(), number)
 
     async def make() -> None:
-        with cancelled_by_sigterm():
+        with cancel_on_sigterm():
             await prepare_model(tmp_path / "model", LONG, on_step=on_step)
 
     with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
@@ -148,7 +148,7 @@ def test_faster_process_wins(tmp_path):
 
 def test_less_than_half_of_the_spellings_are_right_and_all_use_the_words_letters():
     draws = random.Random(0)
-    spellings = [noisy_spelling("stop", draws, right_share=0.35) for _ in range(2000)]
+    spellings = [sample_spelling("stop", draws, right_share=0.35) for _ in range(2000)]
     assert spellings.count("pots") / 2000 == pytest.approx(0.35, abs=0.04)
     assert spellings.count("stop") / 2000 == pytest.approx((1 - 0.35) / 2, abs=0.04)
     assert {"".join(sorted(each)) for each in spellings} == {"opst"}

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl.build.inputs import load_prompts
 from nemo_rl.build.rescore import rescore_file
 from nemo_rl.config.loading import load_config
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.experience.rescoring import rescored
 from nemo_rl.experience.scoring import Scoring
@@ -26,7 +26,7 @@ def length(messages: Sequence[dict[str, str]], metadata: dict[str, Any]) -> floa
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> GRPOConfig:
+def config(tmp_path: Path) -> GRPORunConfig:
     rows = [{"question": f"q{i}", "answer": "1"} for i in range(3)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -44,7 +44,7 @@ scorers: {{length: {{type: function, function: "{HERE}:length", weight: 0.5}}}}
     return load_config(recipe, [])
 
 
-def stored(config: GRPOConfig, path: Path) -> list[dict[str, Any]]:
+def stored(config: GRPORunConfig, path: Path) -> list[dict[str, Any]]:
     """Four rollouts: rewarded, rewarded by the scorer before, failed for want of a reward, failed in generation."""
     train, _ = load_prompts(config)
     outcomes: list[tuple[str, dict[str, float], Failure | None]] = [
@@ -77,7 +77,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_scores_take_the_place_of_their_name_and_what_failed_otherwise_stays(
-    config: GRPOConfig, tmp_path: Path
+    config: GRPORunConfig, tmp_path: Path
 ) -> None:
     before = stored(config, tmp_path / "train.jsonl")
     means = rescore_file(config, tmp_path / "train.jsonl", tmp_path / "out.jsonl")
@@ -99,7 +99,7 @@ def test_scores_take_the_place_of_their_name_and_what_failed_otherwise_stays(
 
 
 def test_what_failed_for_want_of_a_score_is_scored_anew_where_rewards_are_scores_alone(
-    config: GRPOConfig, tmp_path: Path
+    config: GRPORunConfig, tmp_path: Path
 ) -> None:
     recipe = (tmp_path / "recipe.yaml").read_text().replace("{math: {scorers", "{math: {type: reward_model, scorers")
     (tmp_path / "recipe.yaml").write_text(recipe)
@@ -126,7 +126,7 @@ def test_a_failed_rollout_of_a_task_without_scorers_does_not_become_a_reward_of_
     assert asyncio.run(main()) == [row]
 
 
-def test_rollouts_of_other_data_are_refused_and_no_output_appears(config: GRPOConfig, tmp_path: Path) -> None:
+def test_rollouts_of_other_data_are_refused_and_no_output_appears(config: GRPORunConfig, tmp_path: Path) -> None:
     rows = stored(config, tmp_path / "train.jsonl")
     (tmp_path / "other.jsonl").write_text(json.dumps({**rows[0], "prompt_id": "unknown"}) + "\n")
     with pytest.raises(DataError, match="prompt unknown is not in the data set"):

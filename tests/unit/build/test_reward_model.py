@@ -8,10 +8,10 @@ import pytest
 
 from nemo_rl.build.command_line import EXIT_BAD_CONFIG, run_command
 from nemo_rl.build.reward_model_command import REWARD_MODEL_JOB
-from nemo_rl.config.scorers import RewardModelSection
+from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.environments.scorers.reward_model import RewardModelScorer
 from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.types import Failure, Message
 
 QUESTION = "Spell this word backward (example: sun -> nus): ab"
@@ -54,10 +54,10 @@ def test_a_run_writes_a_folder_that_scores(recipe: Path, capsys: pytest.CaptureF
     ]
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "validation/pair_accuracy" in line] == [3, 4]
-    assert undocumented({name for line in lines for name in line} - {"step"}) == []
+    assert find_undocumented({name for line in lines for name in line} - {"step"}) == []
 
     async def scores() -> list[float | Failure]:
-        section = RewardModelSection(model_name=str(folder), device="cpu", in_actor=False)
+        section = RewardModelScorerConfig(model_name=str(folder), device="cpu", in_actor=False)
         scorer = RewardModelScorer("rm", section)
         talks = [(Message("user", QUESTION), Message("assistant", answer)) for answer in ("ba", "ab")]
         try:

@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl.build.inputs import Inputs
 from nemo_rl.build.rollouts import make_context, make_sampling, make_source, make_validator
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_multi_turn_rollout_async_generation
@@ -22,7 +22,7 @@ def inputs(*, validation: bool = True) -> Inputs:
     return Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(4)), held_out, ())
 
 
-def context(config: GRPOConfig, generation: FakeGeneration | None = None) -> RolloutContext:
+def context(config: GRPORunConfig, generation: FakeGeneration | None = None) -> RolloutContext:
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
     environments = {TRAINED: FakeEnvironment(), HELD_OUT: FakeEnvironment()}
     return make_context(config, inputs(), generation, environments, lambda rollout: None)
@@ -73,7 +73,7 @@ def test_the_context_has_the_limits_of_the_configuration() -> None:
 # ---- the source
 
 
-def drawn(config: GRPOConfig) -> list[int]:
+def drawn(config: GRPORunConfig) -> list[int]:
     """Requests of the first step, and prompts drawn for it."""
     generation = FakeGeneration(vocab_size=VOCAB_SIZE)
     source = make_source(config, inputs(), context(config, generation), None)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.build.run_identity import run_identity
-from nemo_rl.collect.tasks import Tasks
+from nemo_rl.collect.tasks import TasksSummary
 from nemo_rl.config.loading import load_collect_config
 
 RECIPE = """
@@ -19,7 +19,7 @@ env: {letters: {type: "tests.unit.build.scoring:length"}}
 def identity(directory: Path, served_model: str, *overrides: str) -> dict[str, Any]:
     (directory / "recipe.yaml").write_text(RECIPE)
     config = load_collect_config(directory / "recipe.yaml", overrides)
-    return run_identity(config, Tasks(1, "digest"), "m", engine="chat", served_model=served_model)
+    return run_identity(config, TasksSummary(1, "digest"), "m", engine="chat", served_model=served_model)
 
 
 def test_a_server_that_chooses_its_model_is_known_by_it(tmp_path: Path) -> None:

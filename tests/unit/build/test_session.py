@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.advantage import make_advantage_estimator
-from nemo_rl.algorithms.loop import Training
+from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.algorithms.stages import LogprobsNeeded
-from nemo_rl.build.algorithms import logprobs_needed
+from nemo_rl.algorithms.stages import RequiredLogprobs
+from nemo_rl.build.algorithms import required_logprobs
 from nemo_rl.build.session import open_run, run_training
 from nemo_rl.errors import ConfigError
-from nemo_rl.observability.metric_names import undocumented
+from nemo_rl.observability.metric_names import find_undocumented
 from tests.unit.build.conftest import Recipe
 from tests.unit.build.scoring import Closing
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
 
-def trained(recipe: Recipe, *overrides: str) -> Training:
+def trained(recipe: Recipe, *overrides: str) -> TrainingProgress:
     return asyncio.run(run_training(recipe(*overrides), "uv run train.py"))
 
 
@@ -40,7 +40,7 @@ def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         metrics |= json.loads(line)
     names = {name for name in metrics if "/" in name}
-    assert undocumented(names) == []
+    assert find_undocumented(names) == []
     assert names >= {"train/loss", "train/reward", "train/token_mult_prob_error", "validation/accuracy"}
     assert (directory / "config.yaml").read_text().startswith("grpo:")
     assert len((directory / "rollouts" / "train.jsonl").read_text().splitlines()) == 6
@@ -79,15 +79,15 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), LogprobsNeeded(previous=False, reference=False)),
-        (("policy.train_global_batch_size=3", "policy.train_micro_batch_size=3"), LogprobsNeeded(True, False)),
-        (("grpo.seq_logprob_error_threshold=2.0",), LogprobsNeeded(True, False)),
-        (("loss_fn.reference_policy_kl_penalty=0.1",), LogprobsNeeded(False, True)),
+        ((), RequiredLogprobs(previous=False, reference=False)),
+        (("policy.train_global_batch_size=3", "policy.train_micro_batch_size=3"), RequiredLogprobs(True, False)),
+        (("grpo.seq_logprob_error_threshold=2.0",), RequiredLogprobs(True, False)),
+        (("loss_fn.reference_policy_kl_penalty=0.1",), RequiredLogprobs(False, True)),
     ],
 )
 def test_log_probs_are_computed_before_training_only_where_they_are_read(
-    recipe: Recipe, overrides: tuple[str, ...], expected: LogprobsNeeded
+    recipe: Recipe, overrides: tuple[str, ...], expected: RequiredLogprobs
 ) -> None:
     config = recipe(*overrides)
     estimator = make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn)
-    assert logprobs_needed(config, PolicyGradientLoss(config.loss_fn), estimator) == expected
+    assert required_logprobs(config, PolicyGradientLoss(config.loss_fn), estimator) == expected

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.collect.identity import MOST_SHOWN, ShardIdentity, identity_differences
+from nemo_rl.collect.identity import MAX_DIFFERENCES_SHOWN, ShardIdentity, describe_identity_differences
 from nemo_rl.collect.keys import Chunk, KeySpace
 from nemo_rl.errors import DataError
 
@@ -18,17 +18,17 @@ def test_an_identity_is_read_as_it_was_written(tmp_path, chunk):
 def test_differences_name_nested_keys():
     before = {"a": {"b": 1, "c": {}}, "same": [1]}
     now = {"a": {"b": 2, "d": None}, "same": [1]}
-    assert identity_differences(before, now).splitlines() == [
+    assert describe_identity_differences(before, now).splitlines() == [
         "  a.b: was 1, is 2",
         "  a.c: was {}, is not set",
         "  a.d: was not set, is None",
     ]
-    assert identity_differences(now, now) == ""
+    assert describe_identity_differences(now, now) == ""
 
 
 def test_many_differences_are_cut():
-    lines = identity_differences({}, {str(n): n for n in range(MOST_SHOWN + 5)}).splitlines()
-    assert (len(lines), lines[-1]) == (MOST_SHOWN + 1, "  and 5 more")
+    lines = describe_identity_differences({}, {str(n): n for n in range(MAX_DIFFERENCES_SHOWN + 5)}).splitlines()
+    assert (len(lines), lines[-1]) == (MAX_DIFFERENCES_SHOWN + 1, "  and 5 more")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"chunk": 3, "num_chunks": 2, "num_tasks": 1, "num_repeats": 1}'])

@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
-from nemo_rl.collect.lines import AppendedLines, Line, read_lines
+from nemo_rl.collect.lines import AppendOnlyFile, Line, read_lines
 from nemo_rl.errors import ConfigError, DataError
 
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from nemo_rl.collect.lines import AppendedLines
+from nemo_rl.collect.lines import AppendOnlyFile
 from nemo_rl.errors import RolloutError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-lines = AppendedLines(Path(sys.argv[1]))
+lines = AppendOnlyFile(Path(sys.argv[1]))
 lines.append(b'{"first": 1}\\n')
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 try:
@@ -30,22 +30,22 @@ lines.close()
 FORK = """
 import os, sys
 from pathlib import Path
-from nemo_rl.collect.lines import AppendedLines
+from nemo_rl.collect.lines import AppendOnlyFile
 
 path = Path(sys.argv[1])
-lines = AppendedLines(path)
+lines = AppendOnlyFile(path)
 reading, writing = os.pipe()
-has_begun, begins = os.pipe()
+has_started, begins = os.pipe()
 child = os.fork()
 if child == 0:
     os.close(writing)
     os.write(begins, b"x")
     os.read(reading, 1)  # lives until the parent has opened the file again
     os._exit(0)
-os.read(has_begun, 1)
+os.read(has_started, 1)
 lines.append(b'{"first": 1}\\n')
 lines.close()
-again = AppendedLines(path)
+again = AppendOnlyFile(path)
 again.close()
 os.close(writing)
 os.waitpid(child, 0)
@@ -67,16 +67,16 @@ def test_a_fork_that_lives_on_holds_no_lock(tmp_path):
 
 
 def test_a_file_is_opened_once(tmp_path):
-    lines = AppendedLines(tmp_path / "a.jsonl")
+    lines = AppendOnlyFile(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match=r"a.jsonl is being written to"):
-        AppendedLines(tmp_path / "a.jsonl")
+        AppendOnlyFile(tmp_path / "a.jsonl")
     lines.close()
-    AppendedLines(tmp_path / "a.jsonl").close()
+    AppendOnlyFile(tmp_path / "a.jsonl").close()
 
 
 def test_a_file_without_a_folder_is_one_message(tmp_path):
     with pytest.raises(DataError, match="cannot be written"):
-        AppendedLines(tmp_path / "nowhere" / "a.jsonl")
+        AppendOnlyFile(tmp_path / "nowhere" / "a.jsonl")
 
 
 def test_lines_are_found_by_key_and_place(tmp_path):

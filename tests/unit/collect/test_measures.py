@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.collect.measures import TaskMeasures, default_ks, task_measures
-from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, Extent, RolloutTable
+from nemo_rl.collect.measures import TaskMetrics, compute_task_metrics, default_ks
+from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, CollectionManifest, RolloutTable
 from nemo_rl.experience.pass_k import majority_at_k, pass_at_k
 
 Cell = tuple[float, int, int]  # reward, length, answer
@@ -19,12 +19,12 @@ def table_of(tasks: list[list[Cell | None]]) -> RolloutTable:
     missing = (np.nan, UNKNOWN_LENGTH, NO_ANSWER)
     values = np.array([[missing if cell is None else cell for cell in task] for task in tasks])
     rewards, tokens, answers = np.moveaxis(values, 2, 0)
-    extent = Extent((0,), len(tasks), len(tasks[0]), {}, (), ())
+    manifest = CollectionManifest((0,), len(tasks), len(tasks[0]), {}, (), ())
     datasets = np.zeros(len(tasks), np.int32)
-    return RolloutTable(extent, rewards, tokens.astype(np.int32), answers.astype(np.int64), datasets, ("",))
+    return RolloutTable(manifest, rewards, tokens.astype(np.int32), answers.astype(np.int64), datasets, ("",))
 
 
-def check(measures: TaskMeasures, index: int, task: list[Cell]) -> None:
+def check(measures: TaskMetrics, index: int, task: list[Cell]) -> None:
     for found, place in ((measures.reward, 0), (measures.tokens, 1)):
         numbers = [cell[place] for cell in task]
         expected = {
@@ -51,7 +51,7 @@ def check(measures: TaskMeasures, index: int, task: list[Cell]) -> None:
 
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(st.lists(cells, min_size=n, max_size=n), min_size=1, max_size=5)))
 def test_each_task_is_measured_as_if_alone(tasks: list[list[Cell | None]]):
-    measures = task_measures(table_of(tasks))
+    measures = compute_task_metrics(table_of(tasks))
     for index, task in enumerate(tasks):
         there = [cell for cell in task if cell is not None]
         assert measures.num_rollouts[index] == len(there)
@@ -59,7 +59,7 @@ def test_each_task_is_measured_as_if_alone(tasks: list[list[Cell | None]]):
 
 
 def test_above_32_rollouts_all_vote_or_nobody():
-    scores = task_measures(table_of([[(1.0, 3, 1)] * 40])).scores
+    scores = compute_task_metrics(table_of([[(1.0, 3, 1)] * 40])).scores
     assert [name for name in scores if name.startswith("majority")] == ["majority@40"]
     assert [name for name in scores if name.startswith("pass@")] == [
         "pass@1[avg-of-40]",
@@ -68,6 +68,6 @@ def test_above_32_rollouts_all_vote_or_nobody():
 
 
 def test_ks_may_be_chosen():
-    scores = task_measures(table_of([[(1.0, 3, 1)] * 4]), ks=[3, 1]).scores
+    scores = compute_task_metrics(table_of([[(1.0, 3, 1)] * 4]), ks=[3, 1]).scores
     assert list(scores) == ["pass@1[avg-of-4]", "pass@3", "majority@3"]
     assert default_ks(1) == (1,)

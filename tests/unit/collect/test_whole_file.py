@@ -2,12 +2,12 @@
 
 import pytest
 
-from nemo_rl.collect.whole_file import whole_file
+from nemo_rl.collect.whole_file import atomic_write
 
 
 def test_the_file_appears_at_the_end(tmp_path):
     path = tmp_path / "folder" / "a.json"
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(b"whole")
         assert not path.exists()
     assert path.read_bytes() == b"whole"
@@ -16,7 +16,7 @@ def test_the_file_appears_at_the_end(tmp_path):
 def test_an_error_leaves_what_was_there(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b"before")
-    with pytest.raises(TypeError), whole_file(path) as file:
+    with pytest.raises(TypeError), atomic_write(path) as file:
         file.write("no bytes")  # type: ignore[arg-type]
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
     assert path.read_bytes() == b"before"

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from nemo_rl.config.loading import load_config
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.master import GRPORunConfig
 
 SMALLEST = """
 grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
@@ -16,7 +16,7 @@ data: {train: {dataset_name: gsm8k}}
 env: {math: {}}
 """
 
-Load = Callable[..., GRPOConfig]
+Load = Callable[..., GRPORunConfig]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def recipe(tmp_path: Path) -> Path:
 def load(recipe: Path) -> Load:
     """`load(text, *overrides)`: a recipe of that text over the smallest one."""
 
-    def write_and_load(text: str = "", *overrides: str) -> GRPOConfig:
+    def write_and_load(text: str = "", *overrides: str) -> GRPORunConfig:
         path = recipe.parent / "recipe.yaml"
         path.write_text("defaults: base.yaml\n" + dedent(text))
         return load_config(path, overrides)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.collect import CollectConfig, Sampling, Server, parse_chunk, parse_seeds
+from nemo_rl.config.collect import CollectRunConfig, SamplingConfig, ServerConfig, parse_chunk, parse_seeds
 from nemo_rl.config.loading import load_collect_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
@@ -18,7 +18,7 @@ def _start_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def load(*overrides: str) -> CollectConfig:
+def load(*overrides: str) -> CollectRunConfig:
     return load_collect_config(QUICKSTART, overrides)
 
 
@@ -55,12 +55,12 @@ def test_a_chunk_is_its_index_and_how_many_there_are() -> None:
 
 
 def test_nothing_is_trusted_unless_it_is_said() -> None:
-    assert "trust_remote_code" not in Server().engine(Sampling()).vllm_kwargs
-    assert Server(trust_remote_code=True).engine(Sampling()).vllm_kwargs == {"trust_remote_code": True}
+    assert "trust_remote_code" not in ServerConfig().engine(SamplingConfig()).vllm_kwargs
+    assert ServerConfig(trust_remote_code=True).engine(SamplingConfig()).vllm_kwargs == {"trust_remote_code": True}
 
 
 def test_data_parallelism_is_the_engines_own_option() -> None:
-    engine = Server(data_parallel_size=4, vllm_kwargs={"seed": 1}).engine(Sampling(temperature=0.5))
+    engine = ServerConfig(data_parallel_size=4, vllm_kwargs={"seed": 1}).engine(SamplingConfig(temperature=0.5))
     assert engine.vllm_kwargs == {"data_parallel_size": 4, "seed": 1}
     assert (engine.temperature, engine.vllm_cfg.enable_sleep_mode) == (0.5, False)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.compatibility import RULES
-from nemo_rl.config.keys import place_at
+from nemo_rl.config.keys import find_schema_node
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 
@@ -207,6 +207,6 @@ def test_rules_for_values_we_refuse_name_keys_that_the_schema_does_not_have() ->
         for pattern, example in examples.items():
             key = key.replace(pattern, example)
         section, _, name = key.rpartition(".")
-        place = place_at(section.split("."), {})
+        place = find_schema_node(section.split("."), {})
         is_ours = place is not None and name in place.names
         assert rule.otherwise == "keep" or not is_ours or key.endswith("dtensor_cfg.enabled"), rule.key

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.evaluation import EvalConfig, folder_name
+from nemo_rl.config.evaluation import EvalRunConfig, model_directory_name
 from nemo_rl.config.loading import load_eval_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
 RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "eval.yaml"
 
 
-def load(*overrides: str) -> EvalConfig:
+def load(*overrides: str) -> EvalRunConfig:
     return load_eval_config(RECIPE, overrides)
 
 
@@ -24,7 +24,7 @@ def test_a_resolved_recipe_is_the_same_configuration(tmp_path: Path) -> None:
 def test_an_evaluation_is_a_collection_of_one_seed_in_its_models_folder() -> None:
     config = load("eval.num_tests_per_prompt=8", "eval.output_dir=out", "eval.seed=3")
     assert (config.collection.all_seeds, config.collection.num_repeats, config.seed) == ((3,), 8, 3)
-    assert config.collection.output_dir == f"out/{folder_name('nemo_rl/quickstart')}"
+    assert config.collection.output_dir == f"out/{model_directory_name('nemo_rl/quickstart')}"
 
 
 def test_a_baseline_is_evaluated_alike_in_a_folder_of_its_own() -> None:

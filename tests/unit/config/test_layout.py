@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.layout import Layout, Place, layout_of
-from nemo_rl.config.master import GRPOConfig
+from nemo_rl.config.layout import DeviceSlot, Layout, make_layout
+from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError
 
 POLICY = "policy.dtensor_cfg"
@@ -13,7 +13,7 @@ MEGATRON = "policy.megatron_cfg"
 ENGINES = "policy.generation"
 
 
-def config(values: dict[str, Any]) -> GRPOConfig:
+def config(values: dict[str, Any]) -> GRPORunConfig:
     """The smallest recipe with `values` by dotted key."""
     raw: dict[str, Any] = {
         "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4},
@@ -26,15 +26,15 @@ def config(values: dict[str, Any]) -> GRPOConfig:
         for section in sections:
             place = place.setdefault(section, {})
         place[name] = value
-    return GRPOConfig.model_validate(raw)
+    return GRPORunConfig.model_validate(raw)
 
 
 def layout(device: Any, values: dict[str, Any]) -> Layout:
-    return layout_of(config(values), device)
+    return make_layout(config(values), device)
 
 
-def places(*each: tuple[int, tuple[int, ...]]) -> tuple[Place, ...]:
-    return tuple(Place(node, gpus) for node, gpus in each)
+def places(*each: tuple[int, tuple[int, ...]]) -> tuple[DeviceSlot, ...]:
+    return tuple(DeviceSlot(node, gpus) for node, gpus in each)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.env import CustomSection, MathSection, ReasoningGymSection
+from nemo_rl.config.env import CustomEnvironmentConfig, MathEnvironmentConfig, ReasoningGymEnvironmentConfig
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
@@ -155,10 +155,10 @@ def test_environments_are_validated_by_the_section_of_their_type(load: Load) -> 
     env = load(
         "env: {reasoning_gym: null, sums: {type: math, num_workers: 3}, own: {type: 'my.envs:Own', kwargs: {a: 1}}}"
     ).env
-    assert env["sums"] == MathSection(type="math", num_workers=3)
-    assert env["own"] == CustomSection(type="my.envs:Own", kwargs={"a": 1})
+    assert env["sums"] == MathEnvironmentConfig(type="math", num_workers=3)
+    assert env["own"] == CustomEnvironmentConfig(type="my.envs:Own", kwargs={"a": 1})
     assert env["math"].type == "math"
-    assert env["reasoning_gym"] == ReasoningGymSection(type="reasoning_gym")
+    assert env["reasoning_gym"] == ReasoningGymEnvironmentConfig(type="reasoning_gym")
 
 
 def test_resolved_yaml_loads_to_an_equal_config(load: Load, tmp_path: Path) -> None:

@@ -3,13 +3,13 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.lora_checks import check_lora
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 
 
-def policy(lora: dict[str, Any], **sections: Any) -> Policy:
+def policy(lora: dict[str, Any], **sections: Any) -> PolicyConfig:
     dtensor = {"lora_cfg": lora, **sections.pop("dtensor_cfg", {})}
-    return Policy.model_validate({"model_name": "m", "dtensor_cfg": dtensor, **sections})
+    return PolicyConfig.model_validate({"model_name": "m", "dtensor_cfg": dtensor, **sections})
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
         "overlap_param_gather",
     ]
     section = policy.megatron_cfg
-    assert policy.ranks_of_a_copy == 4
+    assert policy.model_parallel_size == 4
     assert section.pipeline_dtype == "bfloat16"
     assert section.optimizer is not None
     assert section.optimizer.min_lr == 5e-7

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 
@@ -61,7 +61,7 @@ def test_servers_and_keys_of_gym_beside_ours_become_overrides(load: Load) -> Non
         """
     )
     section = config.env["nemo_gym"]
-    assert isinstance(section, NemoGymSection)
+    assert isinstance(section, NemoGymConfig)
     assert section.overrides == {
         "use_absolute_ip": True,
         "judge": {"responses_api_models": {"vllm_model": {"max_tokens": 7}}},
@@ -73,5 +73,5 @@ def test_overrides_of_one_kind_of_server_stay_as_they_are(load: Load) -> None:
     """A mapping of free keys is no server, whatever its keys are called."""
     text = "config_paths: [a.yaml], overrides: {resources_servers: {a: 1}}"
     section = load("", entry(text)).env["gym"]
-    assert isinstance(section, NemoGymSection)
+    assert isinstance(section, NemoGymConfig)
     assert section.overrides == {"resources_servers": {"a": 1}}

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.data import Dataset
-from nemo_rl.config.env import ReasoningGymSection
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.env import ReasoningGymEnvironmentConfig
 from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
-from nemo_rl.config.master import GRPOConfig
-from nemo_rl.config.scorers import RewardModelSection
+from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.config.scorers import RewardModelScorerConfig
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = REPOSITORY / "examples" / "configs"
@@ -19,7 +19,7 @@ def _start_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # recipes name their prompt files from there
 
 
-def load(name: str, *overrides: str) -> GRPOConfig:
+def load(name: str, *overrides: str) -> GRPORunConfig:
     return load_config(RECIPES / name, overrides)
 
 
@@ -117,8 +117,8 @@ def test_quickstart_is_the_measured_one() -> None:
     assert policy.optimizer.kwargs == {"lr": 3e-4, "weight_decay": 0.0, "betas": [0.9, 0.95]}
     assert (policy.max_total_sequence_length, policy.generation.max_new_tokens) == (64, 8)
     assert config.loss_fn.reference_policy_kl_penalty == 0.0
-    assert config.env["reasoning_gym"] == ReasoningGymSection(type="reasoning_gym", require_stop=True)
-    assert isinstance(config.data.train, Dataset)
+    assert config.env["reasoning_gym"] == ReasoningGymEnvironmentConfig(type="reasoning_gym", require_stop=True)
+    assert isinstance(config.data.train, DatasetConfig)
     assert config.data.train.task == "spell_backward"
     assert config.data.train.task_kwargs == {"min_word_len": 3, "max_word_len": 5}
 
@@ -149,9 +149,9 @@ def test_the_reward_models_recipe_loads_and_its_resolved_form_is_the_same_config
 def test_grpo_scores_with_the_folder_that_run_rm_writes_and_validates_on_the_true_answers() -> None:
     config, trained = load("reward_model.yaml"), load_reward_model_config(RECIPES / REWARD_MODEL)
     section = config.scorers["rm"]
-    assert isinstance(section, RewardModelSection)
+    assert isinstance(section, RewardModelScorerConfig)
     assert section.model_name == trained.checkpointing.checkpoint_dir
-    assert isinstance(config.data.train, Dataset)
-    assert isinstance(config.data.validation, Dataset)
+    assert isinstance(config.data.train, DatasetConfig)
+    assert isinstance(config.data.validation, DatasetConfig)
     assert config.env[str(config.data.train.env_name)].scorers == ["rm"]
     assert config.env[str(config.data.validation.env_name)].type == "reasoning_gym"

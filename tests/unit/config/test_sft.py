@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.config.layout import policy_layout
+from nemo_rl.config.layout import make_policy_layout
 from nemo_rl.config.loading import load_sft_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
@@ -86,7 +86,9 @@ def test_what_cannot_run_is_refused(override: str, problem: str, recipe: Path) -
 
 def test_ranks_stand_alone_on_all_of_the_cluster(recipe: Path) -> None:
     config = load_sft_config(recipe, ["++cluster.gpus_per_node=2", "++cluster.num_nodes=2"])
-    layout = policy_layout(config.policy, config.cluster, "cuda")
+    layout = make_policy_layout(config.policy, config.cluster, "cuda")
     assert [(place.node, place.gpus) for place in layout.ranks] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
     assert layout.engines == ()
-    assert not policy_layout(config.policy, config.cluster.model_copy(update={"num_nodes": 1}), "cpu").needs_cluster
+    assert not make_policy_layout(
+        config.policy, config.cluster.model_copy(update={"num_nodes": 1}), "cpu"
+    ).needs_cluster

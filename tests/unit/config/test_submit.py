@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl.config.server_layout import ServerLayout, server_layout
-from nemo_rl.config.submit import Server, Slurm
+from nemo_rl.config.submit import SlurmConfig, SlurmServerConfig
 from nemo_rl.config.submit_checks import check_slurm
 from nemo_rl.errors import ConfigError
 
@@ -47,22 +47,22 @@ COMMAND = {"command": ["serve", "{port}"]}
 )
 def test_what_no_job_can_be_made_of_names_its_key(slurm: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_slurm(Slurm.model_validate(slurm))
+        check_slurm(SlurmConfig.model_validate(slurm))
     assert expected in str(error.value)
 
 
 @pytest.mark.parametrize("words", [["--api-key", "sk-1"], ["--api-key=sk-1"], ["--hf-token=sk-1"]])
 def test_a_secret_is_no_argument_and_is_not_shown(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="give it as a variable") as error:
-        check_slurm(Slurm.model_validate({"server": {**MODEL, "args": words}}))
+        check_slurm(SlurmConfig.model_validate({"server": {**MODEL, "args": words}}))
     assert "sk-1" not in str(error.value)
 
 
 def test_dependencies_are_no_key_of_a_component() -> None:
     for name in ("server", "collection", "aggregation"):
         with pytest.raises(ValidationError, match="dependency"):
-            Slurm.model_validate({name: {"dependency": "afterok:1"}})
-    check_slurm(Slurm.model_validate({"dependency": "afterok:1"}))
+            SlurmConfig.model_validate({name: {"dependency": "afterok:1"}})
+    check_slurm(SlurmConfig.model_validate({"dependency": "afterok:1"}))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_dependencies_are_no_key_of_a_component() -> None:
     ],
 )
 def test_server_processes_fill_the_nodes(nodes: int, server: dict[str, Any], expected: ServerLayout) -> None:
-    layout = server_layout(Server.model_validate({**MODEL, **server}), nodes)
+    layout = server_layout(SlurmServerConfig.model_validate({**MODEL, **server}), nodes)
     assert layout == expected
     assert layout.needs_router == (layout.num_tasks > layout.tasks_per_group)
 
 
 def test_replicas_of_another_server_are_behind_our_router() -> None:
-    layout = server_layout(Server.model_validate({**COMMAND, "num_replicas": 2}), 2)
+    layout = server_layout(SlurmServerConfig.model_validate({**COMMAND, "num_replicas": 2}), 2)
     assert (layout.num_groups, layout.needs_router, layout.tasks_per_node) == (2, True, 1)

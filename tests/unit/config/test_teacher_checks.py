@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.layout import Layout, Place, layout_of
+from nemo_rl.config.layout import DeviceSlot, Layout, make_layout
 from nemo_rl.config.loading import load_config, load_distillation_config
-from nemo_rl.config.master import DistillationConfig
+from nemo_rl.config.master import DistillationRunConfig
 from nemo_rl.errors import ConfigError
 
 SMALLEST = """
@@ -21,7 +21,7 @@ data: {train: {dataset_name: gsm8k}}
 env: {math: {}}
 """
 
-LoadDistillation = Callable[..., DistillationConfig]
+LoadDistillation = Callable[..., DistillationRunConfig]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def load(tmp_path: Path) -> LoadDistillation:
     """`load(text, *overrides)`: a recipe of that text over the smallest one."""
     (tmp_path / "base.yaml").write_text(SMALLEST)
 
-    def write_and_load(text: str = "", *overrides: str) -> DistillationConfig:
+    def write_and_load(text: str = "", *overrides: str) -> DistillationRunConfig:
         path = tmp_path / "recipe.yaml"
         path.write_text("defaults: base.yaml\n" + dedent(text))
         return load_distillation_config(path, overrides)
@@ -135,7 +135,7 @@ def test_a_whole_policy_section_on_megatron_is_a_teacher_on_megatron(
         config = load(whole)
     assert caplog.messages == []
     assert config.teacher is not None
-    assert config.teacher.ranks_of_a_copy == 4
+    assert config.teacher.model_parallel_size == 4
     assert config.teachers["math"] == config.teacher
     assert (
         not load("teacher: {megatron_cfg: {enabled: false, unknown: 1}}")
@@ -165,12 +165,12 @@ def test_teachers_are_read_by_opd_alone_in_grpo(tmp_path: Path) -> None:
 
 
 def layout(load: LoadDistillation, device: Any, *overrides: str) -> Layout:
-    return layout_of(load("", *overrides), device)
+    return make_layout(load("", *overrides), device)
 
 
 def test_a_teacher_of_several_ranks_needs_a_cluster_and_one_does_not(load: LoadDistillation) -> None:
     one = layout(load, "cpu")
-    assert one.teachers == {"teacher": (Place(0),)}
+    assert one.teachers == {"teacher": (DeviceSlot(0),)}
     assert not one.needs_cluster
     several = layout(load, "cpu", "teacher.dtensor_cfg={data_parallel_size: 2, tensor_parallel_size: 2}")
     assert len(several.teachers["teacher"]) == 4
@@ -190,11 +190,11 @@ def test_a_teacher_on_megatron_stands_on_processes_of_its_own(load: LoadDistilla
 def test_on_gpus_a_teacher_is_colocated_or_takes_the_last_ones(load: LoadDistillation) -> None:
     gpus = "cluster.gpus_per_node=4"
     shared = layout(load, "cuda", gpus, "teacher.dtensor_cfg.tensor_parallel_size=2")
-    assert shared.teachers["teacher"] == shared.ranks == tuple(Place(0, (gpu,)) for gpu in range(4))
+    assert shared.teachers["teacher"] == shared.ranks == tuple(DeviceSlot(0, (gpu,)) for gpu in range(4))
     own = layout(load, "cuda", gpus, "teacher.colocated={enabled: false, resources: {gpus_per_node: 1}}",
                  "policy.dtensor_cfg.data_parallel_size=2")  # fmt: skip
-    assert own.teachers["teacher"] == (Place(0, (3,)),)
-    assert own.ranks == (Place(0, (0,)), Place(0, (1,)))
+    assert own.teachers["teacher"] == (DeviceSlot(0, (3,)),)
+    assert own.ranks == (DeviceSlot(0, (0,)), DeviceSlot(0, (1,)))
     assert {gpu for place in own.engines for gpu in place.gpus} == {0, 1, 2}
     nodes = layout(load, "cuda", gpus, "cluster.num_nodes=2",
                    "teacher.colocated={enabled: false, resources: {num_nodes: 1}}")  # fmt: skip

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.alignment import Span, align, valid_prefix
-from nemo_rl.data.token_bytes import Vocabulary, encoded_pieces
-from tests.templates.vocabularies import KINDS, trained_tokenizer
+from nemo_rl.data.alignment import Span, align, valid_utf8_prefix
+from nemo_rl.data.token_bytes import Vocabulary, encode_with_pieces
+from tests.templates.vocabularies import ENTRY_KINDS, trained_tokenizer
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=30) | st.sampled_from(
     [
@@ -69,10 +69,10 @@ def test_spans_partition_both_sides_hold_the_same_bytes_and_are_minimal(sides):
 
 @settings(max_examples=60, deadline=None)
 @given(texts)
-@pytest.mark.parametrize("student_kind", KINDS)
+@pytest.mark.parametrize("student_kind", ENTRY_KINDS)
 def test_unicode_text_is_aligned_between_any_two_tokenizers(student_kind, text):
     student = pieces_by(student_kind, text)
-    for teacher_kind in KINDS:
+    for teacher_kind in ENTRY_KINDS:
         teacher = pieces_by(teacher_kind, text)
         spans = check_spans(student, teacher)
         if student_kind == teacher_kind and all(student):
@@ -80,13 +80,13 @@ def test_unicode_text_is_aligned_between_any_two_tokenizers(student_kind, text):
 
 
 def test_text_before_the_first_byte_that_is_no_utf_8_is_kept():
-    assert valid_prefix("aé".encode() + b"\xe6\x9d") == "aé".encode()
-    assert valid_prefix("aé".encode()) == "aé".encode()
+    assert valid_utf8_prefix("aé".encode() + b"\xe6\x9d") == "aé".encode()
+    assert valid_utf8_prefix("aé".encode()) == "aé".encode()
 
 
 def pieces_by(kind: str, text: str) -> list[bytes]:
     tokenizer = trained_tokenizer(kind)
-    token_ids, pieces = encoded_pieces(tokenizer, Vocabulary.of(tokenizer, stop_token_ids=[1]), text)
+    token_ids, pieces = encode_with_pieces(tokenizer, Vocabulary.of(tokenizer, stop_token_ids=[1]), text)
     assert list(token_ids) == tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert b"".join(pieces) == text.encode()
     return pieces

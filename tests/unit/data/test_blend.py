@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.data import Data, Dataset
-from nemo_rl.data.blend import Blend, HeldPrompts
+from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.data.blend import Blend, InMemoryPrompts
 from nemo_rl.data.datasets import load_datasets
 from nemo_rl.data.loader import PromptLoader, fingerprint
 from nemo_rl.errors import DataError
 from nemo_rl.types import Message, Prompt
 
 
-def held(*contents: str) -> HeldPrompts:
+def held(*contents: str) -> InMemoryPrompts:
     prompts = [Prompt("", "echo", (Message("user", content),)) for content in contents]
-    return HeldPrompts(prompts, [ord(content) for content in contents])
+    return InMemoryPrompts(prompts, [ord(content) for content in contents])
 
 
 def contents(prompts: Sequence[Prompt]) -> str:
@@ -57,10 +57,10 @@ def blended(tmp_path: Path) -> Blend:
     (tmp_path / "gym.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gym))
     (tmp_path / "held_out.jsonl").write_text(json.dumps(gym[1]) + "\n")
     (tmp_path / "plain.jsonl").write_text('{"input": "x", "output": "y"}\n{"input": "z", "output": "y"}\n')
-    rows = Dataset(dataset_name="nemo_gym", data_path=str(tmp_path / "gym.jsonl"))
-    held_out = Dataset(dataset_name="nemo_gym", data_path=str(tmp_path / "held_out.jsonl"))
-    plain = Dataset(dataset_name="jsonl", data_path=str(tmp_path / "plain.jsonl"))
-    train, _ = load_datasets(Data(train=[rows, plain, rows], validation=held_out), run_seed=0)
+    rows = DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "gym.jsonl"))
+    held_out = DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "held_out.jsonl"))
+    plain = DatasetConfig(dataset_name="jsonl", data_path=str(tmp_path / "plain.jsonl"))
+    train, _ = load_datasets(DataConfig(train=[rows, plain, rows], validation=held_out), run_seed=0)
     assert isinstance(train.prompts, Blend)
     assert (train.task_names, train.agent_names) == ({"nemo_gym", "math"}, {"a"})
     return train.prompts
@@ -89,7 +89,9 @@ def test_the_loader_takes_a_blend_as_it_takes_prompts(blended: Blend) -> None:
 def test_a_set_is_repeated_as_often_as_its_section_says(tmp_path: Path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text('{"input": "x", "output": "y"}\n{"input": "z", "output": "y"}\n')
-    train, _ = load_datasets(Data(train=Dataset(dataset_name="jsonl", data_path=str(path), repeat=2)), run_seed=0)
+    train, _ = load_datasets(
+        DataConfig(train=DatasetConfig(dataset_name="jsonl", data_path=str(path), repeat=2)), run_seed=0
+    )
     assert contents(train.prompts) == "xzxz"
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.data import Dataset
-from nemo_rl.config.sft import SFTData
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.sft import SFTDataConfig
 from nemo_rl.data.conversations import Conversation, load_conversations, read_conversations
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, ToolCall
@@ -16,7 +16,7 @@ ASKED, ANSWERED = Message("user", "2+2"), Message("assistant", "4")
 
 
 def read(*rows: dict[str, Any], **section: Any) -> list[Conversation]:
-    return read_conversations(rows, Dataset(dataset_name="jsonl", **section), key="data.train")
+    return read_conversations(rows, DatasetConfig(dataset_name="jsonl", **section), key="data.train")
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -94,10 +94,10 @@ def test_what_is_validated_on_is_not_trained_on(tmp_path: Path) -> None:
         "validation": [{"data_path": held_out}, {"data_path": held_out, "name": "again"}],
         "default": {"dataset_name": "jsonl"},
     }
-    blend, (one, two) = load_conversations(SFTData.model_validate(sets), run_seed=0)
+    blend, (one, two) = load_conversations(SFTDataConfig.model_validate(sets), run_seed=0)
     assert [each.messages[0].content for each in blend.conversations] == ["a", "c", "d", "d"]
     assert (blend.name, one.name, two.name) == ("train", "jsonl", "again")
-    kept, _ = load_conversations(SFTData.model_validate({**sets, "disjoint": False}), run_seed=0)
+    kept, _ = load_conversations(SFTDataConfig.model_validate({**sets, "disjoint": False}), run_seed=0)
     assert len(kept.conversations) == 5
     with pytest.raises(ConfigError, match=r"data\.disjoint"):
-        load_conversations(SFTData.model_validate({**sets, "train": {"data_path": held_out}}), run_seed=0)
+        load_conversations(SFTDataConfig.model_validate({**sets, "train": {"data_path": held_out}}), run_seed=0)

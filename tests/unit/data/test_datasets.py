@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.data import Data, Dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import check_prompt_lengths, load_datasets
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, ToolCall
 from tests.templates import byte_tokenizer
 
-SPELL = Dataset(dataset_name="reasoning_gym", task="spell_backward", size=50)
+SPELL = DatasetConfig(dataset_name="reasoning_gym", task="spell_backward", size=50)
 
 
-def rows_of(section: Dataset, seed: int):
+def rows_of(section: DatasetConfig, seed: int):
     """A data set of the user's own, found by its dotted path."""
     return [{"input": f"{seed} {section.task} {i}", "output": i} for i in range(3)]
 
@@ -30,13 +30,13 @@ def file(tmp_path: Path):
     return write
 
 
-def prompts_of(section: Dataset, **data):
-    return load_datasets(Data(train=section, **data), run_seed=5)[0].prompts
+def prompts_of(section: DatasetConfig, **data):
+    return load_datasets(DataConfig(train=section, **data), run_seed=5)[0].prompts
 
 
 def test_question_and_answer_rows_become_math_prompts(file):
     path = file({"input": "2+2", "output": 4}, "", {"input": "3+3", "output": "6"})
-    prompts = prompts_of(Dataset(dataset_name="jsonl", data_path=path))
+    prompts = prompts_of(DatasetConfig(dataset_name="jsonl", data_path=path))
     assert [p.messages for p in prompts] == [(Message("user", "2+2"),), (Message("user", "3+3"),)]
     assert [p.env_state for p in prompts] == [{"answer": "4"}, {"answer": "6"}]
     assert {(p.task_name, p.dataset) for p in prompts} == {("math", "jsonl")}
@@ -45,7 +45,7 @@ def test_question_and_answer_rows_become_math_prompts(file):
 def test_keys_and_prompt_files_are_applied(file, tmp_path):
     (tmp_path / "ask.txt").write_text("Solve: {}\nBox {x}.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
-    section = Dataset(
+    section = DatasetConfig(
         dataset_name="jsonl",
         data_path=file({"q": "2+2 {}", "a": "4"}),
         input_key="q",
@@ -68,7 +68,7 @@ def test_messages_rows_keep_tools_and_hand_other_fields_to_the_environment(file)
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
         {"role": "assistant", "content": "two"},
     ]
-    section = Dataset(dataset_name="jsonl", data_path=file({"messages": messages, "tools": [tool], "level": 3}))
+    section = DatasetConfig(dataset_name="jsonl", data_path=file({"messages": messages, "tools": [tool], "level": 3}))
     (prompt,) = prompts_of(section)
     assert prompt.messages == (
         Message("user", "1+1"),
@@ -86,46 +86,46 @@ def test_messages_rows_keep_tools_and_hand_other_fields_to_the_environment(file)
 def test_broken_line_is_named_by_file_and_line(file, second_line, problem):
     path = file({"input": "a", "output": "b"}, second_line)
     with pytest.raises(DataError, match=rf"rows\.jsonl:2: {problem}"):
-        prompts_of(Dataset(dataset_name="jsonl", data_path=path))
+        prompts_of(DatasetConfig(dataset_name="jsonl", data_path=path))
 
 
 def test_row_without_the_answers_field_is_named(file):
     path = file({"input": "a", "output": "b"}, {"input": "a"})
     with pytest.raises(DataError, match=r"data\.train \(jsonl\): row 1: has no field 'output'"):
-        prompts_of(Dataset(dataset_name="jsonl", data_path=path))
+        prompts_of(DatasetConfig(dataset_name="jsonl", data_path=path))
 
 
 def test_unknown_role_is_refused(file):
     path = file({"messages": [{"role": "human", "content": "hi"}]})
     with pytest.raises(DataError, match=r"row 0: .*role of system, user, assistant, tool"):
-        prompts_of(Dataset(dataset_name="jsonl", data_path=path))
+        prompts_of(DatasetConfig(dataset_name="jsonl", data_path=path))
 
 
 def test_empty_and_missing_files_are_refused(file, tmp_path):
     with pytest.raises(DataError, match="has no rows"):
-        prompts_of(Dataset(dataset_name="jsonl", data_path=file("")))
+        prompts_of(DatasetConfig(dataset_name="jsonl", data_path=file("")))
     with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read: No such file"):
-        prompts_of(Dataset(dataset_name="jsonl", data_path=str(tmp_path / "absent.jsonl")))
+        prompts_of(DatasetConfig(dataset_name="jsonl", data_path=str(tmp_path / "absent.jsonl")))
 
 
 def test_unknown_data_set_lists_the_nearest_known_one():
     with pytest.raises(ConfigError, match=r"data\.train\.dataset_name = 'json'.*did you mean jsonl"):
-        prompts_of(Dataset(dataset_name="json"))
+        prompts_of(DatasetConfig(dataset_name="json"))
     with pytest.raises(ConfigError, match=r"known: .*AIME2024.*reasoning_gym"):
-        prompts_of(Dataset())
+        prompts_of(DatasetConfig())
 
 
 def test_dotted_path_names_a_function_of_rows():
-    section = Dataset(dataset_name=f"{__name__}.rows_of", task="t", size=2)
+    section = DatasetConfig(dataset_name=f"{__name__}.rows_of", task="t", size=2)
     assert [p.messages[0].content for p in prompts_of(section)] == ["5 t 0", "5 t 1"]
     with pytest.raises(ConfigError, match="cannot be imported"):
-        prompts_of(Dataset(dataset_name="no_such_module.rows"))
+        prompts_of(DatasetConfig(dataset_name="no_such_module.rows"))
 
 
 def test_defaults_fill_what_a_section_leaves_open(file):
-    default = Dataset(dataset_name="jsonl", input_key="q", env_name="tutor")
+    default = DatasetConfig(dataset_name="jsonl", input_key="q", env_name="tutor")
     path = file({"q": "1", "output": "x", "other": "2"})
-    train = [Dataset(data_path=path), Dataset(data_path=path, input_key="other", name="others")]
+    train = [DatasetConfig(data_path=path), DatasetConfig(data_path=path, input_key="other", name="others")]
     prompts = prompts_of(train, default=default)  # type: ignore[arg-type]
     assert [(p.messages[0].content, p.task_name, p.dataset) for p in prompts] == [
         ("1", "tutor", "jsonl"),
@@ -135,8 +135,8 @@ def test_defaults_fill_what_a_section_leaves_open(file):
 
 def test_repeated_names_are_numbered_and_ids_stay_unique(file):
     path = file({"input": "1", "output": "x"}, {"input": "1", "output": "x"})
-    same = Dataset(dataset_name="jsonl", data_path=path)
-    train, validation = load_datasets(Data(train=same, validation=[same, same], disjoint=False), run_seed=0)
+    same = DatasetConfig(dataset_name="jsonl", data_path=path)
+    train, validation = load_datasets(DataConfig(train=same, validation=[same, same], disjoint=False), run_seed=0)
     assert [held_out.name for held_out in validation] == ["jsonl", "jsonl_2"]
     first, second = train.prompts
     assert second.prompt_id == f"{first.prompt_id}-1"
@@ -144,14 +144,14 @@ def test_repeated_names_are_numbered_and_ids_stay_unique(file):
 
 def test_ids_do_not_depend_on_the_rows_around(file):
     one, two = {"input": "1", "output": "x"}, {"input": "2", "output": "y"}
-    forward = prompts_of(Dataset(dataset_name="jsonl", data_path=file(one, two, name="a.jsonl")))
-    reverse = prompts_of(Dataset(dataset_name="jsonl", data_path=file(two, one, name="b.jsonl")))
+    forward = prompts_of(DatasetConfig(dataset_name="jsonl", data_path=file(one, two, name="a.jsonl")))
+    reverse = prompts_of(DatasetConfig(dataset_name="jsonl", data_path=file(two, one, name="b.jsonl")))
     assert [p.prompt_id for p in forward] == [p.prompt_id for p in reversed(reverse)]
 
 
 def test_validation_prompts_are_left_out_of_training(file):
-    train = Dataset(dataset_name="jsonl", data_path=file(*({"input": str(i), "output": "x"} for i in range(4))))
-    held_out = Dataset(dataset_name="jsonl", data_path=file({"input": "2", "output": "x"}, name="v.jsonl"))
+    train = DatasetConfig(dataset_name="jsonl", data_path=file(*({"input": str(i), "output": "x"} for i in range(4))))
+    held_out = DatasetConfig(dataset_name="jsonl", data_path=file({"input": "2", "output": "x"}, name="v.jsonl"))
     kept = prompts_of(train, validation=held_out)
     assert [p.messages[0].content for p in kept] == ["0", "1", "3"]
     assert len(prompts_of(train, validation=held_out, disjoint=False)) == 4
@@ -172,14 +172,15 @@ def test_reasoning_gym_rows_carry_the_whole_entry_and_never_repeat():
 
 def test_near_seeds_give_shifted_copies_which_do_not_reach_training():
     train, (validation,) = load_datasets(
-        Data(train=SPELL.model_copy(update={"seed": 0}), validation=SPELL.model_copy(update={"seed": 1})), run_seed=0
+        DataConfig(train=SPELL.model_copy(update={"seed": 0}), validation=SPELL.model_copy(update={"seed": 1})),
+        run_seed=0,
     )
     assert len(train.prompts) == 1  # 49 of 50 are validation questions
     assert not {p.messages for p in train.prompts} & {p.messages for p in validation.prompts}
 
 
 def test_sets_without_a_seed_draw_different_rows_and_the_first_uses_the_runs():
-    train, (validation,) = load_datasets(Data(train=SPELL, validation=SPELL), run_seed=5)
+    train, (validation,) = load_datasets(DataConfig(train=SPELL, validation=SPELL), run_seed=5)
     assert not {p.messages for p in train.prompts} & {p.messages for p in validation.prompts}
     named = prompts_of(SPELL.model_copy(update={"seed": 5}))
     assert {p.prompt_id for p in train.prompts} <= {p.prompt_id for p in named}
@@ -192,7 +193,7 @@ def test_sets_without_a_seed_draw_different_rows_and_the_first_uses_the_runs():
 def test_entries_still_score_their_own_answer(task):
     import reasoning_gym
 
-    for prompt in prompts_of(Dataset(dataset_name="reasoning_gym", task=task, size=2)):
+    for prompt in prompts_of(DatasetConfig(dataset_name="reasoning_gym", task=task, size=2)):
         entry = prompt.env_state["entry"]
         json.dumps(entry)
         if entry["answer"] is not None:
@@ -213,7 +214,7 @@ def test_unknown_task_or_option_is_a_config_error(section, expected):
 
 def test_folder_of_the_datasets_library_loads(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "so #### 1,002"}\n')
-    section = Dataset(
+    section = DatasetConfig(
         dataset_name="huggingface",
         data_path=str(tmp_path),
         split="train",
@@ -228,7 +229,8 @@ def test_folder_of_the_datasets_library_loads(tmp_path):
 def test_too_long_prompt_names_the_key_the_prompt_and_its_length(file):
     encoder = ChatEncoder(byte_tokenizer("plain_text"))  # one token a byte: "USER: 123\nASSISTANT: " has 21
     train, _ = load_datasets(
-        Data(train=Dataset(dataset_name="jsonl", data_path=file({"input": "123", "output": "x"}))), run_seed=0
+        DataConfig(train=DatasetConfig(dataset_name="jsonl", data_path=file({"input": "123", "output": "x"}))),
+        run_seed=0,
     )
     check_prompt_lengths([train], encoder, 21)
     prompt_id = train.prompts[0].prompt_id

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.data import Data, Dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import PromptSet, load_datasets
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, ToolCall
@@ -22,16 +22,16 @@ def row(text: str = "2+2", agent: Any = MATH, **parameters: Any) -> dict[str, An
 
 @pytest.fixture
 def section(tmp_path: Path):
-    def write(*rows: Any, file: str = "rows.jsonl", **keys: Any) -> Dataset:
+    def write(*rows: Any, file: str = "rows.jsonl", **keys: Any) -> DatasetConfig:
         path = tmp_path / file
         path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in rows))
-        return Dataset(dataset_name="nemo_gym", data_path=str(path), **keys)
+        return DatasetConfig(dataset_name="nemo_gym", data_path=str(path), **keys)
 
     return write
 
 
-def train_set(*sections: Dataset, **data: Any) -> PromptSet:
-    return load_datasets(Data(train=list(sections), **data), run_seed=0)[0]
+def train_set(*sections: DatasetConfig, **data: Any) -> PromptSet:
+    return load_datasets(DataConfig(train=list(sections), **data), run_seed=0)[0]
 
 
 def test_a_row_names_its_agent_and_goes_to_it_whole(section) -> None:
@@ -114,7 +114,7 @@ def test_a_file_without_rows_and_a_section_without_file_are_refused(section) -> 
     with pytest.raises(DataError, match=r"data\.train: .*rows\.jsonl has no rows"):
         train_set(section(""))
     with pytest.raises(ConfigError, match=r"data\.train\.data_path"):
-        train_set(Dataset(dataset_name="nemo_gym"))
+        train_set(DatasetConfig(dataset_name="nemo_gym"))
 
 
 def test_rows_of_a_validation_set_are_left_out_of_training(section) -> None:

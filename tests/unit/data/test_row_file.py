@@ -24,7 +24,7 @@ def test_rows_are_read_by_their_place_blank_lines_left_out(path: Path) -> None:
     assert file.row(2) == {"a": "ü"}
     assert list(file.rows()) == [{"a": 1}, {"a": 2}, {"a": "ü"}]
     assert list(file.rows([2, 0])) == [{"a": "ü"}, {"a": 1}]
-    assert [file.place(index) for index in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:5"]
+    assert [file.location(index) for index in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:5"]
 
 
 def test_a_limit_takes_the_first_rows(path: Path) -> None:

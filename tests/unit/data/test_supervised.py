@@ -164,7 +164,7 @@ def test_each_sample_comes_once_an_epoch_and_a_resumed_loader_goes_on_with_the_n
     whole, stopped = loader(), loader()
     order = firsts(whole.take(100))
     assert [sorted(order[start : start + 5]) for start in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
-    assert whole.is_spent
+    assert whole.data_exhausted
     assert whole.take(1) == []
     assert firsts(stopped.take(4)) == order[:4]
     resumed = loader()

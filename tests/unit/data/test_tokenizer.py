@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.policy import Tokenizer
+from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ConfigError
 from tests.templates import byte_tokenizer, template_text
@@ -17,32 +17,32 @@ def folder(tmp_path: Path) -> str:
 
 
 def test_the_models_own_tokenizer_and_template_are_the_default(folder):
-    tokenizer = load_tokenizer(Tokenizer(), folder)
+    tokenizer = load_tokenizer(TokenizerConfig(), folder)
     assert tokenizer.chat_template == template_text("chatml")
     assert tokenizer.decode(tokenizer.encode("Zürich<|im_end|>", add_special_tokens=False)) == "Zürich<|im_end|>"
 
 
 def test_named_tokenizer_wins_over_the_models(folder):
-    assert load_tokenizer(Tokenizer(name=folder), "/no/such/model").eos_token == "<|im_end|>"
+    assert load_tokenizer(TokenizerConfig(name=folder), "/no/such/model").eos_token == "<|im_end|>"
 
 
 def test_template_may_be_text_or_a_file(folder, tmp_path):
     text = "{{ messages[0]['content'] }}"
     (tmp_path / "short.jinja").write_text(text)
-    assert load_tokenizer(Tokenizer(chat_template=text), folder).chat_template == text
-    assert load_tokenizer(Tokenizer(chat_template=str(tmp_path / "short.jinja")), folder).chat_template == text
+    assert load_tokenizer(TokenizerConfig(chat_template=text), folder).chat_template == text
+    assert load_tokenizer(TokenizerConfig(chat_template=str(tmp_path / "short.jinja")), folder).chat_template == text
 
 
 def test_missing_template_file_names_its_key(folder):
     with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template = 'no/such\.jinja'"):
-        load_tokenizer(Tokenizer(chat_template="no/such.jinja"), folder)
+        load_tokenizer(TokenizerConfig(chat_template="no/such.jinja"), folder)
 
 
 @pytest.mark.parametrize(
     ("section", "model", "key"),
     [
-        (Tokenizer(), "/no/such/model", "policy.model_name"),
-        (Tokenizer(name="/no/such/folder"), "model", "policy.tokenizer.name"),
+        (TokenizerConfig(), "/no/such/model", "policy.model_name"),
+        (TokenizerConfig(name="/no/such/folder"), "model", "policy.tokenizer.name"),
     ],
 )
 def test_missing_folder_names_the_key_that_points_to_it(section, model, key):
@@ -52,7 +52,7 @@ def test_missing_folder_names_the_key_that_points_to_it(section, model, key):
 
 def test_folder_without_a_tokenizer_names_the_key(tmp_path):
     with pytest.raises(ConfigError, match=r"policy\.model_name"):
-        load_tokenizer(Tokenizer(), str(tmp_path))
+        load_tokenizer(TokenizerConfig(), str(tmp_path))
 
 
 def test_tokenizer_without_a_template_names_the_key_that_gives_one(tmp_path):
@@ -60,4 +60,4 @@ def test_tokenizer_without_a_template_names_the_key_that_gives_one(tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template.*has none"):
-        load_tokenizer(Tokenizer(), str(tmp_path))
+        load_tokenizer(TokenizerConfig(), str(tmp_path))

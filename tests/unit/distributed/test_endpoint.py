@@ -5,19 +5,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimits
-from nemo_rl.config.scorers import EndpointSection
+from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.scorers import EndpointScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError
 from tests.fakes.scoring_server import scoring_server
 
 
-def section(*urls: str, **limits: Any) -> EndpointSection:
-    bounds = EndpointLimits(retry_backoff_s=0.0, **limits)
-    return EndpointSection(base_urls=list(urls), model="m", limits=bounds)
+def section(*urls: str, **limits: Any) -> EndpointScorerConfig:
+    bounds = EndpointLimitsConfig(retry_backoff_s=0.0, **limits)
+    return EndpointScorerConfig(base_urls=list(urls), model="m", limits=bounds)
 
 
-async def asked(section_of: EndpointSection, *, count: int = 1) -> list[Any]:
+async def asked(section_of: EndpointScorerConfig, *, count: int = 1) -> list[Any]:
     """The answers, or the errors' texts."""
     endpoint = Endpoint("scorers.rm", section_of)
     try:
@@ -126,7 +126,7 @@ def test_no_more_requests_run_at_once_than_allowed() -> None:
 
 def test_a_key_comes_from_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not set"):
-        Endpoint("scorers.rm", EndpointSection(base_urls=["http://x"], model="m", api_key_env="NO_SUCH_KEY"))
+        Endpoint("scorers.rm", EndpointScorerConfig(base_urls=["http://x"], model="m", api_key_env="NO_SUCH_KEY"))
 
 
 def test_an_attempt_may_take_longer_than_aiohttps_own_five_minutes() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_rl.config.layout import Layout, Place
+from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.distributed.cluster import connect
 from nemo_rl.distributed.placement import reserve
 from nemo_rl.distributed.worker_group import WorkerGroup
@@ -56,8 +56,8 @@ class Member:
 
 
 def layout(num_ranks: int) -> Layout:
-    places = (Place(0),) * num_ranks
-    return Layout("cpu", 1, 0, places, (Place(0),), is_split=False, needs_cluster=True)
+    places = (DeviceSlot(0),) * num_ranks
+    return Layout("cpu", 1, 0, places, (DeviceSlot(0),), is_split=False, needs_cluster=True)
 
 
 def using(use: Callable[[WorkerGroup], Awaitable[Any]], *, scale: int = 1, log_dir: Path | None = None) -> Any:

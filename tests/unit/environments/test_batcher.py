@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.environment import Batching
+from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.environments.batcher import BatchedEnvironment, Batcher
-from nemo_rl.errors import EnvironmentFault
+from nemo_rl.errors import EnvironmentContractError
 from nemo_rl.types import EnvStep, Failure, Message
 
 LONG_MS = 600_000.0  # a wait that a test never sits through
 
 
-def batching(**options: Any) -> Batching:
-    return Batching.model_validate({"enabled": True, **options})
+def batching(**options: Any) -> BatchingConfig:
+    return BatchingConfig.model_validate({"enabled": True, **options})
 
 
 class Recorder:
@@ -140,7 +140,7 @@ def test_closed_environment_answers_what_waits_and_takes_no_more() -> None:
         await asyncio.sleep(0)
         await environment.close()
         assert await waiting == [1.0]
-        with pytest.raises(EnvironmentFault, match="closed"):
+        with pytest.raises(EnvironmentContractError, match="closed"):
             await ask(environment, 2)
 
     asyncio.run(main())
@@ -157,7 +157,7 @@ def test_items_gather_while_as_many_calls_run_as_may() -> None:
         return items
 
     async def main() -> list[int]:
-        batcher: Batcher[int, int] = Batcher(answer, Batching(max_batch_size=4, max_wait_ms=0, max_calls=1))
+        batcher: Batcher[int, int] = Batcher(answer, BatchingConfig(max_batch_size=4, max_wait_ms=0, max_calls=1))
         first = asyncio.create_task(batcher.submit([0]))
         await begun.wait()
         others = [asyncio.create_task(batcher.submit([i])) for i in range(1, 7)]

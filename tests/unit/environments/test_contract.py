@@ -45,7 +45,7 @@ def test_good_results_and_failures_pass() -> None:
 @pytest.mark.parametrize(
     ("results", "cause"),
     [
-        ([GOOD], "EnvironmentFault: 1 results for 2 items"),
+        ([GOOD], "EnvironmentContractError: 1 results for 2 items"),
         (RuntimeError("lost\nmore"), "RuntimeError: lost"),
         (TimeoutError("its own"), "TimeoutError: its own"),
         (KeyError(), "KeyError"),
@@ -70,5 +70,7 @@ def test_reward_that_is_no_finite_number_fails_its_item(reward: Any) -> None:
 
 def test_result_of_another_type_fails_its_item() -> None:
     bad, good = step_two([0.5, GOOD])
-    assert bad == Failure(FailureClass.ENVIRONMENT, "EnvironmentFault: a step gave float, not EnvStep or Failure")
+    assert bad == Failure(
+        FailureClass.ENVIRONMENT, "EnvironmentContractError: a step gave float, not EnvStep or Failure"
+    )
     assert good == GOOD

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nemo_rl.config.env import MathSection
+from nemo_rl.config.env import MathEnvironmentConfig
 from nemo_rl.environments.math import MathEnvironment, verify_answer
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.errors import WorkerError
@@ -38,7 +38,7 @@ def test_reference_that_is_no_mathematics_raises() -> None:
 
 
 def test_environment_scores_a_batch_and_fails_items_alone() -> None:
-    section = MathSection.model_validate({"num_workers": 1, "verify_timeout_s": 60})
+    section = MathEnvironmentConfig.model_validate({"num_workers": 1, "verify_timeout_s": 60})
     items = [("72", "\\boxed{72}"), ("72", "\\boxed{7}"), (None, "\\boxed{1}"), ("", "\\boxed{1}")]
 
     async def main() -> list[EnvStep | Failure]:

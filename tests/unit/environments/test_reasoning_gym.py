@@ -7,7 +7,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
 
-from nemo_rl.config.env import ReasoningGymSection
+from nemo_rl.config.env import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironment, extract_answer
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
@@ -16,7 +16,7 @@ TASKS = ("spell_backward", "chain_sum", "number_sequence", "count_bits", "basic_
 
 def step_once(options: dict[str, Any], items: list[tuple[str, dict[str, Any]]]) -> list[EnvStep | Failure]:
     async def main() -> list[EnvStep | Failure]:
-        environment = ReasoningGymEnvironment("reasoning_gym", ReasoningGymSection.model_validate(options))
+        environment = ReasoningGymEnvironment("reasoning_gym", ReasoningGymEnvironmentConfig.model_validate(options))
         try:
             conversations = [(Message("user", "?"), Message("assistant", text)) for text, _ in items]
             return list(await environment.step(conversations, [state for _, state in items]))

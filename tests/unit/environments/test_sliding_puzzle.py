@@ -7,8 +7,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from nemo_rl.config.data import Data, Dataset
-from nemo_rl.config.env import SlidingPuzzleSection
+from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.env import SlidingPuzzleEnvironmentConfig
 from nemo_rl.data.datasets import load_datasets
 from nemo_rl.environments.sliding_puzzle import (
     OPPOSITES,
@@ -25,7 +25,7 @@ from nemo_rl.types import EnvStep, Failure, Message
 
 
 def step_once(text: str, state: dict[str, Any], **options: float) -> EnvStep | Failure:
-    environment = SlidingPuzzleEnvironment("sliding_puzzle", SlidingPuzzleSection.model_validate(options))
+    environment = SlidingPuzzleEnvironment("sliding_puzzle", SlidingPuzzleEnvironmentConfig.model_validate(options))
     (result,) = asyncio.run(environment.step([(Message("user", "?"), Message("assistant", text))], [state]))
     return result
 
@@ -98,10 +98,10 @@ PATH = f"{puzzle_rows.__module__}.{puzzle_rows.__name__}"
 
 
 def test_data_set_of_puzzles_shows_the_board_and_carries_the_state() -> None:
-    section = Dataset(
+    section = DatasetConfig(
         dataset_name=PATH, env_name="sliding_puzzle", size=20, task_kwargs={"size": 3, "shuffle_moves": 9}
     )
-    train, (held_out,) = load_datasets(Data(train=section, validation=section), run_seed=7)
+    train, (held_out,) = load_datasets(DataConfig(train=section, validation=section), run_seed=7)
     assert train.prompts[0].task_name == "sliding_puzzle"
     assert len(train.prompts) > 10
     for prompt in train.prompts:
@@ -112,6 +112,6 @@ def test_data_set_of_puzzles_shows_the_board_and_carries_the_state() -> None:
 
 @pytest.mark.parametrize("kwargs", [{"width": 3}, {"size": 1}, {"size": "large"}])
 def test_difficulty_that_no_puzzle_has_is_a_config_error(kwargs: dict[str, Any]) -> None:
-    section = Dataset(dataset_name=PATH, task_kwargs=kwargs)
+    section = DatasetConfig(dataset_name=PATH, task_kwargs=kwargs)
     with pytest.raises(ConfigError, match=r"data\.train\.task_kwargs"):
-        load_datasets(Data(train=section), run_seed=0)
+        load_datasets(DataConfig(train=section), run_seed=0)

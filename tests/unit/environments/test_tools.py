@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.env import ToolsSection
+from nemo_rl.config.env import ToolsEnvironmentConfig
 from nemo_rl.environments.tools import ToolsEnvironment, is_same_answer, tools_prompt
 from nemo_rl.types import EnvStep, Failure, Message
 
@@ -13,7 +13,7 @@ STATE = {"answer": "1,024"}
 
 
 def step_once(texts: list[str], state: dict[str, Any] = STATE) -> list[EnvStep | Failure]:
-    section = ToolsSection.model_validate({"tools": ["calculator", "python"], "cpu_s": 20, "wall_s": 60})
+    section = ToolsEnvironmentConfig.model_validate({"tools": ["calculator", "python"], "cpu_s": 20, "wall_s": 60})
 
     async def main() -> list[EnvStep | Failure]:
         environment = ToolsEnvironment("tools", section)

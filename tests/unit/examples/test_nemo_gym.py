@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from nemo_rl.config.data import Data, Dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.loading import load_collect_config, load_config, resolved_yaml
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.data.datasets import load_datasets
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nemo_gym"
@@ -53,7 +53,7 @@ def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(
     path.write_text(resolved_yaml(config))
     assert load(path) == config
     section = config.env["nemo_gym"]
-    assert isinstance(section, NemoGymSection)
+    assert isinstance(section, NemoGymConfig)
     assert section.config_paths
     assert any("vllm_model_for_training" in config_path for config_path in section.config_paths)
     assert section.python is None
@@ -74,9 +74,9 @@ def test_the_quickstarts_rows_are_two_environments_in_turn_and_fit_its_model(
 ) -> None:
     assert make_rows.main(["quickstart", "--folder", str(tmp_path)]) == 0
     train, (validation,) = load_datasets(
-        Data(
-            train=Dataset(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_train.jsonl"), size=10),
-            validation=Dataset(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_validation.jsonl")),
+        DataConfig(
+            train=DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_train.jsonl"), size=10),
+            validation=DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_validation.jsonl")),
         ),
         run_seed=0,
     )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutLimits
@@ -50,7 +50,7 @@ def async_source(
     age: int = 1,
     stale_groups: Literal["wait", "drop"] = "wait",
     max_generation_failures: int = 10,
-    failures: Rollout | None = None,
+    failures: RolloutConfig | None = None,
     writer: RolloutWriter | None = None,
     num_steps: int | None = None,
 ) -> AsyncSource:
@@ -62,7 +62,7 @@ def async_source(
         max_age_steps=age,
         stale_groups=stale_groups,
         max_generation_failures=max_generation_failures,
-        failures=failures or Rollout(),
+        failures=failures or RolloutConfig(),
         writer=writer,
         num_steps=num_steps,
     )

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from nemo_rl.config.run import Gateway, Rollout
+from nemo_rl.config.run import GatewayConfig, RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.environments.contract import RESPONSE_TRUNCATED
 from nemo_rl.errors import RolloutError
@@ -76,7 +76,7 @@ def use(
     async def main() -> None:
         generation = SpeakingGeneration("chatml", say)
         the_rules = rules(max_new_tokens=max_new_tokens, max_model_len=max_model_len)
-        manager = await GatewayManager.start(generation, codec_of("chatml"), the_rules, Gateway())
+        manager = await GatewayManager.start(generation, codec_of("chatml"), the_rules, GatewayConfig())
         made = agent if hasattr(agent, "run") else FunctionAgent("game", agent)  # type: ignore[arg-type]
         settings = {"timeout_s": DEADLINE_S, "max_concurrency": 64, "scored_by": "scorer" if scorer else None} | runtime
         context = RolloutContext(
@@ -355,7 +355,7 @@ def test_survivors_of_a_group_are_kept_where_others_fail() -> None:
     async def body(setup: Setup) -> None:
         loader = PromptLoader([prompt(0)], shuffle=False, seed=0, max_epochs=1)
         source = SyncSource(
-            loader, setup.context, num_prompts_per_step=1, num_generations_per_prompt=4, failures=Rollout()
+            loader, setup.context, num_prompts_per_step=1, num_generations_per_prompt=4, failures=RolloutConfig()
         )
         collected = await source.next_groups(0)
         (group,) = collected.groups

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
 from nemo_rl.experience.sources import FilteredSource
 from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
@@ -118,7 +118,7 @@ class Lineage:
             age=schedule.age,
             stale_groups=schedule.stale_groups,
             max_generation_failures=10**6,
-            failures=Rollout(max_failed_share=1.0),
+            failures=RolloutConfig(max_failed_share=1.0),
         )
         if not schedule.is_filtered:
             return inner

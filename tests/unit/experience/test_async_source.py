@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.async_source import AsyncSource
@@ -77,7 +77,7 @@ def test_at_age_0_nothing_runs_between_two_steps_and_the_groups_are_those_of_a_s
             context(generation, {"game": FakeEnvironment()}, limits=LIMITS),
             num_prompts_per_step=2,
             num_generations_per_prompt=2,
-            failures=Rollout(),
+            failures=RolloutConfig(),
         )
         for version in range(3):
             collected = await step(background, generation, version)
@@ -284,7 +284,7 @@ def failing_prompts(*numbers: int) -> FakeEnvironment:
 def test_too_many_failed_rollouts_of_a_step_stop_it_with_the_first_cause():
     async def main() -> None:
         generation = engine()
-        source = async_source(generation, failing_prompts(0, 1), batch=2, failures=Rollout(max_failed_share=0.5))
+        source = async_source(generation, failing_prompts(0, 1), batch=2, failures=RolloutConfig(max_failed_share=0.5))
         try:
             with pytest.raises(RolloutError, match=r"3 of 4 rollouts failed.* first cause: environment: broken 0"):
                 await step(source, generation, 0)
@@ -302,7 +302,7 @@ def test_groups_that_fail_whole_one_after_another_stop_the_run():
             generation,
             environment=failing_prompts(2, 3, 5),
             max_generation_failures=max_generation_failures,
-            failures=Rollout(max_failed_share=1.0),
+            failures=RolloutConfig(max_failed_share=1.0),
         )
         try:
             for version in range(6):
@@ -372,7 +372,7 @@ def test_a_prompt_that_cannot_be_read_any_more_ends_the_wait_with_its_cause():
             max_age_steps=2,
             stale_groups="wait",
             max_generation_failures=10,
-            failures=Rollout(),
+            failures=RolloutConfig(),
         )
         prompts.change()
         for version in range(3):
@@ -499,7 +499,7 @@ def test_a_synchronous_run_that_goes_on_from_an_asynchronous_one_collects_its_bu
             context(generation, {"game": FakeEnvironment()}),
             num_prompts_per_step=3,
             num_generations_per_prompt=2,
-            failures=Rollout(),
+            failures=RolloutConfig(),
         )
         sync.load_state_dict(state)
         assert names(await step(sync, generation, 1)) == ["p2", "p3", "p4"]

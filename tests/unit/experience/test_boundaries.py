@@ -181,7 +181,7 @@ def test_wrong_number_of_results_fails_all_items():
         async def step(self, conversations, states):
             return [EnvStep()]
 
-    cause = "game: EnvironmentFault: 1 results for 3 conversations"
+    cause = "game: EnvironmentContractError: 1 results for 3 conversations"
     assert score(Short()) == [Failure(FailureClass.ENVIRONMENT, cause)] * 3
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.algorithms.advantage import make_advantage_estimator
-from nemo_rl.config.algorithm import AdvEstimator
-from nemo_rl.config.loss import LossFn
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.sources import SyncSource
@@ -73,7 +73,7 @@ def collect(*, max_retries: int) -> tuple[CollectedGroups, FaultyEngine]:
         context(engine, environments, limits=limits),
         num_prompts_per_step=NUM_PROMPTS,
         num_generations_per_prompt=GROUP,
-        failures=Rollout(max_failed_share=1.0),
+        failures=RolloutConfig(max_failed_share=1.0),
     )
     return asyncio.run(source.next_groups(0)), engine
 
@@ -114,7 +114,7 @@ def test_batch_and_baselines_hold_survivors_alone():
     kept = [group for group in collected.groups if len(group.survivors) >= 2]
     assert 0 < len(kept) <= NUM_PROMPTS
     assert batch.batch_size[0] == sum(len(group.survivors) for group in kept)
-    estimate = make_advantage_estimator(AdvEstimator(normalize_rewards=False), LossFn())
+    estimate = make_advantage_estimator(AdvantageEstimatorConfig(normalize_rewards=False), LossConfig())
     baselines = batch["reward"] - estimate(batch)[:, 0]
     for place, group in enumerate(kept):
         of_survivors = statistics.fmean(t.reward for t in group.survivors)

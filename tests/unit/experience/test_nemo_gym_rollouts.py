@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_rl import batch as keys
-from nemo_rl.config.nemo_gym import NemoGymSection
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.errors import RolloutError
@@ -79,11 +79,11 @@ def use(
     async def main() -> None:
         engine = generation or SpeakingGeneration("chatml", hello)
         the_rules = rules(max_model_len=max_model_len)
-        manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, Gateway(num_servers=2))
-        stack = FakeGymStack(script=script, policy_base_url=manager.plain_url)
+        manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, GatewayConfig(num_servers=2))
+        stack = FakeGymStack(script=script, policy_base_url=manager.default_base_url)
         async with stack:
             settings: dict[str, Any] = {"timeout_s": DEADLINE_S, "retry_backoff_s": 0.01} | section
-            client = GymClient(NemoGymSection(head_url=stack.head_url, **settings))
+            client = GymClient(NemoGymConfig(head_url=stack.head_url, **settings))
             await client.connect(["agent"])
             runtime = GymRuntime(client, manager, settings.get("max_concurrency", 64), trajectory_selection)
             context = RolloutContext(
@@ -178,9 +178,9 @@ def test_tools_and_their_results_are_context_and_what_was_sampled_is_trained() -
 
     async def main() -> None:
         the_rules = rules("qwen3")
-        manager = await GatewayManager.start(engine, codec_of("qwen3"), the_rules, Gateway())
-        async with FakeGymStack(script=scripted(turns=2), policy_base_url=manager.plain_url) as stack:
-            client = GymClient(NemoGymSection(head_url=stack.head_url))
+        manager = await GatewayManager.start(engine, codec_of("qwen3"), the_rules, GatewayConfig())
+        async with FakeGymStack(script=scripted(turns=2), policy_base_url=manager.default_base_url) as stack:
+            client = GymClient(NemoGymConfig(head_url=stack.head_url))
             await client.connect(["agent"])
             runtime = GymRuntime(client, manager, 1)
             encoder = encoder_of("qwen3")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from nemo_rl.config.run import Rollout
+from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.sources import FilteredSource, SyncSource, prompts_per_batch
@@ -25,7 +25,7 @@ def source(
     group: int = 2,
     epochs: int = 1,
     is_async: bool = True,
-    failures: Rollout | None = None,
+    failures: RolloutConfig | None = None,
     writer: RolloutWriter | None = None,
 ) -> SyncSource:
     engine = FakeGeneration(vocab_size=VOCAB_SIZE, is_async=is_async)
@@ -34,7 +34,7 @@ def source(
         context(engine, {"game": environment or FakeEnvironment()}),
         num_prompts_per_step=batch,
         num_generations_per_prompt=group,
-        failures=failures or Rollout(),
+        failures=failures or RolloutConfig(),
         writer=writer,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from nemo_rl.gateway.claims import ChangedLogprobs, Claim
+from nemo_rl.gateway.claims import Claim, LogprobMismatch
 from nemo_rl.gateway.echo import Echo, UnknownEcho
 from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.manager import GatewayManager, SessionHandle
@@ -26,7 +26,7 @@ def say_four(request: GenerationRequest, prompt: str) -> str:
 
 async def said_by(manager: GatewayManager, messages: list[Any], session: str | None, **fields: Any) -> Any:
     """The message that a client without an address of its own is answered."""
-    async with client_of(manager.plain_url, manager.api_key) as client:
+    async with client_of(manager.default_base_url, manager.api_key) as client:
         if session is not None:
             fields["extra_body"] = {"metadata": {SESSION_FIELD: session, "own": "kept"}}
         done = await client.chat.completions.create(model="policy", messages=messages, **fields)
@@ -39,7 +39,9 @@ def claim_of(said: Any, **changes: Any) -> Claim:
     return Claim(echo, tuple(told["generation_log_probs"]))
 
 
-def in_session(use: Callable[[GatewayManager, SessionHandle], Awaitable[None]], generation: FakeGeneration) -> None:
+def complete_in_session(
+    use: Callable[[GatewayManager, SessionHandle], Awaitable[None]], generation: FakeGeneration
+) -> None:
     async def body(manager: GatewayManager) -> None:
         await use(manager, manager.open_session(seed=5, server=0))
         assert manager.num_sessions == (0, 0)
@@ -70,41 +72,41 @@ def test_an_echo_continues_its_call_whatever_became_of_the_text():
         first = await said_by(manager, [HI], handle.id)
         edited = first.model_dump() | {"content": "something else"}
         second = await said_by(manager, [HI, edited, MORE], handle.id)
-        finished = await manager.finish_claimed(handle, [claim_of(first), claim_of(second)])
+        finished = await manager.finish_with_claims(handle, [claim_of(first), claim_of(second)])
         (chain,) = finished.chains
         assert [m.message.content for m in chain.message_log] == ["hi", "4", "more", "4"]
         assert chain.weight_versions == (3, 4)
 
-    in_session(use, SpeakingGeneration("chatml", say_four))
+    complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
 def test_only_the_calls_that_are_reported_are_trained_and_a_rewritten_history_is_a_chain_of_its_own():
     async def use(manager: GatewayManager, handle: SessionHandle) -> None:
         first, aside, other = [await said_by(manager, [one], handle.id) for one in (HI, MORE, {**HI, "content": "x"})]
         claims = [claim_of(first), claim_of(other), claim_of(first)]
-        finished = await manager.finish_claimed(handle, claims)
+        finished = await manager.finish_with_claims(handle, claims)
         assert [chain.message_log[0].message.content for chain in finished.chains] == ["hi", "x"]
         assert aside.content == "4"
 
-    in_session(use, SpeakingGeneration("chatml", say_four))
+    complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
         ({"generation_token_ids": [1, 2]}, UnknownEcho, "the tokens were changed"),
-        ({"generation_log_probs": [-0.25, -0.3]}, ChangedLogprobs, "differ by 0.05"),
-        ({"generation_log_probs": [-0.25]}, ChangedLogprobs, "1 log-probs were reported for 2 generated tokens"),
-        ({"generation_log_probs": [-0.25, float("nan")]}, ChangedLogprobs, "log-prob 1 was reported as nan"),
+        ({"generation_log_probs": [-0.25, -0.3]}, LogprobMismatch, "differ by 0.05"),
+        ({"generation_log_probs": [-0.25]}, LogprobMismatch, "1 log-probs were reported for 2 generated tokens"),
+        ({"generation_log_probs": [-0.25, float("nan")]}, LogprobMismatch, "log-prob 1 was reported as nan"),
     ],
 )
 def test_a_report_that_is_not_what_was_recorded_is_refused(changes: Any, error: type[Exception], text: str):
     async def use(manager: GatewayManager, handle: SessionHandle) -> None:
         said = await said_by(manager, [HI], handle.id)
         with pytest.raises(error, match=text):
-            await manager.finish_claimed(handle, [claim_of(said, **changes)])
+            await manager.finish_with_claims(handle, [claim_of(said, **changes)])
 
-    in_session(use, SpeakingGeneration("chatml", say_four))
+    complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
 def test_calls_without_a_session_are_claimed_once_each_also_where_they_are_twins():
@@ -114,11 +116,11 @@ def test_calls_without_a_session_are_claimed_once_each_also_where_they_are_twins
         for index in range(3):
             handle = manager.open_session(seed=index, server=0)
             if index < 2:
-                finished = await manager.finish_claimed(handle, [claim_of(said[index])])
+                finished = await manager.finish_with_claims(handle, [claim_of(said[index])])
                 assert len(finished.chains) == 1
             else:
                 with pytest.raises(UnknownEcho):
-                    await manager.finish_claimed(handle, [claim_of(said[0])])
+                    await manager.finish_with_claims(handle, [claim_of(said[0])])
         assert manager.num_echoed_calls == 0
 
     manage(SpeakingGeneration("chatml", say_four), body)
@@ -133,7 +135,7 @@ def test_a_session_that_has_ended_ends_its_client_and_keeps_nothing():
             await said_by(manager, [HI], "never-opened")
         assert manager.num_echoed_calls == 0
 
-    in_session(use, SpeakingGeneration("chatml", say_four))
+    complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
 def test_a_session_remembers_that_the_engine_failed_its_last_call():
@@ -151,12 +153,12 @@ def test_a_session_remembers_that_the_engine_failed_its_last_call():
         await said_by(manager, [HI], again.id)
         assert (await manager.finish(again)).engine_error is None
 
-    in_session(use, SpeakingGeneration("chatml", lambda request, prompt: next(answers)))
+    complete_in_session(use, SpeakingGeneration("chatml", lambda request, prompt: next(answers)))
 
 
 def test_ids_and_log_probs_on_the_message_are_not_listed_a_second_time_for_clients_that_read_ids():
     async def use(manager: GatewayManager, handle: SessionHandle) -> None:
-        async with client_of(manager.plain_url) as client:
+        async with client_of(manager.default_base_url) as client:
             for as_ids in (True, False):
                 extra = {"metadata": {SESSION_FIELD: handle.id}, "return_tokens_as_token_ids": as_ids}
                 done = await client.chat.completions.create(
@@ -167,7 +169,7 @@ def test_ids_and_log_probs_on_the_message_are_not_listed_a_second_time_for_clien
             await manager.finish(SessionHandle("never-opened", "", ""))
         await manager.finish(handle)
 
-    in_session(use, SpeakingGeneration("chatml", say_four))
+    complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
 def test_log_probs_of_the_engine_that_are_no_numbers_fail_the_call():
@@ -181,11 +183,11 @@ def test_log_probs_of_the_engine_that_are_no_numbers_fail_the_call():
             await said_by(manager, [HI], handle.id)
         assert not (await manager.finish(handle)).chains
 
-    in_session(use, Strange("chatml", say_four))
+    complete_in_session(use, Strange("chatml", say_four))
 
 
 def test_the_first_server_has_the_port_that_was_asked_for(unused_port: int):
     async def body(manager: GatewayManager) -> None:
-        assert manager.plain_url == f"http://127.0.0.1:{unused_port}/v1"
+        assert manager.default_base_url == f"http://127.0.0.1:{unused_port}/v1"
 
     manage(FakeGeneration(), body, port=unused_port)

@@ -42,5 +42,5 @@ def test_text_ends_before_the_first_stop_string(stop, content):
 def test_a_tools_answer_that_the_template_would_drop_is_refused_at_the_start_of_a_chain():
     messages = (Message("user", "3+4"), Message("assistant", "call"), Message("tool", "7"))
     with pytest.raises(ConfigError, match="role tool"):
-        codec_of("zephyr").first_turn(messages, ())
-    assert codec_of("chatml").first_turn(messages, ())
+        codec_of("zephyr").encode_first_turn(messages, ())
+    assert codec_of("chatml").encode_first_turn(messages, ())

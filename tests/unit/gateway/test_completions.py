@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.gateway.completions import Completions
+from nemo_rl.gateway.completions import CompletionHandler
 from nemo_rl.gateway.envelope import RequestError
-from nemo_rl.gateway.registry import LiveSession, Registry
+from nemo_rl.gateway.registry import LiveSession, SessionRegistry
 from nemo_rl.gateway.responses import Answer
 from nemo_rl.gateway.schema import ChatRequest
 from nemo_rl.gateway.sessions import Chain
@@ -29,13 +29,13 @@ def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
 
 
 def live_session(seed: int = 1) -> LiveSession:
-    return Registry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock()).open(seed=seed)
+    return SessionRegistry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock()).open(seed=seed)
 
 
 def ask(generation: FakeGeneration, *requests: ChatRequest, **changes: Any) -> list[Answer]:
     async def main() -> list[Answer]:
-        completions, live = Completions(generation, codec_of("chatml"), rules(**changes)), live_session()
-        return [await completions.in_session(each, live) for each in requests]
+        completions, live = CompletionHandler(generation, codec_of("chatml"), rules(**changes)), live_session()
+        return [await completions.complete_in_session(each, live) for each in requests]
 
     return asyncio.run(main())
 
@@ -97,12 +97,12 @@ def test_equal_calls_draw_differently_and_a_retry_draws_what_the_failed_call_wou
 
     async def main() -> list[int]:
         generation = SpeakingGeneration("chatml", say)
-        completions, live = Completions(generation, codec_of("chatml"), rules()), live_session()
+        completions, live = CompletionHandler(generation, codec_of("chatml"), rules()), live_session()
         with pytest.raises(RequestError):
-            await completions.in_session(request(), live)
+            await completions.complete_in_session(request(), live)
         assert live.session.num_calls == 0
         for _ in range(2):
-            await completions.in_session(request(), live)
+            await completions.complete_in_session(request(), live)
         return [each.seed for each in generation.requests]
 
     failed_seed, retried, again = asyncio.run(main())
@@ -112,9 +112,12 @@ def test_equal_calls_draw_differently_and_a_retry_draws_what_the_failed_call_wou
 def test_what_a_session_draws_follows_its_seed_and_nothing_else():
     async def main() -> list[list[Answer]]:
         generation = SpeakingGeneration("chatml", lambda request, prompt: CALL_TEXT + str(request.seed))
-        completions = Completions(generation, codec_of("chatml"), rules())
+        completions = CompletionHandler(generation, codec_of("chatml"), rules())
         asked = request(tools=[TOOL])
-        return [[await completions.in_session(asked, live) for _ in range(2)] for live in map(live_session, (1, 2, 1))]
+        return [
+            [await completions.complete_in_session(asked, live) for _ in range(2)]
+            for live in map(live_session, (1, 2, 1))
+        ]
 
     first, other, again = asyncio.run(main())
     assert [each.response for each in first] == [each.response for each in again]  # ids of tool calls too
@@ -131,7 +134,7 @@ def test_with_tool_choice_none_or_without_tools_a_call_stays_text():
 
 def test_a_session_closed_as_its_call_finishes_takes_nothing_more():
     async def main() -> None:
-        registry = Registry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock())
+        registry = SessionRegistry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock())
         live = registry.open(seed=1)
 
         async def close_behind(request: GenerationRequest) -> None:
@@ -139,7 +142,7 @@ def test_a_session_closed_as_its_call_finishes_takes_nothing_more():
 
         generation = SpeakingGeneration("chatml", lambda request, prompt: "ok", before=close_behind)
         with pytest.raises(RequestError) as error:
-            await Completions(generation, codec_of("chatml"), rules()).in_session(request(), live)
+            await CompletionHandler(generation, codec_of("chatml"), rules()).complete_in_session(request(), live)
         assert error.value.status == 409
         assert live.session.num_calls == 0
 
@@ -182,9 +185,9 @@ def test_more_calls_than_allowed_are_429_and_room_comes_back():
             await gate.wait()
 
         generation = SpeakingGeneration("chatml", lambda request, prompt: "ok", before=wait)
-        completions = Completions(generation, codec_of("chatml"), rules(max_concurrent_calls=2))
+        completions = CompletionHandler(generation, codec_of("chatml"), rules(max_concurrent_calls=2))
         live = live_session()
-        tasks = [asyncio.create_task(completions.in_session(request(), live)) for _ in range(3)]
+        tasks = [asyncio.create_task(completions.complete_in_session(request(), live)) for _ in range(3)]
         done, _ = await asyncio.wait(tasks, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         (refused,) = done
         error = refused.exception()
@@ -200,14 +203,14 @@ def test_more_calls_than_allowed_are_429_and_room_comes_back():
 
 
 async def converse(
-    completions: Completions, live: LiveSession, index: int, failures: Counter[int]
+    completions: CompletionHandler, live: LiveSession, index: int, failures: Counter[int]
 ) -> tuple[Chain, ...]:
     """Three turns of one agent, which asks again when a call fails."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"agent {index}"}]
     for turn in range(3):
         while True:
             try:
-                answer = await completions.in_session(request(*messages), live)
+                answer = await completions.complete_in_session(request(*messages), live)
                 break
             except RequestError:
                 failures[index] += 1
@@ -231,8 +234,8 @@ def run_sessions(*, failing_share: float, delays: random.Random | None) -> tuple
 
     async def main() -> list[tuple[Chain, ...]]:
         generation = FakeGeneration(vocab_size=len(tokenizer_of("chatml")), latency=delay)
-        completions = Completions(generation, codec_of("chatml"), rules(max_new_tokens=12))
-        registry = Registry(codec_of("chatml"), max_sessions=64, ttl_s=60.0, clock=Clock())
+        completions = CompletionHandler(generation, codec_of("chatml"), rules(max_new_tokens=12))
+        registry = SessionRegistry(codec_of("chatml"), max_sessions=64, ttl_s=60.0, clock=Clock())
         agents = [converse(completions, registry.open(seed=i), i, failures) for i in range(64)]
         chains = await asyncio.wait_for(asyncio.gather(*agents), DEADLINE_S)
         assert completions.num_running == 0
@@ -261,8 +264,8 @@ def test_64_sessions_with_delays_failures_and_retries_equal_a_clean_run(caplog):
 
 def test_a_closed_session_is_freed_at_once():
     async def main() -> None:
-        completions = Completions(FakeGeneration(vocab_size=200), codec_of("chatml"), rules(max_new_tokens=4))
-        registry = Registry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock())
+        completions = CompletionHandler(FakeGeneration(vocab_size=200), codec_of("chatml"), rules(max_new_tokens=4))
+        registry = SessionRegistry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock())
         gc.disable()  # nothing may wait for the collector
         try:
             live = registry.open(seed=1)

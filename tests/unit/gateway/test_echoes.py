@@ -1,9 +1,9 @@
 import pytest
 
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway.claims import chains_through
+from nemo_rl.gateway.claims import build_chains
 from nemo_rl.gateway.echo import Echo, UnknownEcho
-from nemo_rl.gateway.echoes import EchoedCalls
+from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.types import Message
 from tests.unit.gateway.engines import codec_of, completion_of, text_of, tokens_of
 
@@ -19,11 +19,13 @@ class Clock:
         return self.now
 
 
-def calls_of(clock: Clock | None = None, *, max_calls: int = 10) -> EchoedCalls:
-    return EchoedCalls(codec_of("qwen3"), max_calls=max_calls, ttl_s=60.0, clock=clock or Clock())
+def calls_of(clock: Clock | None = None, *, max_calls: int = 10) -> EchoedCallStore:
+    return EchoedCallStore(codec_of("qwen3"), max_calls=max_calls, ttl_s=60.0, clock=clock or Clock())
 
 
-def asked(calls: EchoedCalls, messages: list[Message], text: str, *, echo: Echo | None = None, behind: int = 0) -> Echo:
+def asked(
+    calls: EchoedCallStore, messages: list[Message], text: str, *, echo: Echo | None = None, behind: int = 0
+) -> Echo:
     call = calls.begin(messages, echo=echo, behind=behind)
     ids = tokens_of("qwen3", text)
     calls.commit(call, completion_of(ids, versions=(1, 2)), Message("assistant", text))
@@ -44,7 +46,7 @@ def test_an_echo_is_continued_whatever_the_client_made_of_the_text():
 def test_the_tokens_log_probs_and_versions_of_an_echoed_chain_are_kept():
     calls = calls_of()
     echo = asked(calls, [HI], "hello")
-    (chain,) = chains_through(calls.find(echo))
+    (chain,) = build_chains(calls.find(echo))
     assert flat_token_ids(chain.message_log) == (*echo.prompt_token_ids, *echo.generation_token_ids)
     assert chain.message_log[-1].generation_logprobs == completion_of(echo.generation_token_ids).logprobs
     assert chain.weight_versions == (1, 2)

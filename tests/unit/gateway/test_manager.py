@@ -10,7 +10,7 @@ import pytest
 from aiohttp import ClientConnectionError, ClientSession
 from openai import AsyncOpenAI
 
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.distributed.node import node_ip
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.envelope import RequestError
@@ -28,7 +28,7 @@ def manage(
     """Run `use` against a manager."""
 
     async def main() -> None:
-        section = Gateway(num_servers=num_servers, **keys)
+        section = GatewayConfig(num_servers=num_servers, **keys)
         manager = await GatewayManager.start(generation, codec_of("chatml"), rules(), section)
         try:
             await asyncio.wait_for(use(manager), DEADLINE_S)
@@ -159,16 +159,16 @@ def test_all_sessions_that_fit_are_opened_and_then_refused():
 
 
 def test_sessions_and_connections_follow_the_open_files(caplog):
-    few = server_settings(Gateway(num_servers=3, max_sessions=100), 10)
+    few = server_settings(GatewayConfig(num_servers=3, max_sessions=100), 10)
     assert [(each.max_sessions, each.max_connections) for each in few] == [(4, 4), (3, 3), (3, 3)]
-    many = server_settings(Gateway(num_servers=2, max_sessions=100), 1000)
+    many = server_settings(GatewayConfig(num_servers=2, max_sessions=100), 1000)
     assert [(each.max_sessions, each.max_connections) for each in many] == [(50, 500), (50, 500)]
     with pytest.raises(ConfigError, match="the open files allow 2 servers"):
-        server_settings(Gateway(num_servers=3), 2)
+        server_settings(GatewayConfig(num_servers=3), 2)
 
 
 def test_where_all_addresses_are_listened_on_agents_are_told_this_machines_and_a_token():
-    (settings,) = server_settings(Gateway(host="0.0.0.0", token="secret"), 10)
+    (settings,) = server_settings(GatewayConfig(host="0.0.0.0", token="secret"), 10)
     assert (settings.advertised_host, settings.token) == (node_ip(), "secret")
 
     async def use(manager: GatewayManager) -> None:
@@ -197,7 +197,7 @@ def test_servers_that_listen_are_closed_when_a_later_one_cannot_start(monkeypatc
     async def main() -> None:
         monkeypatch.setattr(GatewayServer, "start", start_one)
         with pytest.raises(OSError, match="no port"):
-            await GatewayManager.start(FakeGeneration(), codec_of("chatml"), rules(), Gateway(num_servers=2))
+            await GatewayManager.start(FakeGeneration(), codec_of("chatml"), rules(), GatewayConfig(num_servers=2))
         async with ClientSession() as client:
             with pytest.raises(ClientConnectionError):
                 await client.get(f"{started[0].base_url}/health")

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
-from nemo_rl.config.run import Gateway
+from nemo_rl.config.run import GatewayConfig
 from nemo_rl.gateway.manager import FinishedSession, GatewayManager, SessionHandle
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of
@@ -58,7 +58,7 @@ def run_agents(generation: UnsteadyGeneration) -> list[FinishedSession]:
     """What the sessions of all agents, at once, hold."""
 
     async def main() -> list[FinishedSession]:
-        section = Gateway(num_servers=NUM_SERVERS)
+        section = GatewayConfig(num_servers=NUM_SERVERS)
         manager = await GatewayManager.start(generation, codec_of("chatml"), rules(max_new_tokens=12), section)
         try:
             async with AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=8) as client:
@@ -126,7 +126,7 @@ def test_memory_is_flat_over_sessions(num_sessions):
     async def main() -> tuple[int, int]:
         generation = FakeGeneration(vocab_size=200)
         manager = await GatewayManager.start(
-            generation, codec_of("chatml"), rules(max_new_tokens=8), Gateway(num_servers=NUM_SERVERS)
+            generation, codec_of("chatml"), rules(max_new_tokens=8), GatewayConfig(num_servers=NUM_SERVERS)
         )
         held = []
         try:

@@ -3,17 +3,17 @@ import asyncio
 import pytest
 
 from nemo_rl.gateway.envelope import RequestError
-from nemo_rl.gateway.registry import Registry
+from nemo_rl.gateway.registry import SessionRegistry
 from nemo_rl.types import Message
 from tests.unit.gateway.engines import DEADLINE_S, codec_of
 from tests.unit.gateway.test_echoes import Clock
 
 
-def registry_of(clock: Clock | None = None, *, max_sessions: int = 3) -> Registry:
-    return Registry(codec_of("chatml"), max_sessions=max_sessions, ttl_s=60.0, clock=clock or Clock())
+def registry_of(clock: Clock | None = None, *, max_sessions: int = 3) -> SessionRegistry:
+    return SessionRegistry(codec_of("chatml"), max_sessions=max_sessions, ttl_s=60.0, clock=clock or Clock())
 
 
-def status_of(registry: Registry, session_id: str) -> int:
+def status_of(registry: SessionRegistry, session_id: str) -> int:
     with pytest.raises(RequestError) as error:
         registry.get(session_id)
     return error.value.status
@@ -79,6 +79,10 @@ def test_places_tell_equal_calls_apart_and_failed_ones_give_theirs_back():
     live = registry_of().open(seed=1)
     call = live.session.begin((Message("user", "hi"),))
     other = live.session.begin((Message("user", "ho"),))
-    assert [live.take_place(call), live.take_place(call), live.take_place(other)] == [0, 1, 0]
-    live.give_place_back(call, 0)
-    assert [live.take_place(call), live.take_place(call)] == [0, 2]
+    assert [live.acquire_sample_index(call), live.acquire_sample_index(call), live.acquire_sample_index(other)] == [
+        0,
+        1,
+        0,
+    ]
+    live.release_sample_index(call, 0)
+    assert [live.acquire_sample_index(call), live.acquire_sample_index(call)] == [0, 2]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.parsers import without_thinking
+from nemo_rl.gateway.parsers import strip_thinking
 from nemo_rl.gateway.responses import session_body
 from nemo_rl.gateway.sessions import Chain, Session
 from nemo_rl.types import Message, ToolCall, WeightSpan
@@ -88,7 +88,7 @@ turns = st.lists(
 def sent_back(said: Message, manner: str, turn: int) -> Message:
     """What a client makes of the assistant's message."""
     if manner == "without thinking":
-        return Message("assistant", without_thinking(said.content).strip(), said.tool_calls)
+        return Message("assistant", strip_thinking(said.content).strip(), said.tool_calls)
     if manner == "other spelling":
         respelt = tuple(
             ToolCall(f"other0{turn}{i:02}", call.name, json.dumps(json.loads(call.arguments), indent=1))

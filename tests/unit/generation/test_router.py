@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.router import MAX_DEATHS, ReplicatedGeneration
-from nemo_rl.interfaces import WeightManifest, Weights, replicas_of
+from nemo_rl.interfaces import WeightManifest, Weights, engine_replicas
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration, sample
 
@@ -240,7 +240,7 @@ def test_a_replica_that_dies_in_a_refit_is_taken_out_and_its_requests_are_answer
         await router.resume()
         hold.set()
         dying._running.set()
-        return await running, router.replicas == (other,), replicas_of(router)
+        return await running, router.replicas == (other,), engine_replicas(router)
 
     results, is_out, replicas = run(main())
     assert is_out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimits, ServedModel
+from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.distributed.endpoint import Endpoint
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.served import Api, ServedGeneration, chat_body, chat_completion, completion_body
@@ -30,8 +30,8 @@ def chat_request(**changes: Any) -> GenerationRequest:
 def answered(answer: Answer, requests: list[GenerationRequest], api: Api = "completions") -> dict[str, Any]:
     async def main() -> dict[str, Any]:
         async with scoring_server(answer) as url:
-            limits = EndpointLimits(max_retries=1, retry_backoff_s=0)
-            endpoint = Endpoint("server", ServedModel(base_urls=[url], model="m", limits=limits))
+            limits = EndpointLimitsConfig(max_retries=1, retry_backoff_s=0)
+            endpoint = Endpoint("server", ServedModelConfig(base_urls=[url], model="m", limits=limits))
             generation = ServedGeneration(endpoint, model="m", api=api)
             try:
                 return {result.request_id: result async for result in generation.generate(requests)}
@@ -129,7 +129,7 @@ def test_what_a_server_refuses_or_garbles_fails_its_request_with_the_cause(
 
 def test_a_servers_weights_are_its_own() -> None:
     async def main() -> None:
-        endpoint = Endpoint("server", ServedModel(base_urls=["http://127.0.0.1:1"], model="m"))
+        endpoint = Endpoint("server", ServedModelConfig(base_urls=["http://127.0.0.1:1"], model="m"))
         with pytest.raises(GenerationError, match="its own"):
             await ServedGeneration(endpoint, model="m", api="chat").update_weights(None, 1)  # pyright: ignore
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.generation import GenerationSection
+from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.vllm import VllmGeneration, completion_of
 from nemo_rl.generation.vllm_start import importing_vllm
@@ -65,7 +65,7 @@ def dying_engine() -> Any:
 @pytest.mark.timeout(120)
 def test_death_of_the_engine_ends_all_requests():
     async def main():
-        engine = VllmGeneration(dying_engine(), GenerationSection(), device="cpu")
+        engine = VllmGeneration(dying_engine(), GenerationConfig(), device="cpu")
         with pytest.raises(GenerationError, match="died"):
             await answers(engine, [request(str(i)) for i in range(5)])
         assert len(asyncio.all_tasks()) == 1
@@ -88,7 +88,7 @@ def controlled(answer: Any, *, control_s: float) -> VllmGeneration:
     for name in ("resume_generation", "collective_rpc", "sleep", "wake_up"):
         setattr(engine, name, answer)
     engine.engine_core = SimpleNamespace(pause_scheduler_async=answer)
-    generation = VllmGeneration(engine, GenerationSection(), device="cpu", control_s=control_s)
+    generation = VllmGeneration(engine, GenerationConfig(), device="cpu", control_s=control_s)
     generation._num_running, generation._paused_engine, generation._sleeps = 1, True, True
     return generation
 
@@ -114,7 +114,7 @@ def test_control_of_an_engine_that_has_died_or_stands_still_is_an_error(control:
 
 def test_request_that_waits_out_one_pause_is_held_by_the_next():
     async def main():
-        engine = VllmGeneration(dying_engine(), GenerationSection(), device="cpu")
+        engine = VllmGeneration(dying_engine(), GenerationConfig(), device="cpu")
         await engine.pause()
         waiting = asyncio.create_task(answers(engine, [request("0")]))
         await asyncio.sleep(0)

@@ -6,30 +6,30 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.config.generation import GenerationSection, VllmCfg
+from nemo_rl.config.generation import GenerationConfig, VllmConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.vllm_start import engine_arguments, importing_vllm, start_engine
 from tests.contracts.engines import save_tiny_model
 
 
 def arguments(device: str = "cpu", **section):
-    return engine_arguments(GenerationSection(**section), "model", "bfloat16", 1024, device)
+    return engine_arguments(GenerationConfig(**section), "model", "bfloat16", 1024, device)
 
 
 def test_cpu_engine_never_computes_a_prompt_in_parts():
     chosen = arguments()
     assert chosen["enable_chunked_prefill"] is False
     assert chosen["max_num_batched_tokens"] == 8192
-    assert arguments(vllm_cfg=VllmCfg(max_model_len=20_000))["max_num_batched_tokens"] == 20_000
+    assert arguments(vllm_cfg=VllmConfig(max_model_len=20_000))["max_num_batched_tokens"] == 20_000
     with pytest.raises(ConfigError, match="enable_chunked_prefill"):
         arguments(vllm_kwargs={"enable_chunked_prefill": True})
-    unseeded = arguments(vllm_kwargs={"enable_chunked_prefill": True}, vllm_cfg=VllmCfg(seed_requests=False))
+    unseeded = arguments(vllm_kwargs={"enable_chunked_prefill": True}, vllm_cfg=VllmConfig(seed_requests=False))
     assert unseeded["enable_chunked_prefill"] is True
 
 
 def test_section_wins_over_the_run_and_vllm_kwargs_over_both():
     assert arguments()["dtype"] == "bfloat16"
-    cfg = VllmCfg(precision="float32", max_model_len=64, max_num_seqs=8, kv_cache_memory_bytes=2**20)
+    cfg = VllmConfig(precision="float32", max_model_len=64, max_num_seqs=8, kv_cache_memory_bytes=2**20)
     chosen = arguments(vllm_cfg=cfg, vllm_kwargs={"max_num_seqs": 9, "seed": 3})
     assert (chosen["dtype"], chosen["max_model_len"], chosen["max_num_seqs"]) == ("float32", 64, 9)
     assert (chosen["kv_cache_memory_bytes"], chosen["seed"]) == (2**20, 3)
@@ -44,7 +44,7 @@ def test_cuda_engine_sizes_its_cache_by_utilization_and_sleeps_where_the_trainer
     )
     assert "enable_chunked_prefill" not in chosen
     assert arguments("cuda", colocated={"enabled": False})["enable_sleep_mode"] is False
-    assert arguments("cuda", vllm_cfg=VllmCfg(enable_sleep_mode=False))["enable_sleep_mode"] is False
+    assert arguments("cuda", vllm_cfg=VllmConfig(enable_sleep_mode=False))["enable_sleep_mode"] is False
 
 
 def test_environment_and_random_states_are_put_back(monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +72,7 @@ def test_arguments_that_vllm_refuses_are_a_config_error(tmp_path: Path, kwargs):
     model_path = str(save_tiny_model(tmp_path, tied=True))
     with importing_vllm("cpu"), pytest.raises(ConfigError, match=r"policy\.generation\.vllm_kwargs"):
         start_engine(
-            GenerationSection(vllm_kwargs=kwargs),
+            GenerationConfig(vllm_kwargs=kwargs),
             model_path=model_path,
             dtype="float32",
             max_model_len=64,

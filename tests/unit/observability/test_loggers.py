@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.run import Logger as LoggerSection
+from nemo_rl.config.run import LoggerConfig
 from nemo_rl.observability import loggers
-from nemo_rl.observability.loggers import CompositeLogger, make_loggers
+from nemo_rl.observability.loggers import CompositeLogger, make_logger
 
 
 class Recorder:
@@ -43,7 +43,7 @@ def test_a_failing_logger_is_named_once_and_stops_nobody(caplog: pytest.LogCaptu
 
 
 def test_json_lines_are_always_written(tmp_path: Path) -> None:
-    logger = make_loggers(LoggerSection(), tmp_path, {})
+    logger = make_logger(LoggerConfig(), tmp_path, {})
     logger.log_metrics({"train/loss": 0.5}, 1)
     logger.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
@@ -57,7 +57,7 @@ def test_a_logger_that_cannot_start_is_left_out(
         raise OSError("no route to host")
 
     monkeypatch.setattr(loggers, "WandbLogger", unreachable)
-    logger = make_loggers(LoggerSection(wandb_enabled=True), tmp_path, {})
+    logger = make_logger(LoggerConfig(wandb_enabled=True), tmp_path, {})
     logger.log_metrics({}, 1)
     logger.close()
     assert "the wandb logger cannot start" in caplog.text

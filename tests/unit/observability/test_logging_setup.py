@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from nemo_rl.observability.logging_setup import HANDLER_NAME, NOISY, configure_logging
+from nemo_rl.observability.logging_setup import HANDLER_NAME, NOISY_LIBRARIES, configure_logging
 
 
 @pytest.fixture(autouse=True)
 def restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    levels = {name: logging.getLogger(name).level for name in ("nemo_rl", *NOISY)}
+    levels = {name: logging.getLogger(name).level for name in ("nemo_rl", *NOISY_LIBRARIES)}
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     yield
     logging.captureWarnings(False)

@@ -1,12 +1,12 @@
 from pathlib import Path
 
-from nemo_rl.observability.metric_names import METRICS, metrics_table, undocumented
+from nemo_rl.observability.metric_names import METRICS, find_undocumented, render_metrics_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_page_of_metrics_is_generated() -> None:
-    assert PAGE.read_text(encoding="utf-8") == metrics_table()
+    assert PAGE.read_text(encoding="utf-8") == render_metrics_table()
 
 
 def test_no_metric_stands_twice() -> None:
@@ -16,7 +16,7 @@ def test_no_metric_stands_twice() -> None:
 
 def test_names_are_matched_by_word() -> None:
     known = ["train/loss", "train/failures/infra", "train/env/math/reward_mean", "validation/pass_4"]
-    assert undocumented([*known, "train/losses", "train/failures/a/b", "loss"]) == [
+    assert find_undocumented([*known, "train/losses", "train/failures/a/b", "loss"]) == [
         "train/losses",
         "train/failures/a/b",
         "loss",

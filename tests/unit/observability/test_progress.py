@@ -4,8 +4,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from nemo_rl.config.run import Logger as LoggerSection
-from nemo_rl.observability.progress import LiveProgress, Progress, clock_text, make_progress, seconds_line
+from nemo_rl.config.run import LoggerConfig
+from nemo_rl.observability.progress import LiveProgress, Progress, format_duration, format_step_seconds, make_progress
 
 METRICS = {"reward": 0.5, "loss": 0.125, "tokens_per_sec": 12345.0}
 SECONDS = {"total_step_time": 2.0, "generation": 1.0, "policy_training": 0.5}
@@ -99,9 +99,9 @@ def test_panel_shows_the_step_and_stays_below_what_is_printed() -> None:
 
 
 def test_panel_is_for_terminals_and_may_be_switched_off() -> None:
-    assert isinstance(make_progress(LoggerSection(), terminal()), LiveProgress)
-    assert type(make_progress(LoggerSection(progress=False), terminal())) is Progress
-    assert type(make_progress(LoggerSection(), Console(file=io.StringIO()))) is Progress
+    assert isinstance(make_progress(LoggerConfig(), terminal()), LiveProgress)
+    assert type(make_progress(LoggerConfig(progress=False), terminal())) is Progress
+    assert type(make_progress(LoggerConfig(), Console(file=io.StringIO()))) is Progress
 
 
 def test_closing_without_a_start_is_harmless() -> None:
@@ -110,8 +110,8 @@ def test_closing_without_a_start_is_harmless() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3675, "1:01:15")])
 def test_clock(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_seconds_without_phases() -> None:
-    assert seconds_line({"total_step_time": 1.5}) == "1.50 s"
+    assert format_step_seconds({"total_step_time": 1.5}) == "1.50 s"

@@ -1,4 +1,4 @@
-from nemo_rl.observability.sample_table import sample_table, shown, table_text
+from nemo_rl.observability.sample_table import render_table, sample_table, shown
 
 
 def test_long_text_is_cut_in_its_middle() -> None:
@@ -11,11 +11,11 @@ def test_control_characters_are_spelled_out() -> None:
 
 
 def test_markup_is_shown_as_text() -> None:
-    text = table_text(sample_table(("prompt", "[reward]"), [("[bold]hi[/bold] [/nonsense]", 0.5)], title="[x]"))
+    text = render_table(sample_table(("prompt", "[reward]"), [("[bold]hi[/bold] [/nonsense]", 0.5)], title="[x]"))
     for part in ("[bold]hi[/bold] [/nonsense]", "[reward]", "0.5", "[x]"):
         assert part in text
     assert "\x1b" not in text
 
 
 def test_text_begins_on_a_line_of_its_own() -> None:
-    assert table_text(sample_table(("a",), [("b",)])).startswith("\n")
+    assert render_table(sample_table(("a",), [("b",)])).startswith("\n")

@@ -2,7 +2,14 @@ import json
 import math
 from pathlib import Path
 
-from nemo_rl.observability.summary import ACCURACY_MARK, LINE_MARK, read_metric, reward_curve, reward_results, summary
+from nemo_rl.observability.summary import (
+    ACCURACY_MARK,
+    LINE_MARK,
+    plot_reward_curve,
+    read_metric,
+    summarize_rewards,
+    summary,
+)
 
 
 def plotted(curve: str, mark: str) -> list[int]:
@@ -11,7 +18,7 @@ def plotted(curve: str, mark: str) -> list[int]:
 
 
 def test_curve_rises_with_the_rewards() -> None:
-    curve = reward_curve({step: step / 20 for step in range(1, 21)}, {0: 0.1, 20: 0.5}, width=60, height=14)
+    curve = plot_reward_curve({step: step / 20 for step in range(1, 21)}, {0: 0.1, 20: 0.5}, width=60, height=14)
     lines = curve.splitlines()
     assert "training reward" in lines[0]
     assert "validation accuracy" in lines[0]
@@ -24,24 +31,24 @@ def test_curve_rises_with_the_rewards() -> None:
 
 
 def test_scale_is_zero_to_one_for_shares_only() -> None:
-    assert "1.00" in reward_curve({1: 0.2, 2: 0.3})
-    assert "30.0" in reward_curve({1: -5.0, 2: 30.0})
+    assert "1.00" in plot_reward_curve({1: 0.2, 2: 0.3})
+    assert "30.0" in plot_reward_curve({1: -5.0, 2: 30.0})
 
 
 def test_a_curve_leaves_nothing_behind_for_the_next() -> None:
-    first = reward_curve({1: 0.2, 2: 0.3})
-    reward_curve({1: -5.0, 2: 30.0}, {3: 7.0})
-    assert reward_curve({1: 0.2, 2: 0.3}) == first
+    first = plot_reward_curve({1: 0.2, 2: 0.3})
+    plot_reward_curve({1: -5.0, 2: 30.0}, {3: 7.0})
+    assert plot_reward_curve({1: 0.2, 2: 0.3}) == first
 
 
 def test_no_curve_of_fewer_than_two_finite_points() -> None:
-    assert reward_curve({}) == ""
-    assert reward_curve({1: 0.5, 2: math.nan}) == ""
-    assert reward_curve({1: 0.5}, {1: 0.5}) == ""
+    assert plot_reward_curve({}) == ""
+    assert plot_reward_curve({1: 0.5, 2: math.nan}) == ""
+    assert plot_reward_curve({1: 0.5}, {1: 0.5}) == ""
 
 
 def test_ticks_are_whole_steps() -> None:
-    axis = reward_curve(dict.fromkeys(range(1, 31), 0.5)).splitlines()[-2]
+    axis = plot_reward_curve(dict.fromkeys(range(1, 31), 0.5)).splitlines()[-2]
     assert axis.split() == ["5", "10", "15", "20", "25", "30"]
 
 
@@ -58,8 +65,8 @@ def test_results_are_the_curve_and_the_first_and_last_values(tmp_path: Path) -> 
         {"step": 2, "train/reward": 0.5},
         {"step": 2, "validation/accuracy": 0.75},
     )
-    lines = reward_results(path).splitlines()
-    assert lines[:-2] == reward_curve({1: 0.25, 2: 0.5}, {0: 0.125, 2: 0.75}).splitlines()
+    lines = summarize_rewards(path).splitlines()
+    assert lines[:-2] == plot_reward_curve({1: 0.25, 2: 0.5}, {0: 0.125, 2: 0.75}).splitlines()
     assert lines[-2:] == [
         "Training reward 0.250 at step 1, 0.500 at step 2",
         "Validation accuracy 0.125 at step 0, 0.750 at step 2",
@@ -83,7 +90,7 @@ def test_summary_says_where_things_are_and_how_to_continue() -> None:
 
 def test_summary_of_a_run_without_steps() -> None:
     path = Path("no/metrics.jsonl")
-    text = summary(reward_results(path), metrics_path=path)
+    text = summary(summarize_rewards(path), metrics_path=path)
     assert text.splitlines() == [
         "Metrics     no/metrics.jsonl",
         "Checkpoint  none (checkpointing.enabled=true saves one)",

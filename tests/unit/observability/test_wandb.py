@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.run import Wandb
-from nemo_rl.observability.wandb import WandbLogger, has_key
+from nemo_rl.config.run import WandbConfig
+from nemo_rl.observability.wandb import WandbLogger, has_api_key
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_without_a_key_the_run_is_written_offline(
     no_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "250")  # a busy machine starts W&B's process slowly
-    logger = WandbLogger(Wandb(project="words", tags=["test"]), tmp_path, {"grpo": {"seed": 42}})
+    logger = WandbLogger(WandbConfig(project="words", tags=["test"]), tmp_path, {"grpo": {"seed": 42}})
     logger.log_metrics({"train/loss": 0.5, "timing/train/generation": 0.1}, 3)
     logger.log_metrics({"validation/accuracy": 0.25, "timing/validation/total_validation_time": 2.0}, 3)
     logger.log_table("validation/samples", ("prompt", "reward"), [("a", 1.0), ("b", "failed: x")], 3)
@@ -59,18 +59,18 @@ def without_own(item: dict) -> dict:
 
 
 def test_a_key_is_found_in_the_environment_or_in_netrc(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_key()
+    assert not has_api_key()
     no_key.write_text("machine example.org login user password x\n")
     no_key.chmod(0o600)
-    assert not has_key()
+    assert not has_api_key()
     no_key.write_text("machine api.wandb.ai login user password x\n")
-    assert has_key()
+    assert has_api_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8443")
-    assert not has_key()
+    assert not has_api_key()
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert has_key()
+    assert has_api_key()
 
 
 def test_a_broken_netrc_is_no_key(no_key: Path) -> None:
     no_key.write_text("machine\n")
-    assert not has_key()
+    assert not has_api_key()

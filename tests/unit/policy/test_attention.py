@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import ScoresNeeded
+from nemo_rl.interfaces import RequiredScores
 from nemo_rl.policy.attention import Pack
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
@@ -32,7 +32,7 @@ def scores_and_gradients(model: PreTrainedModel, *, packing_key: str | None, **o
     module = CausalLogprobs(model, temperature=0.7, chunk_size=options.pop("chunk_size", 4), packing_key=packing_key)
     if options.pop("recomputed", False):
         recompute_activations(decoder_layers(model))
-    wanted = ScoresNeeded(candidates="c", entropy=True, topk=3)
+    wanted = RequiredScores(candidates="c", entropy=True, topk=3)
     candidates = torch.tensor([3, -1, 7]).expand(len(LENGTHS), max(LENGTHS), 3)
     lengths = batch["lengths"].tolist()
     scores = module(batch["token_ids"], batch["token_mask"] > 0, wanted, candidates, lengths)

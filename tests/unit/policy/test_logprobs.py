@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.interfaces import ScoresNeeded, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.tiny import MODELS, SIZES, make_batch, plain_logprobs
@@ -128,7 +128,7 @@ def asked(name: str = "llama", **options: Any) -> tuple[PreTrainedModel, TokenSc
     batch = make_batch([6, 11])
     candidates = torch.tensor([3, -1, 7]).expand(2, 11, 3)
     module = CausalLogprobs(model, temperature=0.5, **options)
-    wanted = ScoresNeeded(candidates="c", entropy=True, topk=4)
+    wanted = RequiredScores(candidates="c", entropy=True, topk=4)
     scores = module(batch["token_ids"], batch["token_mask"] > 0, wanted, candidates)
     whole = (model(input_ids=batch["token_ids"]).logits / 0.5).log_softmax(-1)
     whole = torch.cat([whole[:, :1] * 0, whole[:, :-1]], dim=1) * batch["token_mask"][..., None]

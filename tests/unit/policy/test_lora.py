@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, Qwen2Config
 
-from nemo_rl.config.lora import LoraCfg
+from nemo_rl.config.lora import LoraAdapterConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.flops import matmul_parameters
 from nemo_rl.policy.lora import Adapters, Merged, adapted_modules, check_modules, merged_tensors
@@ -36,7 +36,7 @@ def layers(*names: str, of: tuple[int, ...] = (0, 1)) -> list[str]:
 def test_layers_are_named_by_their_last_part_their_whole_name_or_a_pattern(
     keys: dict[str, Any], expected: list[str]
 ) -> None:
-    assert adapted_modules(qwen2(), LoraCfg(**keys)) == expected
+    assert adapted_modules(qwen2(), LoraAdapterConfig(**keys)) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,22 @@ def test_layers_are_named_by_their_last_part_their_whole_name_or_a_pattern(
 )
 def test_names_that_no_layer_has_are_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_modules(LoraCfg(enabled=True, **keys), Qwen2Config(**SIZES))
+        check_modules(LoraAdapterConfig(enabled=True, **keys), Qwen2Config(**SIZES))
 
 
 def test_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="of this 'gpt2' model"):
-        adapted_modules(gpt2(), LoraCfg(enabled=True))
+        adapted_modules(gpt2(), LoraAdapterConfig(enabled=True))
 
 
 def test_nothing_is_asked_of_a_model_without_adapters() -> None:
-    check_modules(LoraCfg(target_modules=["q_porj"]), Qwen2Config(**SIZES))
+    check_modules(LoraAdapterConfig(target_modules=["q_porj"]), Qwen2Config(**SIZES))
 
 
 def test_experts_are_no_linear_layers_and_stay_as_they_are() -> None:
-    check_modules(LoraCfg(enabled=True, target_modules=["q_proj"]), MixtralConfig(**SIZES))
+    check_modules(LoraAdapterConfig(enabled=True, target_modules=["q_proj"]), MixtralConfig(**SIZES))
     with pytest.raises(ConfigError, match="w1"):
-        check_modules(LoraCfg(enabled=True, target_modules=["w1"]), MixtralConfig(**SIZES))
+        check_modules(LoraAdapterConfig(enabled=True, target_modules=["w1"]), MixtralConfig(**SIZES))
 
 
 def test_merged_weight_is_base_plus_scaled_product() -> None:
@@ -97,7 +97,7 @@ def test_first_values_follow_the_seed_alone(how: str, largest: float | None) -> 
     found: list[torch.Tensor] = []
     for draws in (0, 5):
         torch.manual_seed(draws)
-        adapters = Adapters(qwen2(), LoraCfg(dim=4, lora_A_init=how), base="b", seed=3)  # type: ignore[arg-type]
+        adapters = Adapters(qwen2(), LoraAdapterConfig(dim=4, lora_A_init=how), base="b", seed=3)  # type: ignore[arg-type]
         tensors = dict(adapters.tensors())
         found.append(torch.cat([t.flatten() for n, t in tensors.items() if "q_proj.lora_A" in n]))
         assert all(not t.any() for n, t in tensors.items() if "lora_B" in n)
@@ -118,7 +118,7 @@ def test_first_values_follow_the_seed_alone(how: str, largest: float | None) -> 
 def test_saved_configuration_names_the_layers_as_shortly_as_it_can(
     patterns: list[str], written: set[str], tmp_path: Path
 ) -> None:
-    adapters = Adapters(qwen2(), LoraCfg(dim=4, alpha=8, target_modules=patterns), base="the/base", seed=0)
+    adapters = Adapters(qwen2(), LoraAdapterConfig(dim=4, alpha=8, target_modules=patterns), base="the/base", seed=0)
     adapters.save(dict(adapters.tensors()), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert set(config["target_modules"]) == written
@@ -128,7 +128,7 @@ def test_saved_configuration_names_the_layers_as_shortly_as_it_can(
 def test_frozen_weights_cost_two_thirds() -> None:
     model = qwen2()
     whole = matmul_parameters(model)
-    Adapters(model, LoraCfg(dim=4, target_modules=["q_proj"]), base="b", seed=0)
+    Adapters(model, LoraAdapterConfig(dim=4, target_modules=["q_proj"]), base="b", seed=0)
     assert matmul_parameters(model) == round(whole * 2 / 3 + 2 * 4 * (32 + 32))
 
 
@@ -137,7 +137,7 @@ def test_adapters_are_off_only_inside() -> None:
     ids = torch.arange(5).unsqueeze(0)
     with torch.no_grad():
         base = model(ids).logits
-        adapters = Adapters(model, LoraCfg(dim=4), base="b", seed=0)
+        adapters = Adapters(model, LoraAdapterConfig(dim=4), base="b", seed=0)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.fill_(0.1)

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.config.policy import Policy
-from nemo_rl.config.teacher import Teacher
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.teacher import TeacherConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.micro_batches import (
     PackedTokens,
@@ -130,9 +130,9 @@ def test_sample_that_no_micro_batch_holds_is_an_error(batching: PackedTokens | P
 
 
 def test_configuration_says_how_micro_batches_are_made() -> None:
-    def policy(**config: object) -> Policy:
+    def policy(**config: object) -> PolicyConfig:
         base = {"model_name": "m", "train_micro_batch_size": 2, "max_total_sequence_length": 100}
-        return Policy.model_validate({**base, **config})
+        return PolicyConfig.model_validate({**base, **config})
 
     assert training_batches(policy()) == SampleCount(2)
     assert scoring_batches(policy(logprob_batch_size=3)) == SampleCount(3)
@@ -141,7 +141,7 @@ def test_configuration_says_how_micro_batches_are_made() -> None:
     assert scoring_batches(packed) == PackedTokens(500, "policy.sequence_packing.logprob_mb_tokens", "concatenative")
     padded = policy(dynamic_batching={"enabled": True, "train_mb_tokens": 300, "sequence_length_round": 8})
     assert training_batches(padded) == PaddedTokens(300, "policy.dynamic_batching.train_mb_tokens", 8)
-    teacher = Teacher.model_validate(
+    teacher = TeacherConfig.model_validate(
         {
             "model_name": "m",
             "sequence_packing": {"enabled": True, "logprob_mb_tokens": 70, "algorithm": "concatenative"},
@@ -149,4 +149,4 @@ def test_configuration_says_how_micro_batches_are_made() -> None:
     )
     key = "teachers.math.sequence_packing.logprob_mb_tokens"
     assert teacher_batches(teacher, "teachers.math") == PackedTokens(70, key, "concatenative")
-    assert teacher_batches(Teacher(model_name="m", logprob_batch_size=3), "teacher") == SampleCount(3)
+    assert teacher_batches(TeacherConfig(model_name="m", logprob_batch_size=3), "teacher") == SampleCount(3)

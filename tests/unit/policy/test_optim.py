@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.optim import check_optimizer, make_optimizer, make_scheduler
 
@@ -11,11 +11,11 @@ LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor"
 CONSTANT = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10_000_000_000}}
 
 
-def config(**sections: Any) -> Policy:
-    return Policy.model_validate({"model_name": "unused", **sections})
+def config(**sections: Any) -> PolicyConfig:
+    return PolicyConfig.model_validate({"model_name": "unused", **sections})
 
 
-def rates(section: Policy, num_steps: int) -> list[float]:
+def rates(section: PolicyConfig, num_steps: int) -> list[float]:
     optimizer = make_optimizer(section, [torch.nn.Parameter(torch.ones(2))])
     scheduler = make_scheduler(section, optimizer)
     seen = []

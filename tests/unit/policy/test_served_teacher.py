@@ -8,7 +8,7 @@ import torch
 from aiohttp import web
 from tensordict import TensorDict
 
-from nemo_rl.config.endpoint import EndpointLimits, ServedModel
+from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.errors import ConfigError, PolicyError
 from nemo_rl.policy.served_teacher import ServedTeacher
 from tests.fakes.scoring_server import scoring_server
@@ -39,8 +39,8 @@ def served(prompt_logprobs: Any) -> web.Response:
 def ask(answer: Any, call: Any, **limits: Any) -> Any:
     async def main() -> Any:
         async with scoring_server(answer) as url:
-            section = ServedModel(
-                base_urls=[f"{url}/v1"], model="t", limits=EndpointLimits(retry_backoff_s=0.0, **limits)
+            section = ServedModelConfig(
+                base_urls=[f"{url}/v1"], model="t", limits=EndpointLimitsConfig(retry_backoff_s=0.0, **limits)
             )
             teacher = ServedTeacher("teacher", section)
             try:

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nemo_rl.interfaces import Metric, Normalizer, ScoresNeeded, TokenScores
+from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 
 VOCABULARY = 37
 SIZES: dict[str, Any] = {
@@ -117,7 +117,7 @@ class WeightedNLL:
     """sum(-advantage * log-prob * mask) / number of valid tokens."""
 
     required_keys = frozenset({"advantages"})
-    scores_needed = ScoresNeeded()
+    required_scores = RequiredScores()
 
     def __call__(
         self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer
@@ -136,7 +136,7 @@ class OfAllScores:
     """Log-probs of some candidates, the entropy and the most likely tokens, each with a gradient of its own."""
 
     required_keys = frozenset({"candidate_ids"})
-    scores_needed = ScoresNeeded(candidates="candidate_ids", entropy=True, topk=3)
+    required_scores = RequiredScores(candidates="candidate_ids", entropy=True, topk=3)
 
     def __call__(
         self, scores: TokenScores, batch: TensorDict, normalizer: Normalizer

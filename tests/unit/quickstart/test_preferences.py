@@ -1,7 +1,7 @@
 import random
 
-from nemo_rl.quickstart.preferences import misspelling, pairs_of
-from nemo_rl.quickstart.words import quickstart_prompts, words_of
+from nemo_rl.quickstart.preferences import make_preference_pairs, misspelling
+from nemo_rl.quickstart.words import extract_words, quickstart_prompts
 
 
 def test_a_misspelling_is_never_the_word_backward() -> None:
@@ -12,7 +12,7 @@ def test_a_misspelling_is_never_the_word_backward() -> None:
 
 def test_pairs_follow_prompts_and_seed() -> None:
     prompts = quickstart_prompts()[1].prompts
-    pairs = pairs_of(prompts, seed=1)
-    assert pairs == pairs_of(prompts, seed=1) != pairs_of(prompts, seed=2)
-    assert [pair.chosen[::-1] for pair in pairs] == list(words_of(prompts))
+    pairs = make_preference_pairs(prompts, seed=1)
+    assert pairs == make_preference_pairs(prompts, seed=1) != make_preference_pairs(prompts, seed=2)
+    assert [pair.chosen[::-1] for pair in pairs] == list(extract_words(prompts))
     assert [pair.messages for pair in pairs] == [prompt.messages for prompt in prompts]

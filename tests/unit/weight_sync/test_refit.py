@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSync
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -19,8 +19,8 @@ class RecordingPolicy:
         self.calls = calls
         self.off = off
 
-    async def with_weights(self, use: Callable[[Any], Any]) -> Any:
-        self.calls.append("with_weights")
+    async def run_with_weights(self, use: Callable[[Any], Any]) -> Any:
+        self.calls.append("run_with_weights")
         return use([("a.weight", torch.ones(2, 2))])
 
     async def logprobs(self, batch: Any) -> torch.Tensor:
@@ -29,7 +29,7 @@ class RecordingPolicy:
 
 
 def publish(
-    *versions: int, section: WeightSync, off: float = 0.0, probes: Any = ((1, 2),), keep_cache: bool = False
+    *versions: int, section: WeightSyncConfig, off: float = 0.0, probes: Any = ((1, 2),), keep_cache: bool = False
 ) -> list[str]:
     async def main() -> list[str]:
         engine = FakeGeneration()
@@ -46,29 +46,29 @@ def publish(
 
 
 def refit(version: int) -> list[str]:
-    return ["with_weights", "pause", f"update_weights {version}", "resume"]
+    return ["run_with_weights", "pause", f"update_weights {version}", "resume"]
 
 
 def test_weights_are_written_before_the_engine_pauses_and_the_first_refit_is_verified():
-    assert publish(1, 2, section=WeightSync()) == [*refit(1), "logprobs", *refit(2)]
+    assert publish(1, 2, section=WeightSyncConfig()) == [*refit(1), "logprobs", *refit(2)]
 
 
 def test_every_refit_is_verified_where_the_section_says_so():
-    assert publish(1, 2, section=WeightSync(verify=True)) == [*refit(1), "logprobs", *refit(2), "logprobs"]
+    assert publish(1, 2, section=WeightSyncConfig(verify=True)) == [*refit(1), "logprobs", *refit(2), "logprobs"]
 
 
 def test_tolerance_is_the_sections():
     with pytest.raises(WeightSyncError):
-        publish(1, section=WeightSync(), off=0.01)
-    publish(1, section=WeightSync(verify_tolerance=0.1), off=0.01)
+        publish(1, section=WeightSyncConfig(), off=0.01)
+    publish(1, section=WeightSyncConfig(verify_tolerance=0.1), off=0.01)
 
 
 def test_without_probes_nothing_is_verified():
-    assert publish(1, section=WeightSync(), probes=()) == refit(1)
+    assert publish(1, section=WeightSyncConfig(), probes=()) == refit(1)
 
 
 def test_running_requests_keep_their_cache_where_that_is_asked_for():
-    assert publish(1, section=WeightSync(), probes=(), keep_cache=True)[1] == "pause keep_cache"
+    assert publish(1, section=WeightSyncConfig(), probes=(), keep_cache=True)[1] == "pause keep_cache"
 
 
 def test_the_first_refit_of_each_replica_is_verified():
@@ -76,7 +76,7 @@ def test_the_first_refit_of_each_replica_is_verified():
         engines = [FakeGeneration(), FakeGeneration()]
         router = ReplicatedGeneration(engines)
         policy = RecordingPolicy([])
-        sync = TransportWeightSync(((1, 2),), WeightSync(), "float32")
+        sync = TransportWeightSync(((1, 2),), WeightSyncConfig(), "float32")
         try:
             for version in (1, 2):
                 await sync.publish(policy, router, weight_version=version)  # type: ignore[arg-type]
@@ -87,4 +87,4 @@ def test_the_first_refit_of_each_replica_is_verified():
         assert asked == ["verify-1-0", "verify-1-0"]
         return policy.calls
 
-    assert asyncio.run(main()) == ["with_weights", "logprobs", "logprobs", "with_weights"]
+    assert asyncio.run(main()) == ["run_with_weights", "logprobs", "logprobs", "run_with_weights"]

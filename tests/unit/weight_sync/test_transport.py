@@ -50,7 +50,7 @@ def test_the_driver_removes_a_file_that_another_process_wrote(tmp_path: Path):
 
 def test_the_drivers_own_file_is_removed():
     class Here:
-        async def with_weights(self, use: Any) -> Any:
+        async def run_with_weights(self, use: Any) -> Any:
             return use([("a", torch.ones(2))])
 
     sync = SharedMemory()

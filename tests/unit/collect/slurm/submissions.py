@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.collect.slurm.submission import Submission
-from nemo_rl.config.submit import Slurm
+from nemo_rl.config.submit import SlurmConfig
 
 
 def submission(folder: Path = Path("/out"), *, seeds: tuple[int, ...] = (0,), **slurm: Any) -> Submission:
-    section = Slurm.model_validate(slurm)
+    section = SlurmConfig.model_validate(slurm)
     return Submission(
         slurm=section,
         seeds=seeds,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.collect.slurm.environments import environment_text
+from nemo_rl.collect.slurm.environments import format_environment
 from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
 from tests.fakes.slurm_commands import write_srun
 from tests.unit.collect.slurm.shell import DEADLINE_S
@@ -38,7 +38,7 @@ def run_task(folder: Path, task: int, *, seeds: tuple[int, ...] = (0,), environm
     made = submission(folder, seeds=seeds, program=PROGRAM, **slurm)
     made.directory.mkdir(parents=True)
     for name, component in made.components.items():
-        made.environment_file(name).write_text(environment_text(component.environment))
+        made.environment_file(name).write_text(format_environment(component.environment))
     done = run_script(
         collection_script(made),
         folder,

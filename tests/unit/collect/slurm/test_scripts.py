@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.collect.slurm.environments import environment_text, shown_environment
+from nemo_rl.collect.slurm.environments import format_environment, format_redacted_environment
 from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
 from nemo_rl.collect.slurm.submission import Submission
 from nemo_rl.config.submit_checks import check_slurm
@@ -169,7 +169,7 @@ def test_no_value_of_an_environment_stands_in_a_script() -> None:
 
 def test_what_is_shown_hides_what_is_named_like_a_secret() -> None:
     variables = {"HF_TOKEN": "abc", "wandb_api_key": "def", "PATH": "/bin", "http_proxy": "http://me:pw@proxy:80"}
-    assert shown_environment(variables) == (
+    assert format_redacted_environment(variables) == (
         "HF_TOKEN='(hidden)'\nwandb_api_key='(hidden)'\nPATH=/bin\nhttp_proxy='http://(hidden)@proxy:80'\n"
     )
 
@@ -177,7 +177,7 @@ def test_what_is_shown_hides_what_is_named_like_a_secret() -> None:
 @settings(max_examples=30)
 @given(st.dictionaries(st.from_regex(r"X[A-Z_0-9]{0,5}", fullmatch=True), WORDS, max_size=4))
 def test_any_environment_reaches_the_processes_as_it_is(variables: dict[str, str]) -> None:
-    script = f"set -a\n{environment_text(variables)}set +a\nexec env -0"
+    script = f"set -a\n{format_environment(variables)}set +a\nexec env -0"
     done = subprocess.run(["bash", "-c", script], env={}, stdout=subprocess.PIPE, timeout=120, check=True)
     found = dict(item.split("=", 1) for item in done.stdout.decode().split("\0") if item.startswith("X"))
     assert found == variables

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.errors import GymBrokenReply, GymError, GymRefused, GymUnavailable
 from nemo_rl.environments.nemo_gym.reply import GymCall
@@ -21,9 +21,9 @@ from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row
 NEVER = 3600.0
 
 
-def section(**settings: Any) -> NemoGymSection:
+def section(**settings: Any) -> NemoGymConfig:
     values = {"timeout_s": 120.0, "start_timeout_s": 120.0, "retry_backoff_s": 0.01, "max_retries": 3, **settings}
-    return NemoGymSection(**values)
+    return NemoGymConfig(**values)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl.config.nemo_gym import NemoGymSection
+from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.errors import GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
@@ -23,21 +23,21 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are ado
 
 
 @pytest.fixture
-def section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NemoGymSection]:
+def section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NemoGymConfig]:
     """`section(mode, ...)`: a stack of the stand-in, run from an empty directory."""
     python = fake_environment(tmp_path / "environment")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     Path("own.yaml").write_text("policy_model: {}")
 
-    def make(mode: str, **settings: Any) -> NemoGymSection:
+    def make(mode: str, **settings: Any) -> NemoGymConfig:
         values = {"config_paths": ["own.yaml"], "python": str(python), "overrides": {"mode": mode}, **settings}
-        return NemoGymSection(**values)
+        return NemoGymConfig(**values)
 
     return make
 
 
-async def start(section: NemoGymSection, run_dir: Path) -> GymStack:
+async def start(section: NemoGymConfig, run_dir: Path) -> GymStack:
     return await GymStack.start(
         section,
         policy_base_url=["http://a/v1", "http://b/v1"],
@@ -51,7 +51,7 @@ def pids(run_dir: Path) -> list[int]:
     return [int(pid) for pid in (run_dir / "nemo_gym" / "pids").read_text().split()]
 
 
-def with_stack(section: NemoGymSection, run_dir: Path, use: Callable[[GymStack], Awaitable[None]]) -> None:
+def with_stack(section: NemoGymConfig, run_dir: Path, use: Callable[[GymStack], Awaitable[None]]) -> None:
     async def run() -> None:
         stack = await start(section, run_dir)
         try:

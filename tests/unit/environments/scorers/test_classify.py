@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimits
-from nemo_rl.config.scorers import ClassifySection
+from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.scorers import ClassifyScorerConfig
 from nemo_rl.environments.scorers.classify import ClassifyScorer
 from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
 from nemo_rl.errors import ConfigError
@@ -42,7 +42,7 @@ def test_each_api_is_asked_with_tokens_and_read_at_its_label(
     async def main() -> list[float | Failure]:
         async with scoring_server(answers) as url:
             entry = {"base_urls": [url], "model": str(tmp_path), "api": api, "label": 1}
-            scorer = ClassifyScorer("rm", ClassifySection.model_validate(entry))
+            scorer = ClassifyScorer("rm", ClassifyScorerConfig.model_validate(entry))
             scores = await scorer.score([ScoreRequest(TALK, {})])
             await scorer.close()
         return scores
@@ -60,8 +60,8 @@ def test_an_answer_of_another_shape_is_a_failure(tmp_path: Path) -> None:
 
     async def main() -> list[float | Failure]:
         async with scoring_server(answers) as url:
-            limits = EndpointLimits(max_retries=0)
-            scorer = ClassifyScorer("rm", ClassifySection(base_urls=[url], model=str(tmp_path), limits=limits))
+            limits = EndpointLimitsConfig(max_retries=0)
+            scorer = ClassifyScorer("rm", ClassifyScorerConfig(base_urls=[url], model=str(tmp_path), limits=limits))
             scores = await scorer.score([ScoreRequest(TALK, {})])
             await scorer.close()
         return scores

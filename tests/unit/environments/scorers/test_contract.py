@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.environment import Batching
+from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.environments.scorers.contract import BatchedScorer, CheckedScorer
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
@@ -22,7 +22,7 @@ def test_any_number_of_requests_resolves_whatever_the_batch_size(count: int, mul
     fake = FakeScorer()
 
     async def main() -> tuple[list[list[float | Failure]], float]:
-        scorer = BatchedScorer(fake, Batching(max_batch_size=multiple, max_wait_ms=5), timeout_s=60)
+        scorer = BatchedScorer(fake, BatchingConfig(max_batch_size=multiple, max_wait_ms=5), timeout_s=60)
         scores = await asyncio.gather(*(scorer.score([request(i)]) for i in range(count)))
         await scorer.close()
         return scores, scorer.mean_batch_size
@@ -59,7 +59,9 @@ async def lose(requests: Sequence[ScoreRequest]) -> None:
 )
 def test_a_backend_that_hangs_or_dies_fails_exactly_the_requests_of_its_call(before: Any, said: str) -> None:
     async def main() -> list[float | Failure]:
-        scorer = BatchedScorer(FakeScorer(before=before), Batching(max_batch_size=2, max_wait_ms=5), timeout_s=0.2)
+        scorer = BatchedScorer(
+            FakeScorer(before=before), BatchingConfig(max_batch_size=2, max_wait_ms=5), timeout_s=0.2
+        )
         scores = await scorer.score([request(i) for i in range(6)])
         await scorer.close()
         return scores
@@ -79,7 +81,7 @@ class OneTooFew(FakeScorer):
 
 def test_one_score_too_few_fails_the_requests_of_that_call() -> None:
     async def main() -> list[float | Failure]:
-        scorer = BatchedScorer(OneTooFew(), Batching(max_batch_size=2, max_wait_ms=5), timeout_s=60)
+        scorer = BatchedScorer(OneTooFew(), BatchingConfig(max_batch_size=2, max_wait_ms=5), timeout_s=60)
         return await scorer.score([request(i) for i in range(4)])
 
     scores = asyncio.run(main())

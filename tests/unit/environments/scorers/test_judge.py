@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimits
-from nemo_rl.config.scorers import JudgeSection
+from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.environments.scorers.judge import JudgeScorer, answer_parser
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
@@ -18,9 +18,15 @@ REQUEST = ScoreRequest(
 )
 
 
-def section(url: str = "http://x", **changes: Any) -> JudgeSection:
-    entry = {"base_urls": [url], "model": "m", "prompt": PROMPT, "limits": EndpointLimits(max_retries=0), **changes}
-    return JudgeSection.model_validate(entry)
+def section(url: str = "http://x", **changes: Any) -> JudgeScorerConfig:
+    entry = {
+        "base_urls": [url],
+        "model": "m",
+        "prompt": PROMPT,
+        "limits": EndpointLimitsConfig(max_retries=0),
+        **changes,
+    }
+    return JudgeScorerConfig.model_validate(entry)
 
 
 def judged(says: str, **changes: Any) -> tuple[float | Failure, dict[str, Any]]:

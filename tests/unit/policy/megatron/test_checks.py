@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.megatron.checks import check_megatron
 from tests.unit.policy.tiny import SIZES
@@ -13,7 +13,7 @@ KEY = r"policy\.megatron_cfg"
 
 def check(model: PreTrainedConfig | None = None, **sections: Any) -> None:
     megatron = {"enabled": True, **sections.pop("megatron_cfg", {})}
-    policy = Policy.model_validate({"model_name": "m", **sections, "megatron_cfg": megatron})
+    policy = PolicyConfig.model_validate({"model_name": "m", **sections, "megatron_cfg": megatron})
     check_megatron(policy, model or Qwen3Config(**SIZES))
 
 

@@ -2,18 +2,18 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.policy import Policy
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.policy.megatron.optimizer_keys import in_torchs_names
 from nemo_rl.policy.optim import check_optimizer, make_optimizer, make_scheduler
 from tests.unit.policy.tiny import qwen2
 
 
-def policy(**megatron_cfg: Any) -> Policy:
+def policy(**megatron_cfg: Any) -> PolicyConfig:
     settings: dict[str, Any] = {"model_name": "m", "megatron_cfg": {"enabled": True, **megatron_cfg}}
-    return Policy.model_validate(settings)
+    return PolicyConfig.model_validate(settings)
 
 
-def rates(config: Policy, num_steps: int) -> list[float]:
+def rates(config: PolicyConfig, num_steps: int) -> list[float]:
     optimizer = make_optimizer(config, qwen2().parameters())
     scheduler = make_scheduler(config, optimizer)
     found = []
