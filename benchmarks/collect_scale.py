@@ -19,15 +19,15 @@ from typing import Any
 
 import psutil
 
-from nemo_rl.collect.keys import KeySpace
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
+from nemo_rl.collect.shards import KeySpace
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.config.data import DatasetConfig, InputDataConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.input import load_input
+from nemo_rl.data.datasets import load_input
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Completion, EnvStep, GenerationRequest, Message, SamplingParams
 
 MIB = 1 << 20

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import psutil
 
-from nemo_rl.collect.keys import Chunk, KeySpace, RolloutKey
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.profile import profile
 from nemo_rl.collect.profile_report import write_profile
+from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, write_tasks
-from nemo_rl.experience.rollout_row import rollout_row
+from nemo_rl.experience.writer import rollout_row
 from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, Trajectory
 
 MIB = 1 << 20

@@ -16,10 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from nemo_rl.build.model_names import QUICKSTART_MODEL
-from nemo_rl.build.models import resolve_model
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
-from nemo_rl.config.policy import TokenizerConfig
+from nemo_rl.config.policy import GenerationConfig, TokenizerConfig, VllmConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
@@ -27,6 +24,8 @@ from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.launch.model_names import QUICKSTART_MODEL
+from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 NUM_AGENTS, CALLS = 64, 4  # calls of an agent in a round, one after another, each a conversation of its own

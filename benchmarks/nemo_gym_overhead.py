@@ -18,9 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 import aiohttp
 from aiohttp import web
 
-from nemo_rl.build.model_names import QUICKSTART_MODEL
-from nemo_rl.build.models import resolve_model
-from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
@@ -32,6 +30,8 @@ from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimit
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.launch.model_names import QUICKSTART_MODEL
+from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams, TrajectoryGroup
 
 NUM_ROLLOUTS, GROUP_SIZE = 256, 8

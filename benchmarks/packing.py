@@ -25,8 +25,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import MicroBatching, PackedTokens, PaddedTokens, SampleCount
-from nemo_rl.policy.packing import ALGORITHMS, first_fit_decreasing, packs_of_ranks
+from nemo_rl.policy.micro_batches import (
+    ALGORITHMS,
+    MicroBatching,
+    PackedTokens,
+    PaddedTokens,
+    SampleCount,
+    first_fit_decreasing,
+    packs_of_ranks,
+)
 from nemo_rl.policy.training import Trainer
 
 RECORDED = Path(__file__).parent / "rollout_lengths.json"

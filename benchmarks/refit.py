@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
-from nemo_rl.generation.make import make_generation
+from nemo_rl.generation.engines import make_generation
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transport import SharedMemory

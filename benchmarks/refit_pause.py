@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind
 
 from nemo_rl import interfaces
-from nemo_rl.build.models import resolve_model
-from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync
 

@@ -10,8 +10,8 @@ import time
 
 from paired import RECIPE, Recorder, bare_engine
 
-from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
+from nemo_rl.launch.training import open_run
 
 WARM_UP_ROUNDS, ROUNDS = 2, 20
 BAR = 0.95

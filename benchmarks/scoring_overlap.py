@@ -24,7 +24,7 @@ from rollout_schedule import (
 )
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.scorers.contract import BatchedScorer
+from nemo_rl.environments.scorers.registry import BatchedScorer
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
 from nemo_rl.interfaces import ScoreRequest

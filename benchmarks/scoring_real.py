@@ -16,12 +16,11 @@ from typing import Any
 
 from paired import RECIPE
 
-from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
-from nemo_rl.experience.collection import run_rollouts
-from nemo_rl.experience.groups import jobs_of
+from nemo_rl.experience.collection import jobs_of, run_rollouts
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring
+from nemo_rl.launch.training import open_run
 
 WARM_UP_ROUNDS, ROUNDS = 1, 8
 NUM_PROMPTS = 32
@@ -91,7 +90,7 @@ def save_reward_model(folder: Path) -> str:
     """A random classifier some three times the policy's size, with the policy's tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-    from nemo_rl.build.models import resolve_model
+    from nemo_rl.launch.models import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(asyncio.run(resolve_model("nemo_rl/quickstart")))
     sizes: dict[str, Any] = {"num_labels": 1, "pad_token_id": None}

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.algorithms.loop import TrainingProgress, train_one_step
 from nemo_rl.algorithms.resuming import CheckpointWriter, restore
-from nemo_rl.build.models import resolve_model
-from nemo_rl.build.session import open_run
 from nemo_rl.config.loading import load_config
+from nemo_rl.launch.models import resolve_model
+from nemo_rl.launch.training import open_run
 
 WARM_UP_STEPS = 3
 

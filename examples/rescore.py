@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.build.rescore import rescore_file
 from nemo_rl.config.loading import load_config
 from nemo_rl.errors import NemoRLError
+from nemo_rl.launch.rescore import rescore_file
 
 
 def main() -> int:

@@ -9,8 +9,7 @@ uv run examples/run_eval.py --dry-run                              resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.build.command_line import run_command
-from nemo_rl.build.evaluate import EVAL_JOB
+from nemo_rl.launch.commands import EVAL_JOB, run_command
 
 RECIPE = Path(__file__).parent / "configs" / "eval.yaml"
 

@@ -9,7 +9,7 @@ uv run examples/run_grpo.py --dry-run                              resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.build.command_line import GRPO_JOB, run_command
+from nemo_rl.launch.commands import GRPO_JOB, run_command
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 

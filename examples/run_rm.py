@@ -8,8 +8,7 @@ uv run examples/run_rm.py --dry-run                                resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.build.command_line import run_command
-from nemo_rl.build.reward_model_command import REWARD_MODEL_JOB
+from nemo_rl.launch.commands import REWARD_MODEL_JOB, run_command
 
 QUICKSTART = Path(__file__).parent / "configs" / "rm_quickstart.yaml"
 

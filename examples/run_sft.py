@@ -8,7 +8,7 @@ uv run examples/run_sft.py --dry-run                               resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.build.command_line import SFT_JOB, run_command
+from nemo_rl.launch.commands import SFT_JOB, run_command
 
 QUICKSTART = Path(__file__).parent / "configs" / "sft_quickstart.yaml"
 

@@ -19,10 +19,10 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "collect": Command("nemo_rl.build.collect_command", "collect rollouts of a model over data sets"),
-    "merge": Command("nemo_rl.collect.merge_command", "join the shards of a collection"),
-    "profile": Command("nemo_rl.collect.profile_command", "statistics of a collection, pass@k, a curriculum"),
-    "submit": Command("nemo_rl.build.submit_command", "run a collection as Slurm jobs"),
+    "collect": Command("nemo_rl.launch.commands", "collect rollouts of a model over data sets"),
+    "merge": Command("nemo_rl.collect.commands", "join the shards of a collection"),
+    "profile": Command("nemo_rl.collect.commands", "statistics of a collection, pass@k, a curriculum"),
+    "submit": Command("nemo_rl.launch.submit", "run a collection as Slurm jobs"),
     "route": Command("nemo_rl.collect.slurm.router", "one address before several OpenAI-compatible servers"),
 }
 

@@ -1,6 +1,6 @@
 """Every protocol of the program: the architecture in one file.
 
-Implementations: environments/, generation/, policy/, weight_sync/, algorithms/loss.py and advantage.py,
+Implementations: environments/, generation/, policy/, weight_sync/, losses/policy_gradient.py and advantage.py,
 observability/, experience/sources.py. Shapes: B samples, T tokens, R named rewards.
 """
 
@@ -150,7 +150,7 @@ class WeightChunks:
 
     name: str  # of the file; machines write it anew where `transfer` differs
     transfer: int  # counts the refits
-    chunks: tuple[Any, ...]  # references to arrays of bytes, one behind the other (distributed/objects.py)
+    chunks: tuple[Any, ...]  # references to arrays of bytes, one behind the other (distributed/actors.py)
     entries: tuple[WeightEntry, ...]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_rl.distributed.ports import unused_ports
+from nemo_rl.distributed.machine import unused_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 NODES = ("n1", "n2")

@@ -9,7 +9,7 @@ uv run examples/nemo_gym/run_grpo_nemo_gym.py --dry-run            resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.build.command_line import GRPO_JOB, run_command
+from nemo_rl.launch.commands import GRPO_JOB, run_command
 
 QUICKSTART = Path(__file__).parent / "quickstart.yaml"
 

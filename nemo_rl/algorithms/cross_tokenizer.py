@@ -24,7 +24,7 @@ from nemo_rl.algorithms.cross_tokenizer_targets import (
     identical_targets,
     prefix_targets,
 )
-from nemo_rl.algorithms.teachers import BatchRow, Teachers
+from nemo_rl.algorithms.distillation import BatchRow, Teachers
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.interfaces import Teacher, TopK
 from nemo_rl.types import TrainingBatch

@@ -11,9 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.alignment import Span, align, valid_utf8_prefix
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.token_bytes import TURN_END, Vocabulary, encode_with_pieces
+from nemo_rl.data.token_alignment import TURN_END, Span, Vocabulary, align, encode_with_pieces, valid_utf8_prefix
 from nemo_rl.types import Message, MessageLog, TokenizedMessage
 
 

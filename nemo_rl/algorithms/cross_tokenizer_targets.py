@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
-from nemo_rl.data.token_bytes import SPECIAL, Vocabulary
+from nemo_rl.data.token_alignment import SPECIAL, Vocabulary
 
 NO_TOKEN_ID = -1  # an id that is no token
 MIN_PROBABILITY = 1e-30  # probability that something is divided by

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.penalties import Penalties
-from nemo_rl.algorithms.placement import Placement
+from nemo_rl.algorithms.distillation import TeacherStage, rows_in_batch_order
+from nemo_rl.algorithms.rewards import Penalties
+from nemo_rl.algorithms.run import Placement
 from nemo_rl.algorithms.stages import (
     RequiredLogprobs,
     add_logprobs,
@@ -11,7 +12,6 @@ from nemo_rl.algorithms.stages import (
     compute_train_rewards,
     estimate_advantages,
 )
-from nemo_rl.algorithms.teachers import TeacherStage, rows_in_batch_order
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, LossFn, Policy
 from nemo_rl.observability.timer import StepTimer

@@ -24,7 +24,7 @@ from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import NemoRLError
-from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
+from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, to_plain
 from nemo_rl.interfaces import Policy
 
 logger = logging.getLogger(__name__)

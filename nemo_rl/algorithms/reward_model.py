@@ -1,6 +1,6 @@
 """Training of a reward model on preferences (Bradley and Terry): the better answer is to have the higher score.
 
-One process, float32. Fed and opened by build/reward_model.py; the scores are those of environments/scorers.
+One process, float32. Fed and opened by launch/reward_model.py; the scores are those of environments/scorers.
 """
 
 import random

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
-from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, save_if_due
-from nemo_rl.algorithms.report import report_step
+from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, report_step, save_if_due
 from nemo_rl.algorithms.resuming import CheckpointWriter, Position, restore
-from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood, negative_log_likelihood
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
 from nemo_rl.interfaces import Logger, Policy
+from nemo_rl.losses.sft import NegativeLogLikelihood, negative_log_likelihood
 from nemo_rl.observability.progress import Progress
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.policy.micro_batches import loss_mask

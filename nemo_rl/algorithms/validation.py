@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.experience.collection import run_rollouts
-from nemo_rl.experience.pass_k import pass_at_k
+from nemo_rl.experience.metrics import pass_at_k
 from nemo_rl.experience.rollouts import (
     RolloutContext,
     RolloutJob,

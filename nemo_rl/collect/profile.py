@@ -9,10 +9,108 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl.collect.measures import Floats, Statistics, TaskMetrics, compute_task_metrics
-from nemo_rl.collect.table import UNKNOWN_LENGTH, RolloutTable, read_table
+from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, RolloutTable, read_table
 from nemo_rl.collect.tasks import Task, read_tasks
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.metrics import best_of_k_shares, majority_at_k
+
+Floats = npt.NDArray[np.float64]
+
+BLOCK_TASKS = 4096
+MAX_VOTERS = 32  # counting the votes of all subsets of k takes long beyond: then k = n alone
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of one quantity over each task's rollouts: [T] each."""
+
+    mean: Floats
+    std: Floats  # unbiased (n - 1); NaN for one rollout
+    min: Floats
+    max: Floats
+    median: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMetrics:
+    """All there is to know of each task."""
+
+    num_rollouts: npt.NDArray[np.int64]  # [T], those with a reward
+    reward: Statistics
+    tokens: Statistics
+    scores: Mapping[str, Floats]  # [T] by name: "pass@1[avg-of-4]", "pass@4", "majority@4"
+
+
+def compute_task_metrics(table: RolloutTable, ks: Sequence[int] | None = None) -> TaskMetrics:
+    """Measure every task. `ks`: of pass@k and majority@k; None: the powers of two up to n, and n.
+
+    The mean over all that a task has counts for pass@1[avg-of-n], its name says how many are expected. Above 32
+    rollouts a task majority@k is for k = n alone. Raises ConfigError for a k above n.
+    """
+    num_columns = table.rewards.shape[1]
+    ks = _validate_ks(ks, num_columns) if ks is not None else default_ks(num_columns)
+    lengths = np.where(table.tokens == UNKNOWN_LENGTH, np.nan, table.tokens)
+    reward = _statistics(table.rewards)
+    scores = {f"pass@1[avg-of-{num_columns}]": reward.mean}
+    scores |= {f"pass@{k}": _pass_at_k(table.rewards, k) for k in ks if k > 1}
+    if (table.answers != NO_ANSWER).any():
+        voters = [k for k in ks if k > 1 and (num_columns <= MAX_VOTERS or k == num_columns)]
+        scores |= {f"majority@{k}": _majority_at_k(table, k) for k in voters}
+    num_rollouts = (~np.isnan(table.rewards)).sum(axis=1)
+    return TaskMetrics(num_rollouts, reward, _statistics(lengths), scores)
+
+
+def default_ks(num_rollouts: int) -> tuple[int, ...]:
+    """Example: 12 rollouts give 1, 2, 4, 8, 12."""
+    powers = (1 << exponent for exponent in range(num_rollouts.bit_length()))
+    return tuple(sorted({*powers, num_rollouts}))
+
+
+def _validate_ks(ks: Sequence[int], num_rollouts: int) -> tuple[int, ...]:
+    for k in ks:
+        if not 1 <= k <= num_rollouts:
+            raise ConfigError("k", k, f"must be from 1 to {num_rollouts}, the rollouts of each task")
+    return tuple(sorted(set(ks)))
+
+
+def _statistics(values: Floats) -> Statistics:
+    """Of each row's numbers that are no NaN."""
+    mean, std, low, high, median = np.full((5, len(values)), np.nan)
+    for start in range(0, len(values), BLOCK_TASKS):
+        block = np.sort(values[start : start + BLOCK_TASKS], axis=1)  # NaN last
+        rows = np.arange(len(block))
+        count = (~np.isnan(block)).sum(axis=1)
+        at = slice(start, start + len(block))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean[at] = np.nansum(block, axis=1) / count
+            deviations = np.nansum((block - mean[at, None]) ** 2, axis=1)
+            std[at] = np.where(count > 1, np.sqrt(deviations / (count - 1)), np.nan)
+        last = np.maximum(count - 1, 0)
+        low[at], high[at] = block[:, 0], block[rows, last]
+        median[at] = (block[rows, last // 2] + block[rows, (last + 1) // 2]) / 2
+    return Statistics(mean, std, low, high, median)
+
+
+def _pass_at_k(rewards: Floats, k: int) -> Floats:
+    result = np.full(len(rewards), np.nan)
+    for start in range(0, len(rewards), BLOCK_TASKS):
+        block = np.sort(rewards[start : start + BLOCK_TASKS], axis=1)
+        counts = (~np.isnan(block)).sum(axis=1)
+        for count in np.unique(counts[counts >= k]).tolist():
+            tasks = np.flatnonzero(counts == count)
+            result[start + tasks] = block[tasks, :count] @ np.array(best_of_k_shares(count, k))
+    return result
+
+
+def _majority_at_k(table: RolloutTable, k: int) -> Floats:
+    result = np.full(len(table.rewards), np.nan)
+    for task, (rewards, answers) in enumerate(zip(table.rewards, table.answers, strict=True)):
+        is_present = ~np.isnan(rewards)
+        if is_present.sum() >= k:
+            votes = [None if answer == NO_ANSWER else answer for answer in answers[is_present].tolist()]
+            result[task] = majority_at_k(rewards[is_present].tolist(), votes, k)
+    return result
+
 
 ALL_DATASETS = "all"
 THRESHOLDS = (0.25, 0.5, 0.75, 1.0)

@@ -1,9 +1,163 @@
-"""The files of one shard: the rollouts of one seed, or of one chunk of it."""
+"""Shards of a collection: which rollouts belong to one, what identifies its run, and its files."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from nemo_rl.collect.files import atomic_write
+from nemo_rl.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RolloutKey:
+    """One rollout of a seed: the row of the whole input, counted before any chunk is cut, and which repeat of it."""
+
+    task_index: int
+    rollout_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Every `count`-th task from `index` on, with all its repeats.
+
+    Strided: neighbours in a file are alike (one data set behind the other, sorted by difficulty or length), so that
+    chunks of neighbours would take unlike times. Repeats stay together, since they share the cache of their prompt.
+
+    Example: chunk 1 of 4 over 10 tasks holds tasks 1, 5, 9.
+    """
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError("num_chunks", self.count, "must be at least 1")
+        if not 0 <= self.index < self.count:
+            raise ConfigError(
+                "chunk", self.index, f"must be from 0 to {self.count - 1}, the last of {self.count} chunks"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """All keys of one shard, numbered from 0: by task, then by repeat. Takes no memory for them."""
+
+    num_tasks: int  # of the whole input
+    num_repeats: int
+    chunk: Chunk | None = None  # None: all tasks
+
+    def __post_init__(self) -> None:
+        if self.num_repeats < 1:
+            raise ConfigError("num_repeats", self.num_repeats, "must be at least 1")
+
+    @property
+    def tasks(self) -> range:
+        return (
+            range(self.num_tasks) if self.chunk is None else range(self.chunk.index, self.num_tasks, self.chunk.count)
+        )
+
+    def __len__(self) -> int:
+        return len(self.tasks) * self.num_repeats
+
+    def __iter__(self) -> Iterator[RolloutKey]:
+        return (RolloutKey(task, repeat) for task in self.tasks for repeat in range(self.num_repeats))
+
+    def __contains__(self, key: RolloutKey) -> bool:
+        return key.task_index in self.tasks and 0 <= key.rollout_index < self.num_repeats
+
+    def number(self, key: RolloutKey) -> int:
+        """The key's place; ValueError for a key that is not of this shard."""
+        if key not in self:
+            raise ValueError(f"{key} is not one of the {len(self)} keys of {self}")
+        return self.tasks.index(key.task_index) * self.num_repeats + key.rollout_index
+
+    def key(self, number: int) -> RolloutKey:
+        index, repeat = divmod(number, self.num_repeats)
+        return RolloutKey(self.tasks[index], repeat)
+
+
+FORMAT = 1
+MAX_DIFFERENCES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIdentity:
+    """Seed and keys of a shard, and the run that they are of."""
+
+    seed: int
+    keys: KeySpace
+    run: Mapping[str, Any]  # data, config, model: plain nested values, the same for all shards of a collection
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON reads it back."""
+        chunk = self.keys.chunk
+        values = {
+            "format": FORMAT,
+            "seed": self.seed,
+            "chunk": None if chunk is None else chunk.index,
+            "num_chunks": 1 if chunk is None else chunk.count,
+            "num_tasks": self.keys.num_tasks,
+            "num_repeats": self.keys.num_repeats,
+            "run": self.run,
+        }
+        return json.loads(json.dumps(values, allow_nan=False))
+
+    def write(self, path: Path) -> None:
+        with atomic_write(path) as file:
+            file.write((json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "ShardIdentity":
+        """Raises DataError for a file that does not say what a shard is."""
+        try:
+            values = json.loads(path.read_bytes())
+            chunk = None if values["chunk"] is None else Chunk(values["chunk"], values["num_chunks"])
+            keys = KeySpace(values["num_tasks"], values["num_repeats"], chunk)
+            return cls(values["seed"], keys, values["run"])
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
+            raise DataError(f"{path}: is no identity of a shard: {error}") from error
+
+    def check(self, path: Path) -> None:
+        """Raise ConfigError unless the identity at `path` is this one, with every difference."""
+        if differences := describe_identity_differences(ShardIdentity.read(path).to_dict(), self.to_dict()):
+            raise ConfigError("output_dir", str(path.parent), f"holds rollouts of another run:\n{differences}")
+
+
+def describe_identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A line for each nested key whose values differ; empty when none does.
+
+    Example: "  run.config.temperature: was 1.0, is 0.7"
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    keys = [key for key in {**old, **new} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
+    lines = [
+        f"  {key}: was {old.get(key, _ABSENT)!r}, is {new.get(key, _ABSENT)!r}" for key in keys[:MAX_DIFFERENCES_SHOWN]
+    ]
+    if len(keys) > MAX_DIFFERENCES_SHOWN:
+        lines.append(f"  and {len(keys) - MAX_DIFFERENCES_SHOWN} more")
+    return "\n".join(lines)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "not set"
+
+
+_ABSENT = _Absent()
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
 
 _NAME = re.compile(r"rollouts-rs(\d+)(?:-chunk(\d+))?")
 

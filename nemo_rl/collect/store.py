@@ -11,12 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.identity import ShardIdentity
-from nemo_rl.collect.keys import KeySpace, RolloutKey
-from nemo_rl.collect.lines import AppendOnlyFile, read_lines
-from nemo_rl.collect.shards import ShardFiles, find_shards
-from nemo_rl.collect.whole_file import atomic_write
-from nemo_rl.data.jsonl import encode_json_line
+from nemo_rl.collect.files import AppendOnlyFile, atomic_write, read_lines
+from nemo_rl.collect.shards import KeySpace, RolloutKey, ShardFiles, ShardIdentity, find_shards
+from nemo_rl.data.sources import encode_json_line
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure
 

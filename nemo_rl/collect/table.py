@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl.collect.gathering import load_shard_set
-from nemo_rl.collect.lines import BLOCK_BYTES
-from nemo_rl.collect.merge import MERGED
+from nemo_rl.collect.files import BLOCK_BYTES
+from nemo_rl.collect.merge import MERGED, load_shard_set
 from nemo_rl.collect.shards import find_shards
 from nemo_rl.collect.tasks import read_tasks
 from nemo_rl.errors import ConfigError, DataError

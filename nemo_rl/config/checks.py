@@ -2,24 +2,154 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from nemo_rl.config.agent_checks import check_agents
-from nemo_rl.config.async_checks import check_async
-from nemo_rl.config.batching_checks import check_batching, check_teacher_batching
-from nemo_rl.config.checkpoint_checks import check_checkpointing
-from nemo_rl.config.distillation_checks import check_distillation
-from nemo_rl.config.generation import GenerationConfig
-from nemo_rl.config.grpo_checks import check_grpo
+from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
+from nemo_rl.config.environment_checks import check_agents, check_nemo_gym, check_scorers
 from nemo_rl.config.layout import make_layout
-from nemo_rl.config.lora_checks import check_lora
-from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
-from nemo_rl.config.nemo_gym_checks import check_nemo_gym
-from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig
-from nemo_rl.config.scorer_checks import check_scorers
+from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.policy import GenerationConfig, PolicyConfig, SchedulerStageConfig, TeacherConfig, check_lora
 from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.config.teacher_checks import check_teachers
 from nemo_rl.errors import ConfigError, suggest_name
+
+
+def check_async(config: TrainingRunConfig) -> None:
+    """Raise ConfigError for GRPO that would learn from samples of older weights as if they were the policy's own.
+
+    Distillation needs no correction: its loss compares distributions at whatever tokens were sampled.
+    """
+    if not config.algorithm.background.enabled or not isinstance(config, GRPORunConfig):
+        return
+    if not config.loss_fn.use_importance_sampling_correction:
+        raise ConfigError(
+            "loss_fn.use_importance_sampling_correction",
+            False,
+            "grpo.async_grpo trains on samples of older weights: must be true (see truncated_importance_sampling_type)",
+        )
+
+
+PACKING, DYNAMIC = "sequence_packing", "dynamic_batching"
+
+
+def check_batching(policy: PolicyConfig) -> None:
+    """One way of making micro-batches, which holds every sample that there can be."""
+    _check_section("policy", policy, policy.max_total_sequence_length)
+
+
+def check_teacher_batching(config: TrainingRunConfig) -> None:
+    """The same of each teacher."""
+    for key, teacher in config.teacher_sections.items():
+        _check_section(key, teacher, config.policy.max_total_sequence_length)
+        for name in (PACKING, DYNAMIC):
+            section = getattr(teacher, name)
+            if section.enabled and section.logprob_mb_tokens is None:
+                raise ConfigError(f"{key}.{name}.logprob_mb_tokens", None, "required: the tokens of one forward pass")
+
+
+def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) -> None:
+    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
+        problem = f"{key}.{DYNAMIC}.enabled is true too: samples are packed or padded; allowed: one of the two"
+        raise ConfigError(f"{key}.{PACKING}.enabled", True, problem)
+    for section in (PACKING, DYNAMIC):
+        values = getattr(model, section)
+        for name in ("train_mb_tokens", "logprob_mb_tokens"):
+            tokens = getattr(values, name)
+            if values.enabled and tokens is not None and tokens < longest:
+                problem = f"must be at least policy.max_total_sequence_length = {longest}, or null"
+                raise ConfigError(f"{key}.{section}.{name}", tokens, problem)
+
+
+KEY = "checkpointing.metric_name"
+VALIDATION_METRICS = frozenset({"accuracy", "greedy_accuracy", "avg_length", "num_failed"})  # and pass_<k>
+_TRAIN_NAMES = """
+    loss grad_norm lr reward filtered_reward probs_ratio probs_ratio_min probs_ratio_max probs_ratio_clamped
+    probs_ratio_clamped_min probs_ratio_clamped_max kl_penalty token_mult_prob_error gen_kl_error policy_kl_error
+    js_divergence_error max_logprob_error sampling_importance_ratio approx_entropy num_valid_samples is_oob_ratio
+    global_valid_seqs global_valid_toks mean_prompt_length total_num_tokens total_turns avg_turns_per_sample
+    max_turns_per_sample natural_termination_rate truncation_rate max_turns_reached_rate mean_total_tokens_per_sample
+    mean_gen_tokens_per_sample max_gen_tokens_per_sample mean_env_tokens_per_sample num_rollouts shaped_reward
+    num_nonfinite_generation_logprobs train_flops avg_trajectory_age dynamic_sampling_num_gen_batches
+    dynamic_sampling_num_discarded_valid_samples
+"""
+TRAIN_METRICS = frozenset(_TRAIN_NAMES.split())
+
+
+def check_checkpointing(config: TrainingRunConfig) -> None:
+    """Raise ConfigError for a metric of an unknown name, or one that this run never computes.
+
+    A name with a slash ("val:<data set>/accuracy", "train:advantages/mean") depends on the data and is checked when
+    the first checkpoint is written.
+    """
+    metric = config.checkpointing.metric_name
+    if not config.checkpointing.enabled or metric is None:
+        return
+    kind, _, name = metric.partition(":")
+    if kind not in ("val", "train") or not name:
+        raise ConfigError(KEY, metric, 'must be "val:" or "train:" and a metric\'s name, e.g. "val:accuracy"')
+    known = VALIDATION_METRICS | _pass_metrics(config) if kind == "val" else TRAIN_METRICS
+    if "/" not in name and name not in known:
+        raise ConfigError(KEY, metric, f"no such metric{suggest_name(name, known)}")
+    if kind == "val":
+        _check_validation_runs(config, metric, name)
+
+
+def _check_validation_runs(config: TrainingRunConfig, metric: str, name: str) -> None:
+    algorithm, section = config.algorithm, config.algorithm_key
+    if config.data.validation is None:
+        raise ConfigError(KEY, metric, "needs a data set in data.validation; without one use train:reward or null")
+    if algorithm.val_period == 0 and not algorithm.val_at_end:
+        raise ConfigError(KEY, metric, f"needs {section}.val_period above 0, or {section}.val_at_end")
+    if name.rpartition("/")[2] == "greedy_accuracy" and not algorithm.val_greedy:
+        raise ConfigError(KEY, metric, f"needs {section}.val_greedy: true")
+
+
+def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
+    k = config.algorithm.val_num_generations_per_prompt
+    return frozenset({f"pass_{k}"} if k > 1 else ())
+
+
+def uses_teachers(config: TrainingRunConfig) -> bool:
+    """Whether anything of the algorithm asks a teacher."""
+    if isinstance(config, GRPORunConfig):
+        return config.grpo.adv_estimator.name == "opd"
+    return isinstance(config, DistillationRunConfig)
+
+
+def uses_cross_tokenizer(config: TrainingRunConfig) -> TypeGuard[DistillationRunConfig]:
+    """Whether teachers are asked in tokens of their own."""
+    return isinstance(config, DistillationRunConfig) and config.loss_fn.cross_tokenizer.enabled
+
+
+def check_teachers(config: TrainingRunConfig) -> None:
+    """Raise ConfigError for a teacher that nobody asks, for a task that is not there, and where none is."""
+    if not uses_teachers(config):
+        for key in config.teacher_sections:
+            reason = "teachers are read by grpo.adv_estimator.name: opd and by examples/run_distillation.py only"
+            raise ConfigError(key, "set", f"{reason}; allowed: null")
+        return
+    if not config.teacher_sections:
+        raise ConfigError("teacher", None, "required: a model to learn from (or teachers.<task>, by task name)")
+    for task in config.teachers:
+        if task not in config.env:
+            known = ", ".join(sorted(config.env)) or "none"
+            raise ConfigError(f"{TEACHERS}.{task}", "set", f"no such task; those of env: {known}", known=config.env)
+    for key, section in config.teacher_sections.items():
+        temperature = config.policy.generation.temperature
+        if section.server is not None and temperature != 1:
+            raise ConfigError(
+                f"{key}.server",
+                section.server.model,
+                f"a server answers for temperature 1, and policy.generation.temperature is {temperature:g}",
+            )
+
+
+def check_task_teachers(config: TrainingRunConfig, task_names: frozenset[str]) -> None:
+    """Raise ConfigError for a task of the training data that no teacher teaches."""
+    for task in sorted(task_names):
+        if config.teacher_key(task) is None:
+            raise ConfigError(
+                f"{TEACHERS}.{task}", None, "the training data has this task: set it, or teacher for all tasks"
+            )
 
 
 def check(config: TrainingRunConfig) -> None:

@@ -1,16 +1,19 @@
 """The configuration of `nemo-rl collect`, and what it shares with that of examples/run_eval.py: a model that is only
-sampled."""
+sampled.
+"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
+from nemo_rl.config.checks import check_rollouts
 from nemo_rl.config.data import InputDataConfig
-from nemo_rl.config.generation import GenerationConfig, SamplingConfig, VllmConfig
 from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.policy import GenerationConfig, SamplingConfig, VllmConfig
 from nemo_rl.config.run import RolloutBoundsConfig
 from nemo_rl.config.section import Section
+from nemo_rl.errors import ConfigError
 
 HIGHEST_ATTEMPTS = 254  # the store counts them in a byte
 
@@ -187,3 +190,41 @@ def _quote_seeds_override(text: str) -> str:
     key, separator, value = text.partition("=")
     is_bare = key.lstrip("+") == "collect.seeds" and separator and not value.startswith(("'", '"', "["))
     return f"{key}='{value}'" if is_bare else text
+
+
+def check_sampled(config: SampledRunConfig) -> None:
+    """Raise ConfigError for the first combination that cannot run."""
+    check_rollouts(config)
+    _check_server(config)
+    _check_logger(config)
+
+
+def _check_server(config: SampledRunConfig) -> None:
+    server = config.server
+    for name in server.misplaced:
+        problem = "is of a server that runs already: set server.address"
+        if server.address is not None:
+            problem = "is of an engine that is started here; server.address names one that runs already"
+        raise ConfigError(f"server.{name}", getattr(server, name), problem)
+    if server.address is not None and not server.addresses:
+        raise ConfigError("server.address", server.address, "must name a server")
+    for address in server.addresses:
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError("server.address", address, "must begin with http:// or https://")
+    if server.backend == "hf":
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if (value := getattr(server, name)) > 1:
+                raise ConfigError(f"server.{name}", value, "the hf backend is one process; allowed: 1")
+        if server.vllm_kwargs:
+            raise ConfigError("server.vllm_kwargs", server.vllm_kwargs, "needs backend: vllm")
+    total, longest = config.policy.max_total_sequence_length, server.max_model_len
+    if longest is not None and longest < total:
+        raise ConfigError(
+            "server.max_model_len", longest, f"must be at least policy.max_total_sequence_length = {total}"
+        )
+
+
+def _check_logger(config: SampledRunConfig) -> None:
+    for name in ("wandb_enabled", "tensorboard_enabled"):
+        if getattr(config.logger, name):
+            raise ConfigError(f"logger.{name}", True, "metrics are logged by training alone; allowed: false")

@@ -6,16 +6,162 @@ value it is ignored with a note, refused with the reason, or left for the schema
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from nemo_rl.config.keys import Path, dotted
-from nemo_rl.config.lora_keys import LORA_RULES
-from nemo_rl.config.megatron_keys import MEGATRON_RULES, choose_backend
-from nemo_rl.config.rules import Rule, defaulted, dropped, ignored, rejected
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table."""
+
+    key: str  # dotted; `*` is any key, and lists are entered
+    inert: tuple[object, ...] | None  # None: every value
+    otherwise: Literal["note", "refuse", "keep"]
+    text: str = ""
+
+
+def dropped(key: str) -> Rule:
+    """Means nothing here, whatever its value."""
+    return Rule(key, None, "note")
+
+
+def ignored(key: str, note: str, *inert: object) -> Rule:
+    """Is not needed here; said once when it asks for something."""
+    return Rule(key, inert, "note", note)
+
+
+def rejected(key: str, reason: str, *inert: object) -> Rule:
+    """Cannot be had; null and the inert values do not ask for it."""
+    return Rule(key, (None, *inert), "refuse", reason)
+
+
+def defaulted(key: str, *inert: object) -> Rule:
+    """NeMo-RL's way of writing our default; other values are the schema's."""
+    return Rule(key, inert, "keep")
+
+
+_KEY = "policy.dtensor_cfg.lora_cfg"
+
+LORA_RULES = (
+    rejected(f"{_KEY}.dropout", "dropout is off: log-probs are those of the sampled model", 0),
+    dropped(f"{_KEY}.dropout_position"),
+    ignored(f"{_KEY}.use_triton", "adapters are peft's, which has no kernels", None, False),
+    ignored(f"{_KEY}.lora_dtype", "adapters are float32", None, "float32"),
+    rejected(f"{_KEY}.use_dora", "adapters are plain LoRA", False),
+    defaulted(f"{_KEY}.target_modules", None),
+    defaulted(f"{_KEY}.exclude_modules", None),
+    ignored("checkpointing.is_peft", f"{_KEY}.enabled says whether there are adapters", None, False),
+    dropped("checkpointing.peft_config"),
+)
+
+
+_KEY_of_megatron_keys = "megatron_cfg"  # of `policy`, and of each teacher
+_NO_EXPERTS = "models with experts are not mapped to Megatron"
+
+MEGATRON_RULES: tuple[Rule, ...] = (
+    rejected(
+        f"{_KEY_of_megatron_keys}.sequence_parallel",
+        "layers have torch's norms, which Megatron gives whole sequences only",
+        False,
+    ),
+    rejected(f"{_KEY_of_megatron_keys}.context_parallel_size", "sequences are not split over ranks", 1),
+    rejected(f"{_KEY_of_megatron_keys}.expert_model_parallel_size", _NO_EXPERTS, 1),
+    rejected(f"{_KEY_of_megatron_keys}.expert_tensor_parallel_size", _NO_EXPERTS, 1),
+    rejected(f"{_KEY_of_megatron_keys}.peft.enabled", "all weights are trained", False),
+    dropped(f"{_KEY_of_megatron_keys}.peft"),
+    rejected(f"{_KEY_of_megatron_keys}.fp8_cfg.enabled", "layers compute in float32 or bfloat16", False),
+    dropped(f"{_KEY_of_megatron_keys}.fp8_cfg"),
+    rejected(f"{_KEY_of_megatron_keys}.mtp_num_layers", "one token is predicted at a time", 0),
+    rejected(f"{_KEY_of_megatron_keys}.env_vars", "set them in the environment of the command", {}),
+    dropped(f"{_KEY_of_megatron_keys}.converter_type"),  # the mapping follows from the model
+    dropped(f"{_KEY_of_megatron_keys}.force_reconvert_from_hf"),  # weights are read from Hugging Face's files each time
+    dropped(f"{_KEY_of_megatron_keys}.empty_unused_memory_level"),
+    dropped(f"{_KEY_of_megatron_keys}.defer_fp32_logits"),  # logits are made a chunk at a time
+    dropped(f"{_KEY_of_megatron_keys}.freeze_moe_router"),
+    dropped(f"{_KEY_of_megatron_keys}.track_moe_metrics"),
+    *(
+        dropped(f"{_KEY_of_megatron_keys}.moe_{name}")
+        for name in (
+            "router_dtype",
+            "router_load_balancing_type",
+            "router_bias_update_rate",
+            "router_enable_expert_bias",
+            "permute_fusion",
+            "per_layer_logging",
+            "enable_deepep",
+            "token_dispatcher_type",
+            "shared_expert_overlap",
+            "grouped_gemm",
+            "pad_experts_for_cuda_graph_inference",
+        )
+    ),
+    *(
+        ignored(f"{_KEY_of_megatron_keys}.{name}", "layers are made of torch's own kernels", None, True, False)
+        for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+    ),
+    dropped(f"{_KEY_of_megatron_keys}.optimizer.bf16"),
+    dropped(f"{_KEY_of_megatron_keys}.optimizer.params_dtype"),
+    rejected(f"{_KEY_of_megatron_keys}.optimizer.fp16", "layers compute in float32 or bfloat16", False),
+    dropped(f"{_KEY_of_megatron_keys}.optimizer.clip_grad"),  # policy.max_grad_norm, which NeMo-RL's recipes refer to
+    ignored(
+        f"{_KEY_of_megatron_keys}.optimizer.use_distributed_optimizer",
+        "each data parallel rank keeps the whole state of the optimizer",
+        None,
+        False,
+    ),
+    ignored(
+        f"{_KEY_of_megatron_keys}.optimizer.use_precision_aware_optimizer",
+        "the optimizer's state is float32",
+        None,
+        False,
+    ),
+    rejected(
+        f"{_KEY_of_megatron_keys}.optimizer.optimizer_cpu_offload",
+        "the optimizer's state stays where the weights are",
+        False,
+    ),
+    dropped(f"{_KEY_of_megatron_keys}.optimizer.optimizer_offload_fraction"),
+    rejected(f"{_KEY_of_megatron_keys}.scheduler.weight_decay_incr_style", "the weight decay stays", "constant"),
+    dropped(f"{_KEY_of_megatron_keys}.scheduler.start_weight_decay"),
+    dropped(f"{_KEY_of_megatron_keys}.scheduler.end_weight_decay"),
+    ignored(
+        f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.overlap_param_gather",
+        "weights are not gathered",
+        None,
+        False,
+    ),
+    dropped(f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.average_in_collective"),
+    dropped(f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.use_distributed_optimizer"),
+    rejected(
+        f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.use_custom_fsdp",
+        "policy.dtensor_cfg is FSDP2",
+        False,
+    ),
+    dropped(f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.data_parallel_sharding_strategy"),
+)
+
+
+def choose_backend(config: dict[str, Any]) -> None:
+    """Take out, in place, what belongs to the backend that is off; NeMo-RL's recipes have both sections.
+
+    With `megatron_cfg.enabled` it is Megatron, whatever `dtensor_cfg.enabled` says.
+    """
+    teachers = config.get("teachers")
+    task_teachers = teachers.values() if isinstance(teachers, dict) else ()
+    for model in (config.get("policy"), config.get("teacher"), *task_teachers):
+        if not isinstance(model, dict):
+            continue
+        megatron, dtensor = model.get("megatron_cfg"), model.get("dtensor_cfg")
+        if not isinstance(megatron, dict) or not megatron.get("enabled"):
+            model.pop("megatron_cfg", None)
+        elif isinstance(dtensor, dict):
+            dtensor.pop("enabled", None)
+
 
 # NeMo-RL has these beside `adv_estimator` and inside it. They are moved in every layer, so that a later one wins.
 MOVED_KEYS = {

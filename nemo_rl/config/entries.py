@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.config.env import ENVIRONMENT_CONFIGS, CustomEnvironmentConfig
+from nemo_rl.config.environment import ENVIRONMENT_CONFIGS, CustomEnvironmentConfig
 from nemo_rl.config.scorers import SCORER_CONFIGS, CustomScorerConfig
 from nemo_rl.config.section import Section
 

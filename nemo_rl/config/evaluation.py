@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.collect import HIGHEST_ATTEMPTS, CollectConfig, SampledRunConfig
-from nemo_rl.config.collect_checks import check_sampled
+from nemo_rl.config.collect import HIGHEST_ATTEMPTS, CollectConfig, SampledRunConfig, check_sampled
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 

@@ -1,21 +1,130 @@
 """From the configuration to a layout: how many policy ranks and engines there are, on which node and GPUs each stands.
 
-A layout names nodes and GPUs by their place in the run; distributed/placement.py finds real ones for them.
+A layout names nodes and GPUs by their place in the run; distributed/cluster.py finds real ones for them.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.config.parallel import ParallelModelConfig
-from nemo_rl.config.places import Device, DevicePool, DeviceSlot, spread_over_nodes
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.rank_places import assign_ranks
+from nemo_rl.config.policy import GenerationConfig, ParallelModelConfig, PolicyConfig, TeacherConfig
 from nemo_rl.config.run import ClusterConfig
 from nemo_rl.config.scorers import RewardModelPlacementConfig
-from nemo_rl.config.teacher_layout import allocate_teacher_pools
 from nemo_rl.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSlot:
+    """Where one process stands."""
+
+    node: int  # of the run's nodes
+    gpus: tuple[int, ...] = ()  # of the GPUs that the run has on this node; empty on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """Nodes and the GPUs on each of them that one part of the run may use."""
+
+    nodes: range
+    gpus: range
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.nodes) * len(self.gpus)
+
+
+def spread_over_nodes(count: int, nodes: range) -> tuple[DeviceSlot, ...]:
+    """As many on each node as on any other, or one more; neighbours stay together."""
+    return tuple(DeviceSlot(nodes[index * len(nodes) // count]) for index in range(count))
+
+
+def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *, key: str) -> tuple[DeviceSlot, ...]:
+    """A rank a GPU; on a CPU as many as the section `key` asks for. The tensor parallel ones are neighbours on a node.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    data, copy = model.data_parallel_size, model.model_parallel_size
+    if device == "cpu":
+        return spread_over_nodes((data or 1) * copy, pool.nodes)
+    _check_gpus(pool, model, key)
+    gpus = [DeviceSlot(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
+    return tuple(gpus[: (data or pool.num_gpus // copy) * copy])
+
+
+def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
+    """Every rank has a GPU, and the ranks that share a layer are on one node."""
+    owner = "the policy" if key == "policy" else "the teacher"
+    section = f"{key}.megatron_cfg" if model.megatron_cfg.enabled else f"{key}.dtensor_cfg"
+    tensor_key = (
+        f"{section}.tensor_model_parallel_size" if model.megatron_cfg.enabled else f"{section}.tensor_parallel_size"
+    )
+    pipeline_key = f"{section}.pipeline_model_parallel_size"
+    data, tensor, stages = model.data_parallel_size, model.tensor_parallel_size, model.pipeline_parallel_size
+    if len(pool.gpus) % tensor:
+        raise ConfigError(tensor_key, tensor, f"must divide the {len(pool.gpus)} GPUs that {owner} has on a node")
+    has = f"{owner} has {pool.num_gpus} (cluster.num_nodes, cluster.gpus_per_node)"
+    if model.model_parallel_size > pool.num_gpus:
+        raise ConfigError(
+            pipeline_key,
+            stages,
+            f"with {tensor_key} = {tensor} these are {model.model_parallel_size} ranks, one GPU each; {has}; allowed: "
+            f"at most {pool.num_gpus // tensor}",
+        )
+    if data is not None and data * model.model_parallel_size > pool.num_gpus:
+        sizes = f"{tensor_key} = {tensor}" + (f" and {pipeline_key} = {stages}" if model.megatron_cfg.enabled else "")
+        raise ConfigError(
+            f"{section}.data_parallel_size",
+            data,
+            f"with {sizes} these are {data * model.model_parallel_size} ranks, one GPU each; {has}; allowed: "
+            f"at most {pool.num_gpus // model.model_parallel_size}",
+        )
+
+
+def allocate_teacher_pools(
+    config: TrainingRunConfig, cluster_pool: DevicePool, device: Device
+) -> tuple[dict[str, DevicePool], DevicePool]:
+    """What each teacher that is not colocated has for itself, and what is left for policy and engines."""
+    pools: dict[str, DevicePool] = {}
+    left = cluster_pool
+    for key, section in config.teacher_sections.items():
+        if section.server is None and section.device not in ("auto", device):
+            raise ConfigError(f"{key}.device", section.device, f"the run computes on {device}; allowed: auto, {device}")
+        if section.server is None and not section.colocated.enabled:
+            pools[key], left = _take_pool(key, section, left, device)
+    return pools, left
+
+
+def _take_pool(key: str, section: TeacherConfig, left: DevicePool, device: Device) -> tuple[DevicePool, DevicePool]:
+    """The teacher's own, and what remains."""
+    wanted = section.colocated.resources
+    resources = f"{key}.colocated.resources"
+    if wanted.num_nodes is not None:
+        if wanted.num_nodes >= len(left.nodes):
+            raise ConfigError(
+                f"{resources}.num_nodes",
+                wanted.num_nodes,
+                f"leaves the policy none of {len(left.nodes)} nodes; allowed: less, or null for GPUs of all nodes",
+            )
+        first = left.nodes.stop - wanted.num_nodes
+        gpus = left.gpus[: wanted.gpus_per_node] if wanted.gpus_per_node else left.gpus
+        return DevicePool(range(first, left.nodes.stop), gpus), DevicePool(range(left.nodes.start, first), left.gpus)
+    if device == "cpu":
+        return left, left  # a CPU is not divided
+    own = wanted.gpus_per_node
+    if own is None or own >= len(left.gpus):
+        raise ConfigError(
+            f"{resources}.gpus_per_node",
+            own,
+            f"with {key}.colocated.enabled = false the teacher takes some of the {len(left.gpus)} GPUs of each node, "
+            "and policy and engines have the others; allowed: less than that, or colocated.enabled: true",
+        )
+    first = left.gpus.stop - own
+    return DevicePool(left.nodes, range(first, left.gpus.stop)), DevicePool(left.nodes, range(left.gpus.start, first))
+
 
 ENGINE_TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 REPLICAS = "policy.generation.num_replicas"
@@ -64,7 +173,7 @@ def make_reward_model_layout(pool: RewardModelPlacementConfig, device: Device) -
 def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
     """The layout on `device`; raises ConfigError, with the key and what is allowed, for one that cannot be."""
     cluster, policy, generation = config.cluster, config.policy, config.policy.generation
-    _check_gpus(cluster, device)
+    _check_gpus_of_layout(cluster, device)
     cluster_pool = DevicePool(range(cluster.num_nodes), range(cluster.gpus_per_node if device == "cuda" else 0))
     teacher_pools, remaining_pool = allocate_teacher_pools(config, cluster_pool, device)
     policy_pool, engine_pool = _split_pool(config, remaining_pool, device)
@@ -94,7 +203,7 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
 
 def make_policy_layout(policy: PolicyConfig, cluster: ClusterConfig, device: Device) -> Layout:
     """The policy's ranks on all of the cluster, and no engine; raises as `make_layout`."""
-    _check_gpus(cluster, device)
+    _check_gpus_of_layout(cluster, device)
     gpus = cluster.gpus_per_node if device == "cuda" else 0
     ranks = _assign_policy_ranks(policy, DevicePool(range(cluster.num_nodes), range(gpus)), device)
     return Layout(
@@ -117,7 +226,7 @@ def _needs_cluster(
     return several or is_megatron or cluster.num_nodes > 1 or cluster.address is not None
 
 
-def _check_gpus(cluster: ClusterConfig, device: Device) -> None:
+def _check_gpus_of_layout(cluster: ClusterConfig, device: Device) -> None:
     if device == "cuda" and cluster.gpus_per_node == 0:
         raise ConfigError("cluster.gpus_per_node", 0, "policy.device is cuda; allowed: 1 or more, or policy.device=cpu")
 

@@ -15,8 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_rl.config.checks import check
-from nemo_rl.config.collect import CollectRunConfig, quote_seeds
-from nemo_rl.config.collect_checks import check_sampled
+from nemo_rl.config.collect import CollectRunConfig, check_sampled, quote_seeds
 from nemo_rl.config.compatibility import (
     SFT_RULES,
     apply_moved_keys,
@@ -25,12 +24,11 @@ from nemo_rl.config.compatibility import (
     remove_unsupported_keys,
 )
 from nemo_rl.config.entries import ENTRY_KINDS, EntryKinds
+from nemo_rl.config.environment import collect_gym_overrides
 from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation, rename_legacy_keys
+from nemo_rl.config.keys import make_interpolation_error, make_schema_error, reject_booleans
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
-from nemo_rl.config.merging import merge_layers
-from nemo_rl.config.nemo_gym import collect_gym_overrides
-from nemo_rl.config.overrides import apply_override
-from nemo_rl.config.problems import make_interpolation_error, make_schema_error, reject_booleans
+from nemo_rl.config.overrides import apply_override, merge_layers
 from nemo_rl.config.reward_model import RewardModelRunConfig, check_reward_model
 from nemo_rl.config.section import Section
 from nemo_rl.config.sft import SFTRunConfig

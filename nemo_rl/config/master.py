@@ -4,13 +4,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RolloutTrainingConfig
+from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RewardPenaltiesConfig, RolloutTrainingConfig
 from nemo_rl.config.data import BaseDataConfig, DataConfig
 from nemo_rl.config.entries import ENTRY_KINDS
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.loss import DistillationLossConfig, LossConfig
-from nemo_rl.config.penalties import RewardPenaltiesConfig
-from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig
+from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
 from nemo_rl.config.run import (
     CheckpointingConfig,
     ClusterConfig,
@@ -22,7 +21,6 @@ from nemo_rl.config.run import (
 )
 from nemo_rl.config.scorers import RewardModelPlacementConfig, ScorerConfig
 from nemo_rl.config.section import Section
-from nemo_rl.config.teacher import TeacherConfig
 
 TEACHER, TEACHERS = "teacher", "teachers"
 

@@ -18,12 +18,25 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from nemo_rl.config.compatibility import current_key
-from nemo_rl.config.env import ENVIRONMENT_CONFIGS
+from nemo_rl.config.environment import ENVIRONMENT_CONFIGS
 from nemo_rl.config.keys import at, dotted, find_schema_node, has
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.config.merging import merge_layers
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
+
+REPLACE = "_override_"  # NeMo-RL's marker: this mapping replaces the one below instead of being merged into it
+
+
+def merge_layers(base: Any, top: Any) -> Any:
+    """`top` over `base`: mappings key by key, anything else replaced. Neither is changed."""
+    if not isinstance(top, dict):
+        return [merge_layers(None, item) for item in top] if isinstance(top, list) else top
+    replaces = top.get(REPLACE, False) or not isinstance(base, dict)
+    result: dict[Any, Any] = {} if replaces else dict(base)
+    for key, value in top.items():
+        if key != REPLACE:
+            result[key] = merge_layers(result.get(key), value)
+    return result
 
 
 def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GRPORunConfig) -> None:

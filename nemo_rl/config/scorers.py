@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.endpoint import ServedModelConfig
 from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.config.policy import ServedModelConfig
 from nemo_rl.config.section import Section
 
 

@@ -1,6 +1,6 @@
 """What the schema of `examples/run_sft.py` cannot say."""
 
-from nemo_rl.config.checkpoint_checks import KEY as METRIC_NAME
+from nemo_rl.config.checks import KEY as METRIC_NAME
 from nemo_rl.config.checks import check_data, check_micro_batch, check_scheduler
 from nemo_rl.config.layout import make_policy_layout
 from nemo_rl.config.sft import SFTRunConfig

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.blend import FilePrompts
-from nemo_rl.data.row_file import RowFile
+from nemo_rl.data.blend import FilePrompts, RowFile
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, Prompt, Role, ToolCall
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 import ray.exceptions
 
-from nemo_rl.distributed.cluster import connect
-from nemo_rl.distributed.placement import Seat
+from nemo_rl.distributed.cluster import Seat, connect
 from nemo_rl.errors import WorkerDied, WorkerError
 
 
@@ -166,7 +166,7 @@ def spawn_actor(
 
     `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
     run at once, more wait. A process that dies is made anew up to `max_restarts` times. `env_vars` are set before the
-    process imports anything. `seat`: on reserved resources (distributed/placement.py), seeing its GPUs. `num_threads`
+    process imports anything. `seat`: on reserved resources (distributed/cluster.py), seeing its GPUs. `num_threads`
     is that of methods that are not `async`; None: `max_concurrency`. `label` stands in error messages; None: the
     class's. An error of the constructor is raised by every call. Connects to Ray where that has not been done.
     """
@@ -200,3 +200,17 @@ def _in_short(error: BaseException) -> str:
     found = next((line.partition("Worker exit detail:")[2] for line in lines if "Worker exit detail:" in line), "")
     detail = found.partition("Some common causes")[0].strip()
     return detail or f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def put_bytes(content: np.ndarray) -> Any:
+    """A reference to a copy of `content` (uint8), which may be sent to other processes."""
+    connect()
+    return ray.put(content)
+
+
+def get_bytes(reference: Any, timeout_s: float) -> np.ndarray:
+    """What was put, read-only, without a copy on a machine that has it; raises WorkerError when it cannot be had."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"the object store did not give what it holds: {type(error).__name__}") from error

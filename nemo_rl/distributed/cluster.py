@@ -1,13 +1,26 @@
 """The Ray cluster of this process: joined by address, or a local one; and what it has."""
 
+import asyncio
 import logging
 import os
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray.util
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.errors import WorkerError
+
+
+def node_ip() -> str:
+    """The address of this machine that others of the cluster reach it by; needs no connection to a cluster."""
+    return ray.util.get_node_ip_address()
+
 
 LOGGER = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 1024 * 1024  # of a local cluster: only small messages pass, weights have their own way
@@ -72,3 +85,127 @@ def resources_text(resource: str | None) -> str:
     found = [f"{node['NodeManagerAddress']} ({node['Resources'].get(name, 0):g} {name})" for node in nodes()]
     free = ray.available_resources().get(name, 0)
     return f"{len(found)} {'node' if len(found) == 1 else 'nodes'}: {', '.join(found)}, {free:g} {name} free"
+
+
+LOGGER = logging.getLogger(__name__)
+CPUS_OF_A_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
+POLL_S = 1  # Ray wants whole seconds
+PROBE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where an actor is to stand, and the GPUs that it sees."""
+
+    node_id: str
+    node_ip: str
+    node_cpus: float  # of the whole node
+    strategy: Any  # Ray's scheduling strategy
+    env_vars: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    node_id: str
+    node_ip: str
+    node_cpus: float
+    gpu_ids: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them on that node; empty without CUDA
+
+
+class Reservation:
+    """A run's nodes and GPUs, set aside until `release` or the end of this process. Made by `reserve`."""
+
+    def __init__(self, group: PlacementGroup, reserved: list[_Node]) -> None:
+        self._group = group
+        self._nodes = reserved
+
+    def seat(self, place: DeviceSlot) -> Seat:
+        """For `spawn_actor`. Several actors may have the same one."""
+        node = self._nodes[place.node]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.node)
+        env_vars: dict[str, str] = {}
+        if node.gpu_ids:
+            visible = ",".join(node.gpu_ids[gpu] for gpu in place.gpus)
+            env_vars = {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        return Seat(node.node_id, node.node_ip, node.node_cpus, strategy, env_vars)
+
+    def release(self) -> None:
+        """Give everything back; actors that stand on it end."""
+        if ray.is_initialized():
+            remove_placement_group(self._group)
+
+
+async def reserve(
+    layout: Layout,
+    *,
+    timeout_s: float,
+    may_grow: bool = False,
+    gpu_resource: str = "GPU",
+    keys: str = "cluster.num_nodes, cluster.gpus_per_node",
+) -> Reservation:
+    """Set aside the layout's nodes, each a machine of its own, with its GPUs.
+
+    `may_grow`: machines may still join, so a cluster that is too small is waited for. `gpu_resource` is Ray's name of
+    what a GPU takes; another name than GPU stands for simulated ones, which no process sees. `keys` ask for them.
+
+    Raises:
+        WorkerError: not to be had, or not within `timeout_s`; says what was asked for and what the cluster has.
+    """
+    bundle = {"CPU": CPUS_OF_A_NODE} | ({gpu_resource: layout.gpus_per_node} if layout.gpus_per_node else {})
+    if not may_grow:
+        _check_enough(layout, bundle, keys)
+    group = placement_group([bundle] * layout.num_nodes, strategy="STRICT_SPREAD")
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await asyncio.to_thread(group.wait, POLL_S):
+                pass
+        reserved = await _nodes_of(group, layout, has_gpus=layout.gpus_per_node > 0 and gpu_resource == "GPU")
+    except TimeoutError as error:
+        remove_placement_group(group)
+        raise _not_placed(layout, bundle, keys, f"within {timeout_s:g} s (cluster.start_timeout_s)") from error
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return Reservation(group, reserved)
+
+
+def _check_enough(layout: Layout, bundle: Mapping[str, float], keys: str) -> None:
+    fits = [node for node in nodes() if all(node["Resources"].get(name, 0) >= n for name, n in bundle.items())]
+    if len(fits) < layout.num_nodes:
+        raise _not_placed(layout, bundle, keys, "on this cluster")
+
+
+def _not_placed(layout: Layout, bundle: Mapping[str, float], keys: str, why: str) -> WorkerError:
+    gpus = next((name for name in bundle if name != "CPU"), None)
+    asked = f"{layout.num_nodes} {'node' if layout.num_nodes == 1 else 'nodes'}"
+    if gpus:
+        asked += f" with {layout.gpus_per_node} {gpus} each"
+    return WorkerError(f"cannot place {asked} ({keys}) {why}; it has {resources_text(gpus)}")
+
+
+async def _nodes_of(group: PlacementGroup, layout: Layout, *, has_gpus: bool) -> list[_Node]:
+    by_id = {node["NodeID"]: node for node in nodes()}
+    ids = placement_group_table(group)["bundles_to_node_id"]
+    gpu_ids: list[tuple[str, ...]] = [()] * layout.num_nodes
+    if has_gpus:
+        gpu_ids = await asyncio.gather(*(_gpu_ids(group, i, layout.gpus_per_node) for i in range(layout.num_nodes)))
+    found = [by_id[ids[index]] for index in range(layout.num_nodes)]
+    return [
+        _Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"].get("CPU", 1), gpus)
+        for node, gpus in zip(found, gpu_ids, strict=True)
+    ]
+
+
+async def _gpu_ids(group: PlacementGroup, index: int, count: int) -> tuple[str, ...]:
+    """The devices behind a bundle: they stay the same for as long as it exists."""
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    reference = ray.remote(_own_gpu_ids).options(num_cpus=0, num_gpus=count, scheduling_strategy=strategy).remote()
+    try:
+        async with asyncio.timeout(PROBE_S):
+            return await reference
+    except TimeoutError as error:
+        raise WorkerError(f"node {index} did not tell its GPUs in {PROBE_S:g} s") from error
+
+
+def _own_gpu_ids() -> tuple[str, ...]:
+    return tuple(str(gpu) for gpu in sorted(ray.get_gpu_ids()))

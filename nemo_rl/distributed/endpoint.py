@@ -1,23 +1,88 @@
 """One HTTP request to a server, a scorer or a teacher: paced, bounded, retried where that helps, typed errors."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from nemo_rl.config.endpoint import ServedModelConfig
-from nemo_rl.distributed.pacing import PerMinute, Replicas
+from nemo_rl.config.policy import ServedModelConfig
 from nemo_rl.errors import ConfigError, NemoRLError
+
+logger = logging.getLogger(__name__)
+
+
+class PerMinute:
+    """Lets units through at an even pace: the generic cell rate algorithm (ITU-T I.371) without bursts.
+
+    Example: at 60 a minute the third of three callers at once waits 2 s; one that takes 5 units keeps the next for 5 s.
+    """
+
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`rate` units a minute; None: no limit."""
+        self._seconds_a_unit = 60.0 / rate if rate else 0.0
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._sleep = sleep
+        self._free_at = 0.0
+
+    async def take(self, units: float = 1.0) -> None:
+        """Return when `units` more are allowed; callers are served in their order."""
+        if not self._seconds_a_unit:
+            return
+        now = self._clock()
+        begins_at = max(now, self._free_at)
+        self._free_at = begins_at + units * self._seconds_a_unit
+        if begins_at > now:
+            await self._sleep(begins_at - now)
+
+    def correct(self, units: float) -> None:
+        """Count what a request took beyond its estimate; less than it, where negative."""
+        self._free_at += units * self._seconds_a_unit
+
+
+@dataclass(slots=True)
+class Replica:
+    """One server of several that answer the same."""
+
+    url: str
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class Replicas:
+    """Gives each request to the replica with the fewest running, the first of them; one that failed it comes last."""
+
+    replicas: list[Replica] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, urls: Sequence[str]) -> "Replicas":
+        return cls([Replica(url) for url in urls])
+
+    @contextlib.asynccontextmanager
+    async def least_busy(self, avoid: Sequence[str] = ()) -> AsyncIterator[str]:
+        """The URL of a replica that is kept busy inside the block; one of `avoid` only where there is no other."""
+        replica = min(self.replicas, key=lambda one: (one.url in avoid, one.num_running))
+        replica.num_running += 1
+        try:
+            yield replica.url
+        finally:
+            replica.num_running -= 1
+
 
 RETRIED = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
 LONGEST_BACKOFF_S = 60.0
 TEXT_CHARACTERS = 300  # of a server's own words in an error
-
-log = logging.getLogger(__name__)
 
 
 class EndpointError(NemoRLError):
@@ -73,7 +138,7 @@ class Endpoint:
                         if attempt == limits.max_retries:
                             raise EndpointError(f"{error}, after {attempt + 1} attempts") from error
                         wait_s = error.wait_s
-                log.debug("%s did not answer, attempt %d", url, attempt + 1)
+                logger.debug("%s did not answer, attempt %d", url, attempt + 1)
                 backoff_s = limits.retry_backoff_s * 2**attempt if wait_s is None else wait_s
                 await asyncio.sleep(min(backoff_s, LONGEST_BACKOFF_S))
         raise AssertionError("unreachable")

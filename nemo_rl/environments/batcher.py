@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.contract import StepResult, checked_step
+from nemo_rl.environments.boundary import StepResult, checked_step
 from nemo_rl.errors import EnvironmentContractError
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import Message

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.env import MathEnvironmentConfig
-from nemo_rl.environments.contract import StepResult, failure_of
+from nemo_rl.config.environment import MathEnvironmentConfig
+from nemo_rl.environments.boundary import StepResult, failure_of
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import register
 from nemo_rl.errors import WorkerError

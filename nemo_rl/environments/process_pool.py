@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nemo_rl.environments.blocking import BlockingCalls
+from nemo_rl.environments.boundary import BlockingCalls
 from nemo_rl.errors import WorkerError
 
 LOGGER = logging.getLogger(__name__)

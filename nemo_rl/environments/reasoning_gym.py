@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from nemo_rl.config.env import ReasoningGymEnvironmentConfig
-from nemo_rl.environments.blocking import BlockingCalls
-from nemo_rl.environments.contract import RESPONSE_TRUNCATED, StepResult, failure_of
+from nemo_rl.config.environment import ReasoningGymEnvironmentConfig
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, BlockingCalls, StepResult, failure_of
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import register
 from nemo_rl.types import EnvStep, FailureClass, Message

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
-from nemo_rl.environments.contract import StepResult, failure_of
+from nemo_rl.environments.boundary import StepResult, failure_of
 from nemo_rl.environments.registry import make_environment, without_wrappers
 from nemo_rl.errors import EnvironmentContractError, WorkerError
 from nemo_rl.types import Message

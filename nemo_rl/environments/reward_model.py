@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.env import RewardModelEnvironmentConfig
-from nemo_rl.environments.contract import StepResult
+from nemo_rl.config.environment import RewardModelEnvironmentConfig
+from nemo_rl.environments.boundary import StepResult
 from nemo_rl.environments.registry import register
 from nemo_rl.types import EnvStep, Message
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.env import SlidingPuzzleEnvironmentConfig
-from nemo_rl.environments.contract import StepResult, failure_of
+from nemo_rl.config.environment import SlidingPuzzleEnvironmentConfig
+from nemo_rl.environments.boundary import StepResult, failure_of
 from nemo_rl.environments.registry import register
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, FailureClass, Message

@@ -10,20 +10,118 @@ A turn of the model is text. Its first complete tag counts:
 A turn with neither ends the conversation.
 """
 
+import ast
 import asyncio
 import json
+import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from nemo_rl.config.env import ToolsEnvironmentConfig
-from nemo_rl.environments.blocking import BlockingCalls
-from nemo_rl.environments.calculator import calculate
-from nemo_rl.environments.contract import StepResult
+from nemo_rl.config.environment import ToolsEnvironmentConfig
+from nemo_rl.environments.boundary import BlockingCalls, StepResult
 from nemo_rl.environments.registry import register
 from nemo_rl.environments.sandbox import SandboxLimits, run_python
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
+
+Number: TypeAlias = int | float
+
+MAX_CHARS = 500  # of an expression
+MAX_BITS = 4096  # of an integer, 1233 digits
+MAX_DIGITS = 15  # that a number is rounded to
+
+CONSTANTS = {"pi": math.pi, "e": math.e}
+OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.BitXor: operator.pow,  # ^ is a power, as on paper
+}
+
+
+def round_number(value: Number, digits: int = 0) -> Number:
+    if abs(digits) > MAX_DIGITS:  # Python takes the power of ten, whatever its size
+        raise ValueError(f"round to at most {MAX_DIGITS} digits")
+    return round(value, digits)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "ceil": math.ceil,
+    "cos": math.cos,
+    "exp": math.exp,
+    "floor": math.floor,
+    "gcd": math.gcd,
+    "lcm": math.lcm,
+    "log": math.log,
+    "log10": math.log10,
+    "log2": math.log2,
+    "max": max,
+    "min": min,
+    "round": round_number,
+    "sin": math.sin,
+    "sqrt": math.sqrt,
+    "tan": math.tan,
+}
+
+
+def calculate(expression: str) -> str:
+    """The value as text: an integer in full, a float to 12 digits.
+
+    Raises ValueError for what is no arithmetic, has no value, or is too large.
+    """
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"the expression is longer than {MAX_CHARS} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"not an expression: {error.msg}") from error
+    except (ArithmeticError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _bounded(value)
+        case ast.Name(id=name) if name in CONSTANTS:
+            return CONSTANTS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return _binary(op, _value(left), _value(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return _bounded(FUNCTIONS[name](*map(_value, args)))
+    raise ValueError(f"not arithmetic: {ast.unparse(node)}; functions: {', '.join(FUNCTIONS)}")
+
+
+def _binary(op: ast.operator, left: Number, right: Number) -> Number:
+    is_power = isinstance(op, ast.Pow | ast.BitXor)
+    # The size is bounded before the power is taken.
+    if is_power and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
+        raise ValueError("the number is too large")
+    return _bounded(OPERATORS[type(op)](left, right))
+
+
+def _bounded(value: Number | complex) -> Number:
+    if isinstance(value, complex):
+        raise ValueError("the value is a complex number")
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise ValueError("the number is too large")
+    elif not math.isfinite(value):
+        raise ValueError("the number is too large")
+    return value
+
 
 TAG = re.compile(r"<(tool|answer)>(.*?)</\1>", re.DOTALL)
 RELATIVE_TOLERANCE = 1e-6  # of numbers

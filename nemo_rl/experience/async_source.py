@@ -1,8 +1,10 @@
 """Groups collected in the background, while the policy trains, never older than a bound (AReaL, arXiv 2505.24298)."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,19 +12,63 @@ from typing import Any, Literal
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.buffer_state import REPLAY_BUFFER, replay_buffer_state
-from nemo_rl.experience.collection import run_training_rollouts
-from nemo_rl.experience.collection_meter import CollectionMeter
-from nemo_rl.experience.groups import grouped, jobs_of, trajectories_of
+from nemo_rl.experience.boundaries import FailureBudget, Supervision, WholeFailures, cancel_all
+from nemo_rl.experience.collection import grouped, jobs_of, run_training_rollouts, trajectories_of
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
-from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBuffer, ReplayBufferState, Wait
+from nemo_rl.experience.replay_buffer import (
+    REPLAY_BUFFER,
+    BufferedGroup,
+    DroppedGroup,
+    ReplayBuffer,
+    ReplayBufferState,
+    Wait,
+    replay_buffer_state,
+)
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
-from nemo_rl.experience.supervision import FailureBudget, Supervision, WholeFailures, cancel_all
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
+
+
+class CollectionMeter:
+    """Seconds and counts since the last `take`."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.num_dropped = 0
+        self._clock = clock
+        self._since = clock()
+        self._waited_s = dict.fromkeys(Wait, 0.0)
+        self._busy_s = 0.0
+        self._busy_since: float | None = None  # None: nothing runs
+
+    @contextlib.contextmanager
+    def waiting(self, cause: Wait) -> Iterator[None]:
+        """The trainer waits inside."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s[cause] += self._clock() - started
+
+    def runs(self, num_tasks: int) -> None:
+        """To be told how many tasks run whenever that changes."""
+        now = self._clock()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+        self._busy_since = now if num_tasks else None
+
+    def take(self) -> dict[str, float]:
+        """Metrics by name; what follows is counted afresh."""
+        self.runs(self._busy_since is not None)
+        now = self._clock()
+        metrics = {f"efficiency/exposed_wait_s/{cause}": seconds for cause, seconds in self._waited_s.items()}
+        metrics["efficiency/generation_busy_pct"] = 100 * self._busy_s / max(now - self._since, 1e-9)
+        metrics["replay_buffer/dropped_groups"] = float(self.num_dropped)
+        self._since, self._busy_s, self.num_dropped = now, 0.0, 0
+        self._waited_s = dict.fromkeys(Wait, 0.0)
+        return metrics
 
 
 class AsyncSource:

@@ -1,10 +1,12 @@
 """Rollouts of all kinds at once: prompts of agents and of NeMo Gym to these, all others to a scheduler of turns."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from nemo_rl.data.loader import LoadedPrompt
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
+from nemo_rl.experience.boundaries import in_parallel
 from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import (
     RolloutContext,
@@ -12,8 +14,29 @@ from nemo_rl.experience.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
 )
-from nemo_rl.experience.supervision import in_parallel
-from nemo_rl.types import Trajectory
+from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.types import Trajectory, TrajectoryGroup
+
+
+def jobs_of(prompts: Iterable[LoadedPrompt], num_generations: int) -> list[RolloutJob]:
+    """`num_generations` rollouts a prompt, one prompt after the other."""
+    return [
+        RolloutJob(one.prompt, one.group_id, index, one.epoch) for one in prompts for index in range(num_generations)
+    ]
+
+
+def grouped(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
+    """The groups of trajectories that lie in the order of `jobs_of`."""
+    groups = []
+    for start in range(0, len(trajectories), num_generations):
+        members = tuple(trajectories[start : start + num_generations])
+        groups.append(TrajectoryGroup(members[0].group_id, members[0].prompt, members))
+    return tuple(groups)
+
+
+def trajectories_of(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
 
 Scheduler: TypeAlias = Callable[[Sequence[RolloutJob], RolloutContext], Awaitable[tuple[Trajectory, ...]]]
 

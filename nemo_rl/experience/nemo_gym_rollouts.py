@@ -10,27 +10,65 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_rl.environments.nemo_gym.errors import GymError, GymUnavailable
-from nemo_rl.environments.nemo_gym.reply import GymCall, GymReply
+from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymUnavailable
 from nemo_rl.errors import summarize_error
+from nemo_rl.experience.agent_rollouts import (
+    Recording,
+    Selection,
+    recorded_trajectory,
+    rewarded,
+    rollout_session,
+    run_each,
+)
 from nemo_rl.experience.agents import Sessions
-from nemo_rl.experience.nemo_gym_rows import SentRows
-from nemo_rl.experience.recorded import Recording, Selection, recorded_trajectory, rewarded, rollout_session, run_each
-from nemo_rl.experience.supervision import StallWatchdog
-from nemo_rl.gateway.claims import Claim, LogprobMismatch
-from nemo_rl.gateway.echo import Echo, UnknownEcho
-from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.experience.boundaries import StallWatchdog
+from nemo_rl.gateway.echoes import Claim, LogprobMismatch
+from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
+from nemo_rl.gateway.sessions import Echo, UnknownEcho
 from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
     from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
+logger = logging.getLogger(__name__)
+
+PARAMETERS = "responses_create_params"
+DECIDED_BY_THE_RUN = frozenset({"model", "seed", "temperature", "top_p"})
+DECIDED_IN_METADATA = frozenset({"chat_template_kwargs", "extra_body"})  # Gym unfolds them into the call of the model
+
+
+class SentRows:
+    """Prepares rows; notes once what it leaves out of them."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def of(self, row: Mapping[str, Any], session_id: str) -> dict[str, Any]:
+        """The row with the session's id in the metadata of its parameters; `row` itself stays as it is.
+
+        Gym passes a row's metadata on with each call of the model. Where an agent does not, its calls have no session:
+        they are sampled as the run is, and found by their tokens.
+        """
+        given = row.get(PARAMETERS)
+        if not isinstance(given, Mapping):
+            return dict(row)  # Gym says what is wrong with it
+        parameters = {name: value for name, value in given.items() if name not in DECIDED_BY_THE_RUN}
+        metadata = given.get("metadata") or {}
+        own = {name: value for name, value in metadata.items() if name not in DECIDED_IN_METADATA}
+        left_out = {name for name in given.keys() - parameters.keys() if given[name] is not None}
+        self._note(left_out | {f"metadata.{name}" for name in metadata.keys() - own.keys()})
+        return {**row, PARAMETERS: {**parameters, "metadata": {**own, SESSION_FIELD: session_id}}}
+
+    def _note(self, names: set[str]) -> None:
+        if fresh := sorted(names - self._noted):
+            self._noted.update(fresh)
+            logger.info("%s of NeMo Gym's rows are left out: the run decides how tokens are sampled", ", ".join(fresh))
+
+
 GYMS_SERVER = 0  # of the gateway: `GatewayManager.default_base_url`, which all of Gym calls
 ROW = "row"  # in a prompt's env_state: the data row as Gym wants it
 ANSWER = "extracted_answer"  # in a reply: what many of Gym's environments understood as the answer
-
-logger = logging.getLogger(__name__)
 
 
 class GymAgents(Protocol):

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime
-from nemo_rl.experience.boundaries import Retries, generate, step_environment
+from nemo_rl.experience.boundaries import Retries, Supervision, cancel_all, generate, in_parallel, step_environment
 from nemo_rl.experience.scoring import Scoring
-from nemo_rl.experience.supervision import Supervision, cancel_all, in_parallel
 from nemo_rl.experience.turns import (
     EncodedPrompt,
     EnvironmentCall,

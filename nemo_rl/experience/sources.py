@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.loader import PromptLoader
-from nemo_rl.errors import RolloutError
-from nemo_rl.experience.buffer_state import replay_buffer_state
-from nemo_rl.experience.collection import run_training_rollouts
-from nemo_rl.experience.groups import grouped, jobs_of, trajectories_of
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.loader import LoadedPrompt, PromptLoader
+from nemo_rl.errors import DataError, RolloutError
+from nemo_rl.experience.boundaries import FailureBudget
+from nemo_rl.experience.collection import grouped, jobs_of, run_training_rollouts, trajectories_of
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
+from nemo_rl.experience.replay_buffer import replay_buffer_state
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
-from nemo_rl.experience.supervision import FailureBudget
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, GroupSource
-from nemo_rl.types import Trajectory, TrajectoryGroup
+from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
 
 
 class GiveBack(Protocol):
@@ -217,3 +217,69 @@ def _mean_reward(groups: Sequence[TrajectoryGroup]) -> float:
     """Over the survivors; a step has some."""
     rewards = [trajectory.reward for group in groups for trajectory in group.survivors]
     return sum(rewards) / len(rewards)
+
+
+RESPONSE = "answer"  # of a prompt's state: what its row has in `output_key`, or as the last message
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResponses:
+    """Satisfies interfaces.GroupSource.
+
+    A response is what the model would have to write, its end included; beyond `max_total_length` it is cut. It has
+    log-probs of nobody (0) and no reward.
+    """
+
+    loader: PromptLoader
+    encoder: ChatEncoder
+    num_prompts_per_step: int
+    max_total_length: int
+
+    async def next_groups(self, weight_version: int) -> CollectedGroups:
+        loaded = self.loader.take(self.num_prompts_per_step)
+        if not loaded:
+            raise StopAsyncIteration
+        groups = tuple(self._group(one) for one in loaded)
+        metrics = rollout_metrics([t for group in groups for t in group.trajectories])
+        return CollectedGroups(groups, {k: v for k, v in metrics.items() if not k.endswith("reward_mean")})
+
+    def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
+        """Nothing runs between two calls."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict() | {"consumed_prompts": self.loader.consumed, "epoch": self.loader.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+    async def close(self) -> None:
+        """Nothing runs between two calls."""
+
+    def _group(self, loaded: LoadedPrompt) -> TrajectoryGroup:
+        prompt = loaded.prompt
+        asked = self.encoder.encode_prompt(prompt.messages, prompt.tools)
+        response = Message("assistant", response_of(prompt))
+        token_ids = self.encoder.encode_answer(response, prompt.tools)
+        room = self.max_total_length - sum(len(message.token_ids) for message in asked)
+        cut = token_ids[:room]
+        trajectory = Trajectory(
+            prompt=prompt,
+            group_id=loaded.group_id,
+            generation_index=0,
+            message_log=(*asked, TokenizedMessage(response, cut, (0.0,) * len(cut))),
+            stop_reason=StopReason.DONE if len(cut) == len(token_ids) else StopReason.TRUNCATED,
+            num_turns=1,
+        )
+        return TrajectoryGroup(loaded.group_id, prompt, (trajectory,))
+
+
+def response_of(prompt: Prompt) -> str:
+    """Raises DataError for a prompt whose row had none."""
+    response = prompt.env_state.get(RESPONSE)
+    if not isinstance(response, str) or not response:
+        raise DataError(
+            f"prompt {prompt.prompt_id} of {prompt.dataset!r} has no response to learn from (distillation.off_policy): "
+            "rows need a last message of the assistant, or text in output_key"
+        )
+    return response

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.environments.contract import RESPONSE_TRUNCATED
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import summarize_error
 from nemo_rl.types import (
     Completion,

@@ -13,13 +13,11 @@ from typing import Any, cast
 from uuid import uuid4
 
 from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.echo import Echo, UnknownEcho
 from nemo_rl.gateway.echoes import EchoedCallStore
-from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.responses import Answer
-from nemo_rl.gateway.schema import ChatRequest
-from nemo_rl.gateway.sessions import PendingCall
+from nemo_rl.gateway.schema import ChatRequest, RequestError
+from nemo_rl.gateway.sessions import Echo, PendingCall, UnknownEcho
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 

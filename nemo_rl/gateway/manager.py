@@ -12,13 +12,13 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
 from nemo_rl.config.run import GatewayConfig
-from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
-from nemo_rl.distributed.node import node_ip
+from nemo_rl.distributed.cluster import node_ip
+from nemo_rl.distributed.machine import connections_below, raise_file_limit
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.claims import Claim, build_chains, resolve_claims
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
-from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.echoes import Claim, build_chains, resolve_claims
+from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.server import GatewayServer, ServerSettings
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.interfaces import Generation

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.sessions import PendingCall, Session
 from nemo_rl.types import SamplingParams
 

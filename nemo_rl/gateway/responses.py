@@ -5,8 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.openai_shape import to_openai_message, to_openai_tool_call
+from nemo_rl.data.chat import ChatEncoder, to_openai_message, to_openai_tool_call
 from nemo_rl.gateway.codec import ParsedResponse
 from nemo_rl.gateway.sessions import Chain, Session
 from nemo_rl.types import Completion

@@ -29,20 +29,37 @@ from pydantic_core import to_json
 
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
-from nemo_rl.gateway.connections import BACKLOG, accept
 from nemo_rl.gateway.echoes import EchoedCallStore
-from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import LiveSession, SessionRegistry
 from nemo_rl.gateway.responses import Answer, completion_body, event_stream, session_body
-from nemo_rl.gateway.schema import ChatRequest, RewardRequest, SessionRequest, parse_body
+from nemo_rl.gateway.schema import ChatRequest, RequestError, RewardRequest, SessionRequest, parse_body
 from nemo_rl.gateway.sessions import Session
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
 
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024  # connections that wait to be accepted
+
+
+async def accept(server: web.Server, listener: socket.socket, *, max_connections: int) -> asyncio.Server:
+    """Serve what connects to `listener`. What comes beyond `max_connections` is hung up on, for clients to try again;
+    without a limit the process would run out of files, wherever it opens the next one."""
+
+    def protocol() -> asyncio.BaseProtocol:
+        return _ConnectionRejector() if len(server.connections) >= max_connections else server()
+
+    return await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=BACKLOG)
+
+
+class _ConnectionRejector(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        logger.warning("hung up on %s: too many connections", transport.get_extra_info("peername"))
+        transport.close()
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,72 @@ behind it are encoded. So
   ids of its tool calls say otherwise.
 """
 
+import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway.canonical import history_digest, tools_digest
-from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.echo import Echo, UnknownEcho
+from nemo_rl.gateway.codec import Codec, strip_thinking
 from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage
+
+DIGEST_BYTES = 16
+
+
+def tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Where the digests of a history start: a conversation with other tools is another conversation."""
+    return _digest(b"tools", _canonical_json(list(tools)))
+
+
+def history_digest(history: bytes, message: Message) -> bytes:
+    """The digest of a history with one more message at its end."""
+    content = strip_thinking(message.content).strip() if message.role == "assistant" else message.content
+    calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
+    return _digest(history, _canonical_json([message.role, content, calls]))
+
+
+def _digest(history: bytes, text: str) -> bytes:
+    return blake2b(history + text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def _canonical_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _arguments(text: str) -> str:
+    """One spelling of the value that the arguments describe; broken JSON is compared as it is."""
+    try:
+        return _canonical_json(json.loads(text))
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The tokens of an earlier call, as a client sent them back."""
+
+    prompt_token_ids: tuple[int, ...]
+    generation_token_ids: tuple[int, ...]
+
+    def digest(self) -> bytes:
+        """Of both and of where one ends: the same tokens split elsewhere are another call."""
+        prompt, generation = self.prompt_token_ids, self.generation_token_ids
+        digest = blake2b(len(prompt).to_bytes(8, "little"), digest_size=16)
+        digest.update(array("q", (*prompt, *generation)).tobytes())
+        return digest.digest()
+
+
+class UnknownEcho(Exception):
+    """Tokens of a call that is not, or no longer, kept here."""
+
+    def __init__(self, echo: Echo) -> None:
+        super().__init__(
+            f"no call of {len(echo.prompt_token_ids)} prompt and {len(echo.generation_token_ids)} generated tokens "
+            "is kept here: the tokens were changed, or the call is too old"
+        )
 
 
 @dataclass(slots=True, eq=False)

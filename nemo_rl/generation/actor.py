@@ -3,12 +3,11 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
-from nemo_rl.generation.node_file import release
-from nemo_rl.generation.vllm import CONTROL_S, VllmGeneration
-from nemo_rl.generation.vllm_start import environment
+from nemo_rl.generation.vllm import CONTROL_S, VllmGeneration, environment
+from nemo_rl.generation.weight_reading import release
 from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 

@@ -9,10 +9,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from nemo_rl.data.openai_shape import to_openai_message
+from nemo_rl.data.chat import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
-from nemo_rl.generation.answers import as_they_finish
+from nemo_rl.generation.engines import as_they_finish
 from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest
 

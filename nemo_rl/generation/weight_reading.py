@@ -1,12 +1,18 @@
 """The engine's half of weights in a file or on a device: tensors read where they lie. The trainer's: weight_sync/."""
 
+import fcntl
 import mmap
+import os
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from nemo_rl.interfaces import DeviceWeights, WeightEntry, WeightManifest
+from nemo_rl.distributed.actors import get_bytes
+from nemo_rl.distributed.machine import default_directory, remove_leftovers
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.interfaces import DeviceWeights, WeightChunks, WeightEntry, WeightManifest
 
 DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor, torch 2.13
 
@@ -40,3 +46,83 @@ def device_weights(weights: DeviceWeights, device: torch.device) -> Iterator[tup
         dtype = getattr(torch, entry.dtype)
         num_bytes = torch.Size(entry.shape).numel() * dtype.itemsize
         yield entry.name, held[entry.offset : entry.offset + num_bytes].view(dtype).view(entry.shape)
+
+
+FETCH_S = 600.0  # for one chunk to come from another machine
+ATTEMPTS = 5  # to write a file that another run removes before it is locked
+MARK_BYTES = 8  # behind the weights: the number of the refit that wrote them
+
+_HELD: dict[Path, int] = {}  # files that this process reads; the lock keeps others from removing them
+
+
+def write_once(weights: WeightChunks) -> WeightManifest:
+    """The manifest of a file with these weights; raises WeightSyncError, or WorkerError when they cannot be had.
+
+    The file is locked while it is written, and shared afterwards until this process writes it again or releases it.
+    Files of killed runs are removed before the first one.
+    """
+    path = default_directory() / weights.name
+    if not _HELD:
+        remove_leftovers(path.parent)
+    for _ in range(ATTEMPTS):
+        file = reopened(path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if not holds(file, weights):
+                write(file, weights)
+        except OSError as error:
+            raise WeightSyncError(f"{path}: the weights could not be written: {error}") from error
+        finally:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if lies_at(file, path):
+            return WeightManifest(str(path), weights.entries)
+    raise WeightSyncError(f"{path} is removed again and again by another run")
+
+
+def reopened(path: Path) -> int:
+    """The open file of that name; one that was removed meanwhile is made anew."""
+    if (held := _HELD.pop(path, None)) is not None:
+        if lies_at(held, path):
+            _HELD[path] = held
+            return held
+        os.close(held)
+    _HELD[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return _HELD[path]
+
+
+def lies_at(file: int, path: Path) -> bool:
+    """Whether nobody has taken the file for a leftover, in a moment in which it was not locked."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def holds(file: int, weights: WeightChunks) -> bool:
+    size = os.fstat(file).st_size
+    mark = os.pread(file, MARK_BYTES, size - MARK_BYTES) if size >= MARK_BYTES else b""
+    return mark == weights.transfer.to_bytes(MARK_BYTES)
+
+
+def write(file: int, weights: WeightChunks) -> None:
+    os.ftruncate(file, 0)
+    offset = 0
+    for reference in weights.chunks:
+        content = get_bytes(reference, FETCH_S).data
+        while content:
+            written = os.pwrite(file, content, offset)
+            content, offset = content[written:], offset + written
+    os.pwrite(file, weights.transfer.to_bytes(MARK_BYTES), offset)
+
+
+def release(name: str | None = None) -> None:
+    """Let go of the files that this process reads, and remove those that no other reads."""
+    for path in [path for path in _HELD if name in (None, path.name)]:
+        file = _HELD.pop(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:  # the last one removes it
+            pass
+        finally:
+            os.close(file)

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -44,3 +46,22 @@ def _handler(console: Console) -> logging.Handler:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     handler.name = HANDLER_NAME
     return handler
+
+
+_RUN = re.compile(r"exp_(\d+)")
+
+
+def make_run_directory(log_dir: str | Path) -> Path:
+    """Make the next of `exp_001`, `exp_002`, ... in `log_dir`; runs that start together get one each."""
+    root = Path(log_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    numbers = [int(match[1]) for path in root.iterdir() if (match := _RUN.fullmatch(path.name))]
+    number = max(numbers, default=0) + 1
+    while True:
+        directory = root / f"exp_{number:03d}"
+        try:
+            directory.mkdir()
+        except FileExistsError:  # another run was quicker
+            number += 1
+        else:
+            return directory

@@ -1,7 +1,7 @@
 """`BaseRank`: what a rank of the policy offers, whichever backend computes: `RankPolicy` or `MegatronRank`."""
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -10,23 +10,137 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.device import resolve_device
+from nemo_rl.distributed.machine import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
-from nemo_rl.interfaces import LossFn
-from nemo_rl.policy.flops import train_flops
-from nemo_rl.policy.hf_export import use_on_first_rank, weight_copies
-from nemo_rl.policy.micro_batches import expected_optimizer_steps, split_optimizer_steps
+from nemo_rl.interfaces import LossFn, RequiredScores, TokenScores, TopK
+from nemo_rl.policy.logprobs import LOGPROBS_ALONE
+from nemo_rl.policy.micro_batches import MicroBatching, expected_optimizer_steps, micro_batches, split_optimizer_steps
 from nemo_rl.policy.ranks import RankLayout, join
-from nemo_rl.policy.reading import ReadingRank
-from nemo_rl.policy.saving import BackgroundSave, load_schedule, save_schedule
+from nemo_rl.policy.saving import BackgroundSave, load_schedule, save_schedule, use_on_first_rank, weight_copies
 from nemo_rl.policy.training import OptimizerStep, over_optimizer_steps
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Weights that every token is multiplied with: all but an embedding table that is only looked up.
+
+    A frozen one counts as two thirds: of its 6 operations a token it has no 2 for a gradient of its own.
+    """
+    tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            tables.pop(id(module.weight), None)  # tied: the output head multiplies with it
+    counted = (p for p in model.parameters() if id(p) not in tables)
+    return round(sum(p.numel() * (1 if p.requires_grad else 2 / 3) for p in counted))
+
+
+def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable[int]) -> float:
+    """Operations of one forward and backward over sequences of these lengths, causal attention included.
+
+    6 N a token for the weights (2 forward, 4 backward) and 6 L H T^2 a sequence for attention, with L layers and H the
+    width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a causal
+    mask, three times that with the backward. Recomputation is not counted; nor is it known which of a mixture's
+    experts were used, so there the number is an upper bound.
+
+    Example: N = 1000, L = 2, H = 8, one sequence of 10 tokens: 6*1000*10 + 6*2*8*100 = 69600.
+    """
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    width = num_heads * (getattr(text, "head_dim", None) or text.hidden_size // num_heads)
+    lengths = list(lengths)
+    attention = 6 * text.num_hidden_layers * width * sum(n * n for n in lengths)
+    return float(6 * num_parameters * sum(lengths) + attention)
+
+
+class ReadingRank(ABC):
+    """A model on one rank of a layout, which shares the rows of a batch with the others.
+
+    Every method is collective: it is called on all ranks, in the same order, with the same arguments, and a batch is
+    the whole batch, of which a rank computes its rows.
+    """
+
+    module: nn.Module
+    device: torch.device
+    layout: RankLayout
+    _model: PreTrainedModel  # Hugging Face's, for its configuration; its weights need not be there
+
+    @abstractmethod
+    def _scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        """This rank's rows and their scores, without gradients, a micro-batch at a time."""
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Everything that lies on the accelerator."""
+
+    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """[B, T] float32 on the CPU: log_softmax(logits / temperature) of the tokens with a mask, else 0.
+
+        The whole batch's, on every rank.
+        """
+        return self._logprobs(self.module, batch)
+
+    def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        """The k most likely tokens before each token with a mask, and their log-probs: [B, T, k] on the CPU.
+
+        Raises:
+            PolicyError: k is above the vocabulary.
+        """
+        size = self._model.config.get_text_config().vocab_size
+        if not 0 < k <= size:
+            raise PolicyError(f"the {k} most likely of {size} tokens")
+        shape = (*batch[keys.TOKEN_IDS].shape, k)
+        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for rows, scores in self._scores(self.module, batch, RequiredScores(topk=k)):
+            assert scores.topk is not None
+            length = scores.logprobs.shape[1]
+            ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
+        return TopK(self._of_all_ranks(ids), self._of_all_ranks(logprobs))
+
+    def offload(self) -> None:
+        """Move everything off the accelerator. Nothing on a CPU, or where it lives on the CPU anyway."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> torch.Tensor:
+        result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
+        for rows, scores in self._scores(module, batch, LOGPROBS_ALONE):
+            result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
+        return self._of_all_ranks(result)
+
+    def _of_all_ranks(self, result: torch.Tensor) -> torch.Tensor:
+        """The rows of every rank, each of which has filled in its own."""
+        return self.layout.summed(result if self.layout.speaks_for_its_row else result.zero_())
+
+
+@torch.no_grad()
+def scores_in_parts(
+    module: nn.Module,
+    batch: TrainingBatch,
+    wanted: RequiredScores,
+    *,
+    size: MicroBatching | int,
+    device: torch.device,
+    layout: RankLayout,
+) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+    """A rank's rows of a batch and their scores, micro-batches of `size` at a time; `module` is a CausalLogprobs."""
+    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+    for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
+        lengths = part[keys.LENGTHS].tolist()
+        part = part.to(device)
+        scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, lengths=lengths)
+        if len(rows) > 0:
+            yield rows, scores
+
 
 ResultT = TypeVar("ResultT")
 

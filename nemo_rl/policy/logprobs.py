@@ -6,23 +6,147 @@ time, and the backward pass computes each chunk's logits again instead of keepin
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from nemo_rl.interfaces import RequiredScores, TokenScores
+from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import Pack, attend_within_sequences
-from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, answered, concatenated, scattered
-
-ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
+
+BLOCK = 2**22  # numbers of a block of rows
+
+
+def logprobs_and_entropy(
+    logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_softmax(logits) of `ids`, and the entropy of each row in nats.
+
+    Args:
+        logits: [N, V] float32; the backward pass overwrites them, so nobody else may need them then.
+        ids: [N, K] int64.
+        entropy: whether it is wanted; else zeros.
+
+    Returns:
+        [N, K] and [N], float32.
+    """
+    return _Scores.apply(logits, ids, entropy)  # type: ignore[return-value]
+
+
+class _Scores(torch.autograd.Function):
+    """With lp = log_softmax(z) and p = exp(lp): d lp_k / dz = 1_k - p, and d H / dz = -p (lp + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, wants_entropy: bool) -> Any:
+        log_total, entropy = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
+        for rows in _blocks(logits):
+            total = log_total[rows] = logits[rows].logsumexp(-1)
+            if wants_entropy:
+                logprobs = logits[rows] - total.unsqueeze(1)
+                entropy[rows] = -logprobs.exp().mul_(logprobs).sum(-1)
+        ctx.save_for_backward(logits, ids, log_total, entropy)
+        ctx.wants_entropy = wants_entropy
+        return logits.gather(1, ids) - log_total.unsqueeze(1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor) -> Any:
+        logits, ids, log_total, entropy = ctx.saved_tensors
+        gradient = logits.detach()  # the same memory; autograd refuses a second pass through it
+        for rows in _blocks(logits):
+            logprobs = gradient[rows].sub_(log_total[rows].unsqueeze(1))
+            factor = -of_logprobs[rows].sum(-1, keepdim=True)
+            if ctx.wants_entropy:
+                factor = factor - of_entropy[rows].unsqueeze(1) * (logprobs + entropy[rows].unsqueeze(1))
+            logprobs.exp_().mul_(factor).scatter_add_(1, ids[rows], of_logprobs[rows])
+        return gradient, None, None
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    size = max(1, BLOCK // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+LOGPROBS_ALONE = RequiredScores()
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What is asked of N distributions."""
+
+    targets: torch.Tensor  # [N] int64: tokens whose log-probs are wanted
+    candidate_ids: torch.Tensor | None = None  # [N, K] int64; those below 0 are none
+    entropy: bool = False
+    topk: int = 0
+
+    def split(self, size: int) -> list["Questions"]:
+        """The same of `size` distributions at a time."""
+        targets = self.targets.split(size)
+        candidates = [None] * len(targets) if self.candidate_ids is None else self.candidate_ids.split(size)
+        return [Questions(t, c, entropy=self.entropy, topk=self.topk) for t, c in zip(targets, candidates, strict=True)]
+
+
+def answered(logits: torch.Tensor, questions: Questions) -> TokenScores:
+    """From [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
+
+    The logits are spent: their gradient is written over them.
+    """
+    given, topk = questions.candidate_ids, None
+    ids = [questions.targets.unsqueeze(1)]
+    if given is not None:
+        ids.append(given.clamp(min=0))
+    if questions.topk:
+        ids.append(logits.detach().topk(questions.topk, dim=-1).indices)
+    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=questions.entropy)
+    parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
+    if questions.topk:
+        topk = TopK(ids[-1], parts[-1])
+    candidates = None if given is None else parts[1].masked_fill(given < 0, 0.0)
+    return TokenScores(parts[0].squeeze(1), candidates, entropy if questions.entropy else None, topk)
+
+
+def concatenated(parts: list[TokenScores]) -> TokenScores:
+    """The answers of chunk after chunk as one."""
+    first = parts[0]
+    topk = None
+    if first.topk is not None:
+        of_parts = [part.topk for part in parts if part.topk is not None]
+        topk = TopK(torch.cat([t.ids for t in of_parts]), torch.cat([t.logprobs for t in of_parts]))
+    return TokenScores(
+        torch.cat([part.logprobs for part in parts]),
+        None if first.candidates is None else torch.cat([p.candidates for p in parts if p.candidates is not None]),
+        None if first.entropy is None else torch.cat([p.entropy for p in parts if p.entropy is not None]),
+        topk,
+    )
+
+
+def scattered(answers: TokenScores, needed: torch.Tensor) -> TokenScores:
+    """[N] and [N, K] answers at their places in [B, T] and [B, T, K], 0 elsewhere; N places of `needed` are true."""
+    topk = answers.topk
+    return TokenScores(
+        _placed(answers.logprobs, needed),
+        None if answers.candidates is None else _placed(answers.candidates, needed),
+        None if answers.entropy is None else _placed(answers.entropy, needed),
+        None if topk is None else TopK(_placed(topk.ids, needed), _placed(topk.logprobs, needed)),
+    )
+
+
+def _placed(values: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    width = values.shape[1:]
+    zeros = torch.zeros((*needed.shape, *width), dtype=values.dtype, device=values.device)
+    mask = needed if not width else needed.unsqueeze(-1).expand(*needed.shape, *width)
+    return zeros.masked_scatter(mask, values)  # no view, which FSDP2 would warn of
+
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)

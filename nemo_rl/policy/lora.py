@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.config.lora import LoraAdapterConfig
-from nemo_rl.config.lora_checks import KEY
+from nemo_rl.config.policy import KEY, LoraAdapterConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.sharding import whole
 

@@ -5,18 +5,52 @@ share the samples and its weights, and the stages, of Megatron alone, share the 
 DTensor and Megatron a few numbers are exchanged on the CPU.
 """
 
+import asyncio
 import atexit
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nemo_rl.config.parallel import ParallelModelConfig
+from nemo_rl.config.policy import ParallelModelConfig
 from nemo_rl.errors import PolicyError
+
+ResultT = TypeVar("ResultT")
+
+
+class PolicyThread:
+    """Runs calls one after the other on a thread of its own.
+
+    Grad mode and CUDA streams belong to a thread, and torch may give a thread another number of threads than its
+    creator has, so everything of one policy happens on the same one, with the creator's number.
+    """
+
+    def __init__(self, name: str = "policy") -> None:
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=name,
+            initializer=torch.set_num_threads,
+            initargs=(torch.get_num_threads(),),
+        )
+
+    async def run(self, function: Callable[..., ResultT], *args: Any) -> ResultT:
+        """The function's result; the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def run_blocking(self, function: Callable[..., ResultT], *args: Any) -> ResultT:
+        """The function's result, waiting for it; for construction, before an event loop has work."""
+        return self._executor.submit(function, *args).result()
+
+    def close(self) -> None:
+        """Let the running call end and join the thread; calls afterwards raise RuntimeError."""
+        self._executor.shutdown(wait=True)
+
 
 ValueT = TypeVar("ValueT")
 

@@ -5,10 +5,13 @@ validates on; its training set may be drawn from another seed.
 """
 
 import functools
-from collections.abc import Iterable
+import random
+import string
+from collections.abc import Callable, Iterable
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import PromptSet, load_datasets
+from nemo_rl.data.preferences import Preference
 from nemo_rl.types import Prompt
 
 TASK_KWARGS = {"min_word_len": 3, "max_word_len": 5}
@@ -33,3 +36,67 @@ def quickstart_prompts() -> tuple[PromptSet, PromptSet]:
 def extract_words(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """The word that each prompt asks about."""
     return tuple(prompt.env_state["entry"]["metadata"]["word"] for prompt in prompts)
+
+
+SEED = 7
+
+
+def quickstart_preferences() -> tuple[list[Preference], list[Preference]]:
+    """Pairs to train on and pairs to measure on; no question is in both."""
+    train, validation = quickstart_prompts()
+    return make_preference_pairs(train.prompts, seed=SEED), make_preference_pairs(validation.prompts, seed=SEED + 1)
+
+
+def make_preference_pairs(prompts: Iterable[Prompt], *, seed: int) -> list[Preference]:
+    """One pair a prompt, in its order; a function of prompts and seed."""
+    prompts, rng = list(prompts), random.Random(seed)
+    words = extract_words(prompts)
+    return [
+        Preference(prompt.messages, word[::-1], misspelling(word, rng))
+        for prompt, word in zip(prompts, words, strict=True)
+    ]
+
+
+def misspelling(word: str, rng: random.Random) -> str:
+    """Anything that a poor speller writes, and never the word backward."""
+    while True:
+        wrong = rng.choice(MISTAKES)(word[::-1], rng)
+        if wrong != word[::-1]:
+            return wrong
+
+
+def _reverse_word(right: str, rng: random.Random) -> str:
+    return right[::-1]
+
+
+def _swap_letters(right: str, rng: random.Random) -> str:
+    letters = list(right)
+    first, second = rng.sample(range(len(letters)), 2)
+    letters[first], letters[second] = letters[second], letters[first]
+    return "".join(letters)
+
+
+def _replace_letter(right: str, rng: random.Random) -> str:
+    index = rng.randrange(len(right))
+    return right[:index] + rng.choice(string.ascii_lowercase) + right[index + 1 :]
+
+
+def _drop_letter(right: str, rng: random.Random) -> str:
+    index = rng.randrange(len(right))
+    return right[:index] + right[index + 1 :]
+
+
+def _insert_letters(right: str, rng: random.Random) -> str:
+    index = rng.randrange(len(right) + 1)
+    inserted = rng.choices((*string.ascii_lowercase, *right), k=rng.randint(1, 3))
+    return right[:index] + "".join(inserted) + right[index:]
+
+
+MISTAKES: tuple[Callable[[str, random.Random], str], ...] = (
+    _reverse_word,
+    _swap_letters,
+    _swap_letters,
+    _replace_letter,
+    _drop_letter,
+    _insert_letters,
+)

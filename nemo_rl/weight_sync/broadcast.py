@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemo_rl.distributed.node import node_ip
+from nemo_rl.distributed.cluster import node_ip
 from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
 from nemo_rl.errors import WeightSyncError, WorkerError
 from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, engine_replicas

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_rl.interfaces import DeviceWeights, Generation, Policy, WeightEntry, Weights
-from nemo_rl.weight_sync.weight_file import ALIGNMENT, entry_of
+from nemo_rl.weight_sync.transport import ALIGNMENT, entry_of
 
 _HELD: dict[str, torch.Tensor] = {}  # in the policy's process: what an engine may be reading
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.distributed.objects import put_bytes
-from nemo_rl.distributed.weight_files import PREFIX, SUFFIX
+from nemo_rl.distributed.actors import put_bytes
+from nemo_rl.distributed.machine import PREFIX, SUFFIX
 from nemo_rl.interfaces import Generation, Policy, WeightChunks, WeightEntry, Weights
-from nemo_rl.weight_sync.weight_file import ALIGNMENT, entry_of
+from nemo_rl.weight_sync.transport import ALIGNMENT, entry_of
 
 CHUNK_BYTES = 64 * 2**20
 

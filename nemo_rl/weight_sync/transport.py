@@ -1,17 +1,109 @@
 """What a way for weights from a policy to engines is, and the plainest one: a file in shared memory."""
 
 import atexit
+import errno
+import fcntl
+import logging
+import mmap
+import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl.interfaces import Generation, Policy, WeightManifest, Weights
-from nemo_rl.weight_sync.weight_file import WeightFile
+import torch
+
+from nemo_rl.distributed.machine import PREFIX, SUFFIX, default_directory, remove_leftovers
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.interfaces import Generation, Policy, WeightEntry, WeightManifest, Weights
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # bytes
+
+
+class WeightFile:
+    """A file that one trainer writes weights to; readers map it after `write` and before the next one.
+
+    It lies in `directory` (None: shared memory; the temporary folder where there is none, or when it is full). It is
+    locked as long as it is open, and gone after `close`; files that killed runs left behind are removed here.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or default_directory()
+        remove_leftovers(self._directory)
+        self._file, self.path = create_locked(self._directory)
+        self._capacity = 0  # bytes
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # the mapped file
+
+    def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Copy each tensor into the file, on whatever device it is; raises WeightSyncError when there is no room."""
+        entries: list[WeightEntry] = []
+        end = 0
+        for name, tensor in weights:
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            end = offset + tensor.numel() * tensor.element_size()
+            if end > self._capacity:
+                self._grow(end + end // 2)
+            target = self._bytes[offset:end].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor.detach())
+            entries.append(entry_of(name, tensor, offset))
+        return WeightManifest(str(self.path), tuple(entries))
+
+    def _grow(self, capacity: int) -> None:
+        """Allocate before mapping: writing to a mapped page for which there is no memory would kill the process."""
+        try:
+            os.posix_fallocate(self._file, 0, capacity)
+        except OSError as error:
+            fallback = Path(tempfile.gettempdir())
+            if error.errno != errno.ENOSPC or self._directory == fallback:
+                raise WeightSyncError(f"no room for {capacity / 2**20:.0f} MiB of weights in {self.path}") from error
+            logger.warning("%s is full: weights go through %s, which is slower", self._directory, fallback)
+            self._move(fallback)
+            self._grow(capacity)
+            return
+        self._bytes = torch.frombuffer(mmap.mmap(self._file, capacity), dtype=torch.uint8)
+        self._capacity = capacity
+
+    def _move(self, directory: Path) -> None:
+        file, path = create_locked(directory)
+        shutil.copyfile(self.path, path)
+        self._remove()
+        self._directory, self._file, self.path = directory, file, path
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def close(self) -> None:
+        """Remove the file; may be called twice."""
+        if self._file < 0:
+            return
+        self._remove()
+        self._file, self._capacity = -1, 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def entry_of(name: str, tensor: torch.Tensor, offset: int) -> WeightEntry:
+    """A tensor that lies `offset` bytes behind the start."""
+    return WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
+
+
+def create_locked(directory: Path) -> tuple[int, Path]:
+    """A new file, locked before it has the name by which others look for leftovers."""
+    name = f"{PREFIX}{os.getpid()}_{secrets.token_hex(4)}{SUFFIX}"
+    unlocked = directory / f".{name}"
+    file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.rename(unlocked, directory / name)
+    return file, directory / name
+
 
 _FILES: dict[str, WeightFile] = {}  # open in this process: a policy's, which may not be the driver's
 

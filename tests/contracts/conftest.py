@@ -11,9 +11,7 @@ from transformers import LlamaForCausalLM
 
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.generation.vllm import VllmGeneration
-from nemo_rl.quickstart.model import make_model
-from nemo_rl.quickstart.recipes import student
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.models import make_model, make_tokenizer, student
 from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
 from tests.contracts.layouts import MULTIPLE, Layouts
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME, openai_server

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 300

@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_rl.distributed.ports import unused_port
-from nemo_rl.generation.vllm_start import environment
+from nemo_rl.distributed.machine import unused_port
+from nemo_rl.generation.vllm import environment
 
 START_S = 240.0
 SERVED_NAME = "served"

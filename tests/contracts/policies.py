@@ -8,8 +8,8 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.policy.base_rank import BaseRank
-from nemo_rl.policy.megatron.make import megatron_rank
-from nemo_rl.policy.rank import RankPolicy
+from nemo_rl.policy.fsdp2 import RankPolicy
+from nemo_rl.policy.group import megatron_rank
 from nemo_rl.policy.ranks import RankLayout
 
 SETTINGS: dict[str, Any] = {

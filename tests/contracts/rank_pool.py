@@ -104,7 +104,7 @@ class RankPool:
 def _fork_ranks(connections: list[Connection]) -> None:
     """The process that has imported everything, by importing this module and the jobs' modules."""
     import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
-    from nemo_rl.policy.megatron.make import megatron_rank
+    from nemo_rl.policy.group import megatron_rank
 
     megatron_rank()
 

@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.distributed.ports import unused_ports
-from nemo_rl.environments.nemo_gym.python_env import GymPython, base_interpreters, gym_python
-from nemo_rl.environments.nemo_gym.workspace import find_configs, requirements_of
+from nemo_rl.distributed.machine import unused_ports
+from nemo_rl.environments.nemo_gym.workspace import (
+    GymPython,
+    base_interpreters,
+    find_configs,
+    gym_python,
+    requirements_of,
+)
 from nemo_rl.errors import ConfigError
 
 CONFIG_PATHS = (

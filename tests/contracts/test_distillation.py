@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_rl.config.loss import DistillationLossConfig
-from nemo_rl.config.teacher import TeacherConfig
+from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.interfaces import TopK
-from nemo_rl.policy.megatron.make import megatron_teacher
+from nemo_rl.losses.distillation import DistillationLoss
+from nemo_rl.policy.group import megatron_teacher
 from nemo_rl.policy.ranks import ALONE, RankLayout
 from nemo_rl.policy.teacher import RankTeacher
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.gateway import parsers
+from nemo_rl.gateway import codec as parsers
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import FinishedSession, GatewayManager, SessionHandle

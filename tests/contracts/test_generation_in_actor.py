@@ -5,12 +5,12 @@ import asyncio
 import pytest
 import torch
 
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.actor import VllmActorGeneration
-from nemo_rl.generation.make import make_generation
+from nemo_rl.generation.engines import make_generation
 from nemo_rl.types import Completion, FailedRequest
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model

@@ -6,10 +6,10 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
-from nemo_rl.generation.make import make_generation
+from nemo_rl.generation.engines import make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.types import Completion
 from nemo_rl.weight_sync.refit import TransportWeightSync

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.data.chat import ChatEncoder

@@ -13,8 +13,7 @@ import torch
 
 from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.distributed.cluster import connect
-from nemo_rl.distributed.placement import reserve
+from nemo_rl.distributed.cluster import connect, reserve
 from nemo_rl.errors import WorkerDied, WorkerError
 from nemo_rl.policy.fsdp2 import FSDP2Policy
 from nemo_rl.policy.group import PolicyGroup

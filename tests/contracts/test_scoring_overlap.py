@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.build.scorers import open_scorers
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits, run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
 from nemo_rl.interfaces import Scorer, ScoreRequest
+from nemo_rl.launch.dependencies import open_scorers
 from nemo_rl.types import Message, Prompt, SamplingParams, Trajectory
 from tests.contracts.engines import MAX_MODEL_LEN
 from tests.contracts.test_reward_model import save

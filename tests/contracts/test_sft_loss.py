@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood
 from nemo_rl.data.supervised import SupervisedSample, supervised_batch
+from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.policy.ranks import ALONE
 from nemo_rl.types import TrainingBatch
 from tests.contracts.layouts import plain_model

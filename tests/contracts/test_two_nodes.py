@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.distributed.actors import spawn_actor
-from nemo_rl.distributed.cluster import connect, shutdown
-from nemo_rl.distributed.placement import reserve
+from nemo_rl.distributed.cluster import connect, reserve, shutdown
 from nemo_rl.errors import WorkerError
 from nemo_rl.policy.group import PolicyGroup
 from tests.contracts.standing import Standing

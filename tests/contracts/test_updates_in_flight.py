@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway import parsers
+from nemo_rl.gateway import codec as parsers
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import Completion, TokenizedMessage, WeightSpan
 from nemo_rl.weight_sync.refit import TransportWeightSync

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nemo_rl.config.run import WeightSyncConfig
-from nemo_rl.distributed import weight_files
+from nemo_rl.distributed import machine as weight_files
 from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.generation import node_file
+from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.weight_sync.broadcast import Broadcast
 from nemo_rl.weight_sync.object_store import ObjectStore
 from nemo_rl.weight_sync.refit import TransportWeightSync

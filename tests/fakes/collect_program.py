@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from nemo_rl.cli import run
-from nemo_rl.collect.keys import Chunk, KeySpace
+from nemo_rl.collect.shards import Chunk, KeySpace
 from nemo_rl.collect.store import RolloutStore
 
 NUM_TASKS = 6

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.build.models import resolve_model
+from nemo_rl.launch.models import resolve_model
 from tests.functional.cli import ROOT, Run, run_grpo
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the quickstart's model

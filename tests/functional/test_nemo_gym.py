@@ -13,7 +13,7 @@ import pytest
 
 from nemo_rl import cli
 from nemo_rl.collect.profile import profile, task_rows
-from nemo_rl.distributed.ports import unused_port
+from nemo_rl.distributed.machine import unused_port
 from tests.contracts.real_gym import MCQA, REASONING_GYM, real_gym
 from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.quickstart.model import make_model
-from nemo_rl.quickstart.recipes import student
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.models import make_model, make_tokenizer, student
 from tests.functional.cli import ROOT, run_command_line
 
 pytestmark = pytest.mark.timeout(1200)

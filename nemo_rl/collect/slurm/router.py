@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from nemo_rl.distributed.file_limit import raise_file_limit
+from nemo_rl.distributed.machine import raise_file_limit
 
 CONNECT_S = 10.0
 BACKLOG = 4096

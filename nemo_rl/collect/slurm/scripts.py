@@ -1,14 +1,135 @@
 """The two scripts of a submission, as text: an array that collects, and the job behind it that merges and profiles."""
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from nemo_rl.collect.slurm.steps import step
-from nemo_rl.collect.slurm.submission import Submission
-from nemo_rl.config.server_layout import ServerLayout
-from nemo_rl.config.submit import SlurmComponentConfig, SlurmServerConfig
+from nemo_rl.config.submit import ServerLayout, SlurmComponentConfig, SlurmConfig, SlurmServerConfig, server_layout
+
+CONTAINER_PROGRAM = ("nemo-rl",)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Array task `i` collects chunk `i % num_chunks` of seed number `i // num_chunks`."""
+
+    slurm: SlurmConfig
+    seeds: tuple[int, ...]
+    output_dir: Path  # of the collection; absolute
+    directory: Path  # of this submission: scripts, configuration, environments, logs; absolute
+    working_directory: Path  # of components that name none and run in no container
+    python: str  # the interpreter that has nemo_rl outside of containers
+    missing: tuple[int, ...]  # array tasks that are not done
+    engine_args: tuple[str, ...] = ()  # of `vllm serve`, so that it samples as the collection's own engine would
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.seeds) * self.slurm.num_chunks
+
+    @property
+    def layout(self) -> ServerLayout | None:
+        server = self.slurm.server
+        return None if server is None else server_layout(server, self.slurm.nodes)
+
+    @property
+    def components(self) -> Mapping[str, SlurmComponentConfig]:
+        parts = {
+            "server": self.slurm.server,
+            "collection": self.slurm.collection,
+            "aggregation": self.slurm.aggregation,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def collect_config(self) -> Path:
+        return self.directory / "collect.yaml"
+
+    @property
+    def collection_script(self) -> Path:
+        return self.directory / "collect.sbatch"
+
+    @property
+    def aggregation_script(self) -> Path:
+        return self.directory / "aggregate.sbatch"
+
+    def environment_file(self, name: str) -> Path:
+        return self.directory / f"{name}.env"
+
+    def program(self, component: SlurmComponentConfig) -> tuple[str, ...]:
+        """How `nemo-rl` is called in the component's steps."""
+        if self.slurm.program is not None:
+            return tuple(self.slurm.program)
+        return CONTAINER_PROGRAM if component.container else (self.python, "-m", "nemo_rl")
+
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+HIDDEN = "(hidden)"
+
+
+def format_environment(variables: Mapping[str, str]) -> str:
+    """Assignments that a shell reads; the script sources them for the steps of one component."""
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def format_redacted_environment(variables: Mapping[str, str]) -> str:
+    """The same, without the values of what is named like a secret, and without passwords in addresses."""
+    shown = {name: HIDDEN if SECRET.search(name) else redact_passwords(value) for name, value in variables.items()}
+    return format_environment(shown)
+
+
+def redact_passwords(text: str) -> str:
+    """Example: "http://me:pw@proxy" is shown as "http://(hidden)@proxy"."""
+    return re.sub(r"(://)[^/@\s]+@", rf"\1{HIDDEN}@", text)
+
+
+def step(
+    submission: Submission,
+    component: SlurmComponentConfig,
+    *,
+    job_nodes: int,
+    num_nodes: int = 1,
+    tasks_per_node: int = 1,
+) -> tuple[str, ...]:
+    """An `srun` that shares the job's resources with its other steps, and ends with the first task that fails.
+
+    The nodes of a step are the first of the job's.
+    """
+    words = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=1", f"--nodes={num_nodes}"]
+    words += [f"--ntasks={num_nodes * tasks_per_node}", f"--ntasks-per-node={tasks_per_node}"]
+    words += ["--relative=0"] if num_nodes < job_nodes else []
+    words += ["--label"] if num_nodes * tasks_per_node > 1 else []
+    words += _placement_options(submission, component)
+    return (*words, *component.srun_args)
+
+
+def _placement_options(submission: Submission, component: SlurmComponentConfig) -> Sequence[str]:
+    """Where the step's processes are: the node's own file system, or a container's."""
+    if component.container is None:
+        return [f"--chdir={component.working_directory or submission.working_directory}"]
+    words = [
+        f"--container-image={component.container}",
+        f"--container-mounts={','.join(_mounts(submission, component))}",
+    ]
+    if component.working_directory:
+        words.append(f"--container-workdir={component.working_directory}")
+    if component.environment:  # these win over the image's own
+        words.append(f"--container-env={','.join(component.environment)}")
+    return words
+
+
+def _mounts(submission: Submission, component: SlurmComponentConfig) -> list[str]:
+    """The component's own, and the directories of the collection, unless it mounts them itself."""
+    mounts = list(component.mounts)
+    targets = {mount.split(":")[1].rstrip("/") for mount in mounts}
+    for path in (submission.output_dir, submission.directory):
+        if not any(str(parent) in targets for parent in (path, *path.parents)):
+            mounts.append(f"{path}:{path}")
+            targets.add(str(path))
+    return mounts
+
 
 Setting = str | int | Sequence[str] | Sequence[int]
 UNUSED = "# shellcheck disable=SC2034  # some settings are read in the steps alone"

@@ -5,11 +5,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl.collect.identity import ShardIdentity
-from nemo_rl.collect.shards import ShardFiles, find_shards
-from nemo_rl.collect.slurm.environments import format_environment
-from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
-from nemo_rl.collect.slurm.submission import Submission
+from nemo_rl.collect.shards import ShardFiles, ShardIdentity, find_shards
+from nemo_rl.collect.slurm.scripts import Submission, aggregation_script, collection_script, format_environment
 from nemo_rl.config.submit import SlurmConfig
 from nemo_rl.errors import ConfigError, JobError
 

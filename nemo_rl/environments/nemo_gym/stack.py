@@ -16,13 +16,18 @@ from uuid import uuid4
 import aiohttp
 from omegaconf import OmegaConf
 
-from nemo_rl.config.nemo_gym import NemoGymConfig
-from nemo_rl.distributed.ports import unused_port
+from nemo_rl.config.environment import NemoGymConfig
+from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
-from nemo_rl.environments.nemo_gym.discovery import discover, silent_servers
-from nemo_rl.environments.nemo_gym.errors import GymError, GymUnavailable
-from nemo_rl.environments.nemo_gym.python_env import GymPython, gym_python
-from nemo_rl.environments.nemo_gym.workspace import find_configs, requirements_of, write_workspace
+from nemo_rl.environments.nemo_gym.client import discover, silent_servers
+from nemo_rl.environments.nemo_gym.reply import GymError, GymUnavailable
+from nemo_rl.environments.nemo_gym.workspace import (
+    GymPython,
+    find_configs,
+    gym_python,
+    requirements_of,
+    write_workspace,
+)
 from nemo_rl.errors import ConfigError
 
 MARKER = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack: how the last of them is found
@@ -87,7 +92,7 @@ class GymStack:
 
     @classmethod
     def _launch(cls, section: NemoGymConfig, policy: dict[str, Any], folder: Path, key: str) -> "GymStack":
-        assert section.config_paths is not None  # config/nemo_gym_checks.py
+        assert section.config_paths is not None  # config/environment_checks.py
         python = gym_python(section.python, key=f"{key}.python")
         configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
         if section.python is None:

@@ -3,13 +3,46 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from nemo_rl.config.scorers import ClassifyScorerConfig
+from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
-from nemo_rl.environments.scorers.conversation import ConversationTokens
-from nemo_rl.environments.scorers.one_by_one import score_each
-from nemo_rl.environments.scorers.registry import register_scorer
+from nemo_rl.environments.registry import plain_messages
+from nemo_rl.environments.scorers.registry import register_scorer, score_each
 from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import Failure
+from nemo_rl.types import Failure, Message
+
+
+class ConversationTooLong(Exception):
+    """More tokens than the reward model takes."""
+
+
+class ConversationTokens:
+    """Renders whole conversations, without a prompt for a further answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._max_length = max_length
+
+    @classmethod
+    def load(
+        cls, key: str, name: str, *, chat_template: str | None, max_length: int | None = None
+    ) -> "ConversationTokens":
+        """From the Hugging Face name or folder `name`; raises ConfigError below `key` where it cannot be used."""
+        tokenizer = load_tokenizer_with_template(
+            name, chat_template, name_key=f"{key}.tokenizer_name", template_key=f"{key}.chat_template"
+        )
+        return cls(tokenizer, max_length=max_length)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids, special tokens as the template writes them and no others. Raises ConversationTooLong."""
+        text = self.tokenizer.apply_chat_template(plain_messages(messages), tokenize=False, add_generation_prompt=False)
+        token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+        if self._max_length is not None and len(token_ids) > self._max_length:
+            raise ConversationTooLong(f"a conversation of {len(token_ids)} tokens, where {self._max_length} fit")
+        return token_ids
+
 
 # By `api`: the path, the key of the tokens in the request, and where the answer's numbers are.
 APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {

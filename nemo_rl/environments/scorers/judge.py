@@ -10,10 +10,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
-from nemo_rl.environments.adapters import plain_messages
-from nemo_rl.environments.registry import import_path
-from nemo_rl.environments.scorers.one_by_one import score_each
-from nemo_rl.environments.scorers.registry import register_scorer
+from nemo_rl.environments.registry import import_path, plain_messages
+from nemo_rl.environments.scorers.registry import register_scorer, score_each
 from nemo_rl.errors import ConfigError, NemoRLError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure

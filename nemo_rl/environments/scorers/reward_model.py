@@ -9,9 +9,9 @@ import torch
 
 from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
-from nemo_rl.distributed.device import resolve_device
-from nemo_rl.distributed.placement import Seat
-from nemo_rl.environments.contract import failure_of
+from nemo_rl.distributed.cluster import Seat
+from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.environments.boundary import failure_of
 from nemo_rl.environments.scorers.classifier import (
     check_exact,
     load_classifier,
@@ -20,7 +20,7 @@ from nemo_rl.environments.scorers.classifier import (
     packed_scores,
     padded_scores,
 )
-from nemo_rl.environments.scorers.conversation import ConversationTokens
+from nemo_rl.environments.scorers.classify import ConversationTokens
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
 from nemo_rl.interfaces import ScoreRequest

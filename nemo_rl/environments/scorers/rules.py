@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 from nemo_rl.config.scorers import FunctionScorerConfig
-from nemo_rl.environments.adapters import plain_messages
-from nemo_rl.environments.contract import failure_of
+from nemo_rl.environments.boundary import failure_of
 from nemo_rl.environments.process_pool import ProcessPool
-from nemo_rl.environments.registry import import_path
+from nemo_rl.environments.registry import import_path, plain_messages
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.interfaces import ScoreRequest

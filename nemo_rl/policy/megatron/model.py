@@ -8,22 +8,170 @@ from copy import copy
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 from transformers import PreTrainedConfig
 
-from nemo_rl.interfaces import RequiredScores, TokenScores
-from nemo_rl.policy.attention import Pack
-from nemo_rl.policy.logprobs import answered_in_chunks
-from nemo_rl.policy.megatron import parallel
-from nemo_rl.policy.megatron.attention import CausalAttention
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
+from nemo_rl.policy import logprobs as token_scores
+from nemo_rl.policy.attention import Pack, by_kernel, has_kernel
+from nemo_rl.policy.logprobs import LOGPROBS_ALONE, Questions, answered_in_chunks, scattered
+from nemo_rl.policy.megatron import mapping, parallel
 from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, rows_of_a_rank
-from nemo_rl.policy.megatron.vocabulary import answered
-from nemo_rl.policy.token_scores import LOGPROBS_ALONE, Questions, scattered
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformer_config(
+    model: PreTrainedConfig, config: PolicyConfig | TeacherConfig, device: torch.device
+) -> TransformerConfig:
+    """What Megatron's layers and schedules read.
+
+    Fused kernels of Megatron's and Apex's are off: they change nothing but speed, and need what may not be installed.
+    Weights are not initialised, since all are loaded. Losses are sums over micro-batches and ranks (a "per-token loss"
+    that nothing divides), so gradients are added up, not averaged.
+    """
+    section = config.megatron_cfg
+    dtype = DTYPES[config.precision]
+    is_cpu = device.type == "cpu"
+    return TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=mapping.head_dim(model),
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        qk_layernorm=mapping.has_head_norms(model),
+        add_bias_linear=False,
+        add_qkv_bias=mapping.has_input_bias(model),
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=section.tensor_model_parallel_size,
+        pipeline_model_parallel_size=section.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=section.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=section.num_layers_in_last_pipeline_stage,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=DTYPES[section.pipeline_dtype or config.precision],
+        variable_seq_lengths=True,  # micro-batches are cut to their longest sample
+        moe_token_dispatcher_type="alltoall",  # there are no experts, but the check of the line above asks for it
+        batch_p2p_comm=not is_cpu,
+        deallocate_pipeline_outputs=True,
+        cuda_graph_scope=[],  # none; the default warns
+        use_cpu_initialization=is_cpu,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_added_up,
+    )
+
+
+def _added_up(model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
+    """Gradients of all ranks added up, and divided by nothing: the loss has divided already."""
+    finalize_model_grads(model, None, **arguments)
+
+
+class CausalAttention(nn.Module):
+    """Causal attention with grouped queries over sequences that are padded to the right, or packed behind each other.
+
+    Made and called by Megatron's attention layer, hence the arguments; the softmax scale is 1 / sqrt(head width).
+    """
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Pack | None, **_: Any
+    ) -> torch.Tensor:
+        """[T, B, heads, D] and twice [T, B, groups, D] to [T, B, heads * D].
+
+        What is handed through as a mask is a pack, or nothing: then only what comes later is masked, since padding is
+        to the right, where nobody looks.
+        """
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, T, D]
+        if attention_mask is None:
+            return _causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        if has_kernel(q, v):
+            return by_kernel(q, k, v, attention_mask).transpose(0, 1).flatten(2)
+        parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in (q, k, v)), strict=True)
+        return torch.cat([_causal(*part) for part in parts], dim=2).permute(2, 0, 1, 3).flatten(2)
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+
+
+def answered(logits: torch.Tensor, questions: Questions, *, num_tokens: int) -> TokenScores:
+    """From this rank's [N, v] float32 logits; `num_tokens` is V, behind which the last rank has entries of no token."""
+    if dist.get_world_size(parallel.tensor_group()) == 1:
+        return token_scores.answered(logits, questions)
+    first = parallel.tensor_rank() * logits.shape[1]
+    logits = logits[:, : num_tokens - first]
+    logprobs = logits - _log_normalizer(logits)[:, None]  # [N, v]: of the whole vocabulary's log_softmax
+    candidates = entropy = topk = None
+    if questions.candidate_ids is not None:
+        candidates = _picked(logprobs, questions.candidate_ids, first)
+    if questions.entropy:
+        entropy = _over_ranks(-(logprobs.exp() * logprobs).sum(-1))
+    if questions.topk:
+        topk = _most_likely(logprobs, questions.topk, first)
+    return TokenScores(_picked(logprobs, questions.targets[:, None], first).squeeze(1), candidates, entropy, topk)
+
+
+def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
+    """[N] log of the sum of exp(logits) over the whole vocabulary; each rank's use of it gives it a gradient."""
+    highest = logits.detach().amax(-1)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=parallel.tensor_group())
+    normalizer = _over_ranks((logits - highest[:, None]).exp().sum(-1)).log() + highest
+    return copy_to_tensor_model_parallel_region(normalizer)
+
+
+def _picked(logprobs: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """[N, K] log-probs of these ids, which one rank each has; 0 for ids below 0."""
+    local = ids - first
+    is_here = (local >= 0) & (local < logprobs.shape[1]) & (ids >= 0)
+    values = logprobs.gather(1, local.clamp(0, logprobs.shape[1] - 1)).masked_fill(~is_here, 0.0)
+    return _over_ranks(values)
+
+
+def _most_likely(logprobs: torch.Tensor, k: int, first: int) -> TopK:
+    """The k most likely of all ranks' k most likely."""
+    own, ids = logprobs.detach().topk(min(k, logprobs.shape[1]), dim=-1)
+    missing = k - own.shape[1]
+    own, ids = F.pad(own, (0, missing), value=-torch.inf), F.pad(ids + first, (0, missing))
+    places = torch.cat(_gathered(own), dim=1).topk(k, dim=-1).indices
+    chosen = torch.cat(_gathered(ids), dim=1).gather(1, places)
+    return TopK(chosen, _picked(logprobs, chosen, first))
+
+
+def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(parallel.tensor_group()))]
+    dist.all_gather(parts, tensor.contiguous(), group=parallel.tensor_group())
+    return parts
+
+
+def _over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks; the gradient of a rank's part is that of the sum."""
+    return reduce_from_tensor_model_parallel_region(values)
 
 
 class Stage(GPTModel):

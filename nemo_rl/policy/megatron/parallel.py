@@ -1,14 +1,58 @@
 """Megatron's process groups, made from a rank's layout."""
 
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.overrides import TorchFunctionMode
 
 from nemo_rl.errors import PolicyError
-from nemo_rl.policy.megatron.cpu import answer_for_cuda
 from nemo_rl.policy.ranks import RankLayout, join
+
+
+@lru_cache(maxsize=1)
+def answer_for_cuda() -> None:
+    """Let torch.cuda's current device be the CPU, and moving to it and waiting for it mean nothing."""
+    module: Any = torch.cuda
+    module.current_device = _cpu
+    module.synchronize = _nothing
+    tensor: Any = torch.Tensor
+    tensor.cuda = _itself
+
+
+class _CudaIsTheCpu(TorchFunctionMode):
+    """Makes tensors on the CPU where "cuda" is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def calls_of_megatron(device: torch.device) -> Iterator[None]:
+    """Around Megatron's own functions, whose pipeline schedules name "cuda"; nothing on CUDA."""
+    if device.type == "cuda":
+        yield
+        return
+    with _CudaIsTheCpu():
+        yield
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
 
 
 def make_groups(layout: RankLayout, device: torch.device) -> None:

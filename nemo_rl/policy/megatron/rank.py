@@ -2,31 +2,61 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import RequiredScores, TokenScores
-from nemo_rl.policy.base_rank import BaseRank
-from nemo_rl.policy.flops import matmul_parameters
+from nemo_rl.policy.base_rank import BaseRank, matmul_parameters
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
-from nemo_rl.policy.megatron.checks import check_megatron
-from nemo_rl.policy.megatron.model import Stage
-from nemo_rl.policy.megatron.optimizer import MainWeights
-from nemo_rl.policy.megatron.optimizer_keys import in_torchs_names
+from nemo_rl.policy.megatron.checks import check_megatron, check_model, in_torchs_names
+from nemo_rl.policy.megatron.model import Stage, transformer_config
+from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.parallel import make_groups
-from nemo_rl.policy.megatron.pipeline import score
-from nemo_rl.policy.megatron.saving import OptimizerState
-from nemo_rl.policy.megatron.stages import frozen_stage, make_stage, stage_weights
-from nemo_rl.policy.megatron.training import MegatronTrainer
-from nemo_rl.policy.micro_batches import scoring_batches, training_batches
+from nemo_rl.policy.megatron.training import MegatronTrainer, score
+from nemo_rl.policy.megatron.weights import StageWeights
+from nemo_rl.policy.micro_batches import scoring_batches, teacher_batches, training_batches
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
+from nemo_rl.policy.teacher import BaseTeacher
 from nemo_rl.types import TrainingBatch
+
+
+def make_stage(
+    model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
+) -> Stage:
+    """Without weights yet, which `stage_weights` loads; computes in `precision`."""
+    base: Any = model.base_model
+    settings = transformer_config(model.config, config, device)
+    stage = Stage(
+        settings,
+        model.config,
+        inverse_frequencies=base.rotary_emb.inv_freq,
+        temperature=temperature,
+        chunk_size=config.logprob_chunk_size,
+        is_packed=config.sequence_packing.enabled,
+    )
+    for parameter in stage.parameters():  # torch's norms are made in float32
+        parameter.data = parameter.data.to(device, settings.params_dtype)
+    return stage.to(device)
+
+
+def stage_weights(stage: Stage, model: PreTrainedModel) -> StageWeights:
+    """Which of the model's weights the stage holds."""
+    return StageWeights(stage, model.config, {name: tensor.shape for name, tensor in model.state_dict().items()})
+
+
+def frozen_stage(
+    model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
+) -> Stage:
+    """With the model's weights, in `precision`, and without gradients."""
+    stage = make_stage(model, config, temperature=temperature, device=device).requires_grad_(False)
+    stage_weights(stage, model).load(model.state_dict(), lambda parameter: parameter)
+    return stage
 
 
 class MegatronRank(BaseRank):
@@ -134,3 +164,31 @@ def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParalle
     if section.overlap_grad_reduce:
         stage.config.no_sync_func = distributed.no_sync
     return distributed
+
+
+class MegatronTeacher(BaseTeacher):
+    """A teacher by tensor, pipeline and data parallelism, in a process of its own.
+
+    Arguments and errors are those of `BaseTeacher`.
+    """
+
+    def _make(self, model_path: str, *, temperature: float) -> None:
+        config, section = self.config, self._section
+        model_config = load_config(model_path, config.hf_config_overrides, section=section)
+        check_model(config.megatron_cfg, model_config, key=f"{section}.megatron_cfg")
+        make_groups(self.layout, self.device)
+        model = load_model(model_path, config.hf_config_overrides, section=section)
+        self.module = frozen_stage(model, config, temperature=temperature, device=self.device)
+        self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        size = teacher_batches(self.config, self._section)
+        return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
+
+    def _move(self, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        self.module.to(device)
+        torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.models import make_tokenizer
 from tests.functional.cli import Run, run_grpo
 
 pytestmark = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.generation import ColocatedConfig, GenerationConfig, VllmConfig
+from nemo_rl.config.policy import ColocatedConfig, GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.weight_sync.broadcast import Broadcast

@@ -6,7 +6,7 @@ import numpy as np
 
 from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
 from nemo_rl.algorithms.cross_tokenizer_targets import Targets, TeacherScores
-from nemo_rl.data.token_bytes import SPECIAL, TURN_END, Vocabulary
+from nemo_rl.data.token_alignment import SPECIAL, TURN_END, Vocabulary
 
 
 def vocabulary(*tokens: str, strips_leading_space: bool = False) -> Vocabulary:

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO
 from nemo_rl.algorithms.interrupt import Interrupt
-from nemo_rl.algorithms.loss import PolicyGradientLoss
-from nemo_rl.algorithms.placement import Placement
-from nemo_rl.algorithms.run import TrainingRun
+from nemo_rl.algorithms.run import Placement, TrainingRun
 from nemo_rl.algorithms.stages import RequiredLogprobs
-from nemo_rl.build.inputs import Inputs
-from nemo_rl.build.rollouts import make_context, make_source, make_validator
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.interfaces import CollectedGroups, GroupSource
+from nemo_rl.launch.rollouts import Inputs, make_context, make_source, make_validator
+from nemo_rl.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl.observability.progress import Progress
 from nemo_rl.types import EnvStep, Message, Prompt
 from tests.fakes.chat_tokenizer import chat_tokenizer

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.advantages import make_advantage_estimator
 from nemo_rl.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.experience.assembly import assemble_batch

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRenderer
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
-from nemo_rl.algorithms.teachers import BatchRow, TeacherHandle, Teachers
+from nemo_rl.algorithms.distillation import BatchRow, TeacherHandle, Teachers
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.token_bytes import Vocabulary
+from nemo_rl.data.token_alignment import Vocabulary
 from nemo_rl.interfaces import TopK
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Message, MessageLog, Prompt, TokenizedMessage
 from tests.templates import byte_tokenizer
 from tests.templates.vocabularies import trained_tokenizer

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nemo_rl.algorithms.cross_tokenizer_loss import CrossTokenizerLoss, later_logprobs
 from nemo_rl.config.loss import CrossTokenizerConfig, DistillationLossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores, TopK
+from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss, later_logprobs
 
 TWO = Normalizer(num_valid_tokens=2.0, num_valid_trajectories=1.0)
 

@@ -13,7 +13,7 @@ from nemo_rl.algorithms.cross_tokenizer_targets import (
     merge_duplicate_ids,
     prefix_targets,
 )
-from nemo_rl.data.token_bytes import Vocabulary
+from nemo_rl.data.token_alignment import Vocabulary
 from tests.unit.algorithms.cross_tokenizer import by_token, response, scores, vocabulary
 
 LETTERS = vocabulary("a", "b", "c")

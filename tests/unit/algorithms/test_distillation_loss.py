@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.distillation_loss import DistillationLoss
 from nemo_rl.config.loss import DistillationLossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores
+from nemo_rl.losses.distillation import DistillationLoss
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid
 from tests.unit.algorithms.batches import make_batch, normalizer_of

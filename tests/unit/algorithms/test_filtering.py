@@ -1,4 +1,4 @@
-from nemo_rl.algorithms.filtering import is_informative
+from nemo_rl.algorithms.advantages import is_informative
 from nemo_rl.types import TrajectoryGroup
 from tests.unit.algorithms.rollouts import PROMPT, make_group, make_trajectory
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.group_statistics import baseline_and_std, divide_by_std, unbiased_std
+from nemo_rl.algorithms.advantages import baseline_and_std, divide_by_std, unbiased_std
 
 
 def stats(rewards: list[float], groups: list[int], leave_one_out: bool = False) -> tuple[list[float], list[float]]:

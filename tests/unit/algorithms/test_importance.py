@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.importance import finite_exp
+from nemo_rl.losses.terms import finite_exp
 from tests.unit.algorithms.losses import (
     CURRENT,
     PREV,

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.algorithms.kl import kl_estimate
 from nemo_rl.config.loss import LossConfig
+from nemo_rl.losses.terms import kl_estimate
 from tests.unit.algorithms.batches import make_batch
 from tests.unit.algorithms.losses import (
     evaluate,

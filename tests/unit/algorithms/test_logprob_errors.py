@@ -3,7 +3,7 @@ import math
 import pytest
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.logprob_errors import mask_logprob_errors
+from nemo_rl.algorithms.stages import mask_logprob_errors
 from tests.unit.algorithms.batches import make_batch
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import TokenScores
+from nemo_rl.losses.policy_gradient import PolicyGradientLoss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.algorithms.losses import (
     CURRENT,

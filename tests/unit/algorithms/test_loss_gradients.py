@@ -5,9 +5,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nemo_rl.algorithms.loss import PolicyGradientLoss
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores
+from nemo_rl.losses.policy_gradient import PolicyGradientLoss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.algorithms.losses import (
     EVERY_OPTION,

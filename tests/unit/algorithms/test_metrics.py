@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl.algorithms.metrics import batch_metrics
+from nemo_rl.algorithms.stages import batch_metrics
 from tests.unit.algorithms.batches import make_batch
 
 

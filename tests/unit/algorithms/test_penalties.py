@@ -10,11 +10,9 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.penalties import Penalties, make_penalties
-from nemo_rl.algorithms.rewards import transform_rewards
+from nemo_rl.algorithms.rewards import Penalties, make_penalties, transform_rewards
 from nemo_rl.algorithms.stages import assemble_train_batch, compute_train_rewards, estimate_advantages
-from nemo_rl.config.algorithm import GRPOConfig, RewardScalingConfig
-from nemo_rl.config.penalties import PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from nemo_rl.config.algorithm import GRPOConfig, PenaltyTokenIdsConfig, RewardPenaltiesConfig, RewardScalingConfig
 from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import Message, StopReason, TokenizedMessage, ToolCall, Trajectory, TrajectoryGroup
 from tests.unit.algorithms.rollouts import PROMPT, make_trajectory

@@ -12,13 +12,13 @@ import torch
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.sft import SFTRun, train_sft, validate
-from nemo_rl.algorithms.sft_loss import NegativeLogLikelihood
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.observability.jsonl import JsonlLogger
+from nemo_rl.losses.sft import NegativeLogLikelihood
+from nemo_rl.observability.loggers import JsonlLogger
 from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.observability.progress import Progress
 from nemo_rl.policy.fsdp2 import FSDP2Policy

@@ -8,8 +8,15 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.opd import TeacherAdvantages
-from nemo_rl.algorithms.teachers import BatchRow, LogprobsStage, TeacherHandle, Teachers, TopKStage, rows_in_batch_order
+from nemo_rl.algorithms.advantages import TeacherAdvantages
+from nemo_rl.algorithms.distillation import (
+    BatchRow,
+    LogprobsStage,
+    TeacherHandle,
+    Teachers,
+    TopKStage,
+    rows_in_batch_order,
+)
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.interfaces import TopK
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup

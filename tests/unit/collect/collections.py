@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.keys import Chunk, KeySpace, RolloutKey
+from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.types import Failure, FailureClass

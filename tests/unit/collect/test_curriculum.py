@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nemo_rl.collect.curriculum import RewardRange, write_curriculum
+from nemo_rl.collect.compare import RewardRange, write_curriculum
 from nemo_rl.collect.profile import profile
 from nemo_rl.errors import ConfigError
 from tests.unit.collect.collections import collect, collect_worked

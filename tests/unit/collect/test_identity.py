@@ -2,8 +2,7 @@
 
 import pytest
 
-from nemo_rl.collect.identity import MAX_DIFFERENCES_SHOWN, ShardIdentity, describe_identity_differences
-from nemo_rl.collect.keys import Chunk, KeySpace
+from nemo_rl.collect.shards import MAX_DIFFERENCES_SHOWN, Chunk, KeySpace, ShardIdentity, describe_identity_differences
 from nemo_rl.errors import DataError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.collect.keys import Chunk, KeySpace, RolloutKey
+from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey
 from nemo_rl.errors import ConfigError
 
 

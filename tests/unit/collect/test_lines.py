@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from nemo_rl.collect.lines import AppendOnlyFile, Line, read_lines
+from nemo_rl.collect.files import AppendOnlyFile, Line, read_lines
 from nemo_rl.errors import ConfigError, DataError
 
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from nemo_rl.collect.lines import AppendOnlyFile
+from nemo_rl.collect.files import AppendOnlyFile
 from nemo_rl.errors import RolloutError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -30,7 +30,7 @@ lines.close()
 FORK = """
 import os, sys
 from pathlib import Path
-from nemo_rl.collect.lines import AppendOnlyFile
+from nemo_rl.collect.files import AppendOnlyFile
 
 path = Path(sys.argv[1])
 lines = AppendOnlyFile(path)

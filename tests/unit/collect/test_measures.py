@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.collect.measures import TaskMetrics, compute_task_metrics, default_ks
+from nemo_rl.collect.profile import TaskMetrics, compute_task_metrics, default_ks
 from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, CollectionManifest, RolloutTable
-from nemo_rl.experience.pass_k import majority_at_k, pass_at_k
+from nemo_rl.experience.metrics import majority_at_k, pass_at_k
 
 Cell = tuple[float, int, int]  # reward, length, answer
 cells = st.none() | st.tuples(st.integers(-2, 4).map(lambda n: n / 4), st.integers(0, 50), st.integers(0, 3))

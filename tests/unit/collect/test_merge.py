@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nemo_rl.collect.keys import Chunk, RolloutKey
 from nemo_rl.collect.merge import IncompleteCollection, merge
+from nemo_rl.collect.shards import Chunk, RolloutKey
 from nemo_rl.errors import ConfigError, DataError
 from tests.unit.collect.collections import IDENTITY, collect
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl import cli
-from nemo_rl.collect.keys import RolloutKey
+from nemo_rl.collect.shards import RolloutKey
 from tests.unit.collect.collections import collect
 
 

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from nemo_rl import cli
-from nemo_rl.collect.keys import KeySpace, RolloutKey
 from nemo_rl.collect.merge import merge
-from nemo_rl.collect.nemo_gym_export import export_nemo_gym
-from nemo_rl.collect.nemo_gym_import import import_nemo_gym
+from nemo_rl.collect.nemo_gym import export_nemo_gym, import_nemo_gym
 from nemo_rl.collect.profile import profile, task_rows
+from nemo_rl.collect.shards import KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, read_tasks, write_tasks
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.experience.rollout_row import rollout_row
+from nemo_rl.experience.writer import rollout_row
 from nemo_rl.types import (
     Failure,
     FailureClass,

@@ -6,11 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nemo_rl.collect.keys import KeySpace, RolloutKey
-from nemo_rl.collect.measures import default_ks
 from nemo_rl.collect.merge import merge
-from nemo_rl.collect.profile import profile, task_rows
+from nemo_rl.collect.profile import default_ks, profile, task_rows
 from nemo_rl.collect.profile_report import write_profile
+from nemo_rl.collect.shards import KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import ConfigError, DataError
 from tests.unit.collect.collections import IDENTITY, collect_worked, rollout

@@ -12,9 +12,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from nemo_rl.collect.keys import Chunk, KeySpace
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
+from nemo_rl.collect.shards import Chunk, KeySpace
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.rollouts import RolloutContext

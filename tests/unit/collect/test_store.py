@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from nemo_rl.collect.keys import Chunk, KeySpace, RolloutKey
+from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure, FailureClass
@@ -209,7 +209,7 @@ def test_lines_that_others_wrote_in_another_order_of_keys_are_read(tmp_path):
 
 COLLECTOR = """
 import sys
-from nemo_rl.collect.keys import KeySpace
+from nemo_rl.collect.shards import KeySpace
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.types import Failure, FailureClass
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.collect.whole_file import atomic_write
+from nemo_rl.collect.files import atomic_write
 
 
 def test_the_file_appears_at_the_end(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl.config.async_checks import check_async
+from nemo_rl.config.checks import check_async
 from nemo_rl.errors import ConfigError
 from tests.unit.algorithms.run_setup import make_config
 

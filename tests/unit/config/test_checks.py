@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.checkpoint_checks import TRAIN_METRICS
+from nemo_rl.config.checks import TRAIN_METRICS
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.types import Prompt, StopReason, Trajectory

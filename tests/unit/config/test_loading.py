@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.env import CustomEnvironmentConfig, MathEnvironmentConfig, ReasoningGymEnvironmentConfig
+from nemo_rl.config.environment import CustomEnvironmentConfig, MathEnvironmentConfig, ReasoningGymEnvironmentConfig
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load

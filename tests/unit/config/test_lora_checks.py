@@ -2,8 +2,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.lora_checks import check_lora
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, check_lora
 from nemo_rl.errors import ConfigError
 
 

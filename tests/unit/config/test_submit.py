@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from nemo_rl.config.server_layout import ServerLayout, server_layout
-from nemo_rl.config.submit import SlurmConfig, SlurmServerConfig
-from nemo_rl.config.submit_checks import check_slurm
+from nemo_rl.config.submit import ServerLayout, SlurmConfig, SlurmServerConfig, check_slurm, server_layout
 from nemo_rl.errors import ConfigError
 
 MODEL = {"model": "m"}

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.alignment import Span, align, valid_utf8_prefix
-from nemo_rl.data.token_bytes import Vocabulary, encode_with_pieces
+from nemo_rl.data.token_alignment import Span, Vocabulary, align, encode_with_pieces, valid_utf8_prefix
 from tests.templates.vocabularies import ENTRY_KINDS, trained_tokenizer
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=30) | st.sampled_from(

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.sft import SFTDataConfig
-from nemo_rl.data.conversations import Conversation, load_conversations, read_conversations
+from nemo_rl.data.supervised import Conversation, load_conversations, read_conversations
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, ToolCall
 

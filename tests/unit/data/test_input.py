@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig, InputDataConfig
-from nemo_rl.data.datasets import load_datasets
-from nemo_rl.data.input import load_input
+from nemo_rl.data.datasets import load_datasets, load_input
 from nemo_rl.errors import ConfigError, DataError
 from tests.fakes.gym_stack import row_of
 

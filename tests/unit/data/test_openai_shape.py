@@ -1,4 +1,4 @@
-from nemo_rl.data.openai_shape import to_openai_message
+from nemo_rl.data.chat import to_openai_message
 from nemo_rl.types import Message, ToolCall
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.conversations import Conversation, ConversationSet
 from nemo_rl.data.supervised import (
+    Conversation,
+    ConversationSet,
     SampleLoader,
     SupervisedSample,
     encode_conversation,

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.token_bytes import SPECIAL, TURN_END, Vocabulary
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.data.token_alignment import SPECIAL, TURN_END, Vocabulary
+from nemo_rl.quickstart.models import make_tokenizer
 from tests.templates import byte_tokenizer
 from tests.templates.vocabularies import trained_tokenizer
 

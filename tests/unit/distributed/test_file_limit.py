@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from nemo_rl.distributed.file_limit import connections_below, raise_file_limit
+from nemo_rl.distributed.machine import connections_below, raise_file_limit
 
 LOWER_THEN_RAISE = """
 import resource
-from nemo_rl.distributed.file_limit import raise_file_limit
+from nemo_rl.distributed.machine import raise_file_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
 print(raise_file_limit() > 100, resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 100)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from nemo_rl.distributed.pacing import PerMinute, Replicas
+from nemo_rl.distributed.endpoint import PerMinute, Replicas
 
 
 class VirtualTime:

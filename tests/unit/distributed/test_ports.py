@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed import ports
-from nemo_rl.distributed.ports import unused_port, unused_ports
+from nemo_rl.distributed import machine as ports
+from nemo_rl.distributed.machine import unused_port, unused_ports
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from nemo_rl.config.layout import DeviceSlot, Layout
-from nemo_rl.distributed.cluster import connect
-from nemo_rl.distributed.placement import reserve
+from nemo_rl.distributed.cluster import connect, reserve
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.errors import WorkerDied, WorkerError
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nemo_rl.environments.blocking import BlockingCalls
+from nemo_rl.environments.boundary import BlockingCalls
 
 
 def raise_key_error() -> None:

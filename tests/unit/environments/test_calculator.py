@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.environments.calculator import calculate
+from nemo_rl.environments.tools import calculate
 
 
 @pytest.mark.parametrize(

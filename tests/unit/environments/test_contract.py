@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.contract import CheckedEnvironment
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.env import ToolsEnvironmentConfig
+from nemo_rl.config.environment import ToolsEnvironmentConfig
 from nemo_rl.environments.tools import ToolsEnvironment, is_same_answer, tools_prompt
 from nemo_rl.types import EnvStep, Failure, Message
 

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.loading import load_collect_config, load_config, resolved_yaml
-from nemo_rl.config.nemo_gym import NemoGymConfig
 from nemo_rl.data.datasets import load_datasets
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nemo_gym"

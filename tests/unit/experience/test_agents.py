@@ -17,11 +17,10 @@ from openai import AsyncOpenAI, OpenAI
 
 from nemo_rl.config.run import GatewayConfig, RolloutConfig
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.environments.contract import RESPONSE_TRUNCATED
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.agent_process import CommandAgent
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
-from nemo_rl.experience.agents import AgentRuntime, FunctionAgent, TaskAgent
+from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, TaskAgent
 from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_async_multi_turn_rollout
 from nemo_rl.experience.sources import SyncSource

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.experience.buffer_state import REPLAY_BUFFER, to_plain
+from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, to_plain
 from nemo_rl.experience.sources import FilteredSource
 from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from nemo_rl.errors import GenerationError
-from nemo_rl.experience.boundaries import Retries, generate, step_environment
-from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.experience.boundaries import Retries, StallWatchdog, generate, step_environment
 from nemo_rl.experience.turns import EnvironmentCall
 from nemo_rl.types import (
     Completion,

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from nemo_rl.checkpoint import load_state, save_state
 from nemo_rl.data.loader import PromptLoader
-from nemo_rl.experience.buffer_state import REPLAY_BUFFER, from_plain, replay_buffer_state, to_plain
-from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBufferState
+from nemo_rl.experience.replay_buffer import (
+    REPLAY_BUFFER,
+    BufferedGroup,
+    DroppedGroup,
+    ReplayBufferState,
+    from_plain,
+    replay_buffer_state,
+    to_plain,
+)
 from nemo_rl.types import (
     Failure,
     FailureClass,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.algorithms.advantage import make_advantage_estimator
+from nemo_rl.algorithms.advantages import make_advantage_estimator
 from nemo_rl.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.run import RolloutConfig

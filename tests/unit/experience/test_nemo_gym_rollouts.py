@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_rl import batch as keys
-from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.environments.nemo_gym.client import GymClient

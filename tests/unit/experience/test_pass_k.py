@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.pass_k import majority_at_k, pass_at_1_avg_of_k, pass_at_k
+from nemo_rl.experience.metrics import majority_at_k, pass_at_1_avg_of_k, pass_at_k
 
 
 def test_pass_at_k_of_binary_scores_has_the_closed_form() -> None:

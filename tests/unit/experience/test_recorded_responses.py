@@ -5,7 +5,7 @@ import pytest
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import DataError
-from nemo_rl.experience.recorded_responses import RecordedResponses
+from nemo_rl.experience.sources import RecordedResponses
 from nemo_rl.types import Message, Prompt, StopReason, Trajectory
 from tests.fakes.chat_tokenizer import chat_tokenizer
 

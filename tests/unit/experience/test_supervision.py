@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.supervision import FailureBudget, StallWatchdog, in_parallel
+from nemo_rl.experience.boundaries import FailureBudget, StallWatchdog, in_parallel
 from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
 
 PROMPT = Prompt("p", "game", ())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.environments.contract import RESPONSE_TRUNCATED
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.experience.turns import (
     EnvironmentCall,
     Episode,

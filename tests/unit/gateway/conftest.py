@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl.distributed import ports
+from nemo_rl.distributed import machine as ports
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl.gateway.canonical import history_digest, tools_digest
+from nemo_rl.gateway.sessions import history_digest, tools_digest
 from nemo_rl.types import Message, ToolCall
 from tests.unit.gateway.engines import TOOL
 

@@ -6,11 +6,10 @@ from typing import Any
 import openai
 import pytest
 
-from nemo_rl.gateway.claims import Claim, LogprobMismatch
-from nemo_rl.gateway.echo import Echo, UnknownEcho
-from nemo_rl.gateway.envelope import RequestError
+from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.manager import GatewayManager, SessionHandle
-from nemo_rl.gateway.schema import SESSION_FIELD
+from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
+from nemo_rl.gateway.sessions import Echo, UnknownEcho
 from nemo_rl.types import GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration
 from tests.unit.gateway.engines import SpeakingGeneration

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.gateway.completions import CompletionHandler
-from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import LiveSession, SessionRegistry
 from nemo_rl.gateway.responses import Answer
-from nemo_rl.gateway.schema import ChatRequest
+from nemo_rl.gateway.schema import ChatRequest, RequestError
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of

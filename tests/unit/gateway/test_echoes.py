@@ -1,9 +1,8 @@
 import pytest
 
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway.claims import build_chains
-from nemo_rl.gateway.echo import Echo, UnknownEcho
-from nemo_rl.gateway.echoes import EchoedCallStore
+from nemo_rl.gateway.echoes import EchoedCallStore, build_chains
+from nemo_rl.gateway.sessions import Echo, UnknownEcho
 from nemo_rl.types import Message
 from tests.unit.gateway.engines import codec_of, completion_of, text_of, tokens_of
 

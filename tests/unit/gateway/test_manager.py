@@ -11,10 +11,10 @@ from aiohttp import ClientConnectionError, ClientSession
 from openai import AsyncOpenAI
 
 from nemo_rl.config.run import GatewayConfig
-from nemo_rl.distributed.node import node_ip
+from nemo_rl.distributed.cluster import node_ip
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.manager import GatewayManager, SessionHandle, server_settings
+from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.server import GatewayServer
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.parsers import (
+from nemo_rl.gateway.codec import (
     ParsedCall,
     parse_hermes,
     parse_llama3_json,

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from nemo_rl.gateway.envelope import RequestError
 from nemo_rl.gateway.registry import SessionRegistry
+from nemo_rl.gateway.schema import RequestError
 from nemo_rl.types import Message
 from tests.unit.gateway.engines import DEADLINE_S, codec_of
 from tests.unit.gateway.test_echoes import Clock

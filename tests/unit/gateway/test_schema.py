@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.gateway.envelope import RequestError
-from nemo_rl.gateway.schema import ChatMessage, ChatRequest, parse_body
+from nemo_rl.gateway.schema import ChatMessage, ChatRequest, RequestError, parse_body
 from nemo_rl.types import Message, ToolCall
 
 

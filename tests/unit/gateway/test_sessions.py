@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.parsers import strip_thinking
+from nemo_rl.gateway.codec import strip_thinking
 from nemo_rl.gateway.responses import session_body
 from nemo_rl.gateway.sessions import Chain, Session
 from nemo_rl.types import Message, ToolCall, WeightSpan

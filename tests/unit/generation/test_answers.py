@@ -3,7 +3,7 @@ from contextlib import aclosing
 
 import pytest
 
-from nemo_rl.generation.answers import as_they_finish
+from nemo_rl.generation.engines import as_they_finish
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.generation import node_file
+from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightChunks
 from nemo_rl.weight_sync import object_store

@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl.generation.seats import Seats
+from nemo_rl.generation.router import Seats
 
 
 def test_requests_of_new_sessions_go_to_the_least_busy():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
+from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.distributed.endpoint import Endpoint
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.served import Api, ServedGeneration, chat_body, chat_completion, completion_body

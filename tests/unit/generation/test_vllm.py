@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.generation import GenerationConfig
+from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import GenerationError
-from nemo_rl.generation.vllm import VllmGeneration, completion_of
-from nemo_rl.generation.vllm_start import importing_vllm
+from nemo_rl.generation.vllm import VllmGeneration, completion_of, importing_vllm
 from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request

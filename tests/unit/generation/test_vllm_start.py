@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.config.generation import GenerationConfig, VllmConfig
+from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.generation.vllm_start import engine_arguments, importing_vllm, start_engine
+from nemo_rl.generation.vllm import engine_arguments, importing_vllm, start_engine
 from tests.contracts.engines import save_tiny_model
 
 

@@ -4,7 +4,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from nemo_rl.observability.collection_progress import (
+from nemo_rl.observability.progress import (
     CollectionProgress,
     LiveCollectionProgress,
     make_collection_progress,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl.observability.jsonl import JsonlLogger
+from nemo_rl.observability.loggers import JsonlLogger
 
 
 def lines(path: Path) -> list[dict[str, object]]:

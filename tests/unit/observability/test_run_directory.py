@@ -1,7 +1,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nemo_rl.observability.run_directory import make_run_directory
+from nemo_rl.observability.logging_setup import make_run_directory
 
 
 def test_runs_are_numbered_after_the_last(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-from nemo_rl.observability.sample_table import render_table, sample_table, shown
+from nemo_rl.observability.progress import render_table, sample_table, shown
 
 
 def test_long_text_is_cut_in_its_middle() -> None:

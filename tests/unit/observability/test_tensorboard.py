@@ -2,7 +2,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_rl.observability.tensorboard import TensorboardLogger
+from nemo_rl.observability.loggers import TensorboardLogger
 
 
 def test_scalars_tables_and_configuration_are_read_back(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.run import WandbConfig
-from nemo_rl.observability.wandb import WandbLogger, has_api_key
+from nemo_rl.observability.loggers import WandbLogger, has_api_key
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 from transformers import Qwen2Config
 
-from nemo_rl.policy.flops import matmul_parameters, train_flops
+from nemo_rl.policy.base_rank import matmul_parameters, train_flops
 from tests.unit.policy.tiny import MODELS
 
 

@@ -4,7 +4,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from nemo_rl.policy.hf_export import named_weights, save_weights, weight_copies
+from nemo_rl.policy.saving import named_weights, save_weights, weight_copies
 from tests.unit.policy.tiny import SIZES
 
 

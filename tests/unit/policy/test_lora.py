@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import MixtralConfig, Qwen2Config
 
-from nemo_rl.config.lora import LoraAdapterConfig
+from nemo_rl.config.policy import LoraAdapterConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.flops import matmul_parameters
+from nemo_rl.policy.base_rank import matmul_parameters
 from nemo_rl.policy.lora import Adapters, Merged, adapted_modules, check_modules, merged_tensors
 from tests.unit.policy.tiny import SIZES, gpt2, qwen2
 

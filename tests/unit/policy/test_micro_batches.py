@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.teacher import TeacherConfig
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.micro_batches import (
     PackedTokens,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.policy.packing import ALGORITHMS, first_fit_decreasing, levelled, packs_of_ranks, split_to
+from nemo_rl.policy.micro_batches import ALGORITHMS, first_fit_decreasing, levelled, packs_of_ranks, split_to
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 

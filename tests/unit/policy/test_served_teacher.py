@@ -8,9 +8,9 @@ import torch
 from aiohttp import web
 from tensordict import TensorDict
 
-from nemo_rl.config.endpoint import EndpointLimitsConfig, ServedModelConfig
+from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.errors import ConfigError, PolicyError
-from nemo_rl.policy.served_teacher import ServedTeacher
+from nemo_rl.policy.teacher import ServedTeacher
 from tests.fakes.scoring_server import scoring_server
 
 BATCH = TensorDict(

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from nemo_rl.policy import vocabulary_scores
-from nemo_rl.policy.vocabulary_scores import logprobs_and_entropy
+from nemo_rl.policy import logprobs as vocabulary_scores
+from nemo_rl.policy.logprobs import logprobs_and_entropy
 
 
 @pytest.fixture(params=[1, 40, 2**22], ids=["row by row", "in blocks", "at once"])

@@ -1,8 +1,7 @@
 """The quickstart's other family: tokens of two letters, other special tokens, another template."""
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.quickstart.recipes import pairs_teacher, student
-from nemo_rl.quickstart.tokenizer import make_pair_tokenizer, make_tokenizer
+from nemo_rl.quickstart.models import make_pair_tokenizer, make_tokenizer, pairs_teacher, student
 from nemo_rl.types import Message
 
 

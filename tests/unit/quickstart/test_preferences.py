@@ -1,7 +1,6 @@
 import random
 
-from nemo_rl.quickstart.preferences import make_preference_pairs, misspelling
-from nemo_rl.quickstart.words import extract_words, quickstart_prompts
+from nemo_rl.quickstart.words import extract_words, make_preference_pairs, misspelling, quickstart_prompts
 
 
 def test_a_misspelling_is_never_the_word_backward() -> None:

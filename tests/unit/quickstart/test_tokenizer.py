@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.quickstart.tokenizer import make_tokenizer
+from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.quickstart.words import quickstart_prompts
 from nemo_rl.types import Message
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
-from nemo_rl.weight_sync.verify import batch_of, verify_weights
+from nemo_rl.weight_sync.refit import batch_of, verify_weights
 
 
 class Echo:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.slurm.submission import Submission
+from nemo_rl.collect.slurm.scripts import Submission
 from nemo_rl.config.submit import SlurmConfig
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.collect.slurm.environments import format_environment
-from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
+from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script, format_environment
 from tests.fakes.slurm_commands import write_srun
 from tests.unit.collect.slurm.shell import DEADLINE_S
 from tests.unit.collect.slurm.submissions import submission

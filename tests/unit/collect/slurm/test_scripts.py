@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.collect.slurm.environments import format_environment, format_redacted_environment
-from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script
-from nemo_rl.collect.slurm.submission import Submission
-from nemo_rl.config.submit_checks import check_slurm
+from nemo_rl.collect.slurm.scripts import (
+    Submission,
+    aggregation_script,
+    collection_script,
+    format_environment,
+    format_redacted_environment,
+)
+from nemo_rl.config.submit import check_slurm
 from tests.unit.collect.slurm.submissions import EVERYTHING, LAYOUTS, SERVER, submission
 
 SHELLCHECK = shutil.which("shellcheck")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
-from nemo_rl.environments.nemo_gym.errors import GymBrokenReply, GymError, GymRefused, GymUnavailable
-from nemo_rl.environments.nemo_gym.reply import GymCall
+from nemo_rl.environments.nemo_gym.reply import GymBrokenReply, GymCall, GymError, GymRefused, GymUnavailable
 from nemo_rl.errors import ConfigError
 from tests.fakes import gym_stack
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_rl.environments.nemo_gym.discovery import parse_servers
+from nemo_rl.environments.nemo_gym.client import parse_servers
 
 
 def server(kind: str, port: int | None, *, host: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:

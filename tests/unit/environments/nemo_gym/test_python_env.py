@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.environments.nemo_gym import python_env
-from nemo_rl.environments.nemo_gym.python_env import base_interpreters, gym_python
+from nemo_rl.environments.nemo_gym import workspace as python_env
+from nemo_rl.environments.nemo_gym.workspace import base_interpreters, gym_python
 from nemo_rl.errors import ConfigError
 from tests.unit.environments.nemo_gym.fake_python import fake_environment, fake_uv
 

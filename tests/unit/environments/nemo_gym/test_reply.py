@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.nemo_gym.errors import GymBrokenReply
-from nemo_rl.environments.nemo_gym.reply import GymCall, parse_reply
+from nemo_rl.environments.nemo_gym.reply import GymBrokenReply, GymCall, parse_reply
 
 CALL = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, 0]}
 BODY = {

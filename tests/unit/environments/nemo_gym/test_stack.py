@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl.config.nemo_gym import NemoGymConfig
+from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
-from nemo_rl.environments.nemo_gym.errors import GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.errors import ConfigError
 from tests.unit.environments.nemo_gym.fake_python import fake_environment

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl.environments.nemo_gym.python_env import GymPython
 from nemo_rl.environments.nemo_gym.workspace import (
     POLICY_MODEL_CONFIG,
+    GymPython,
     find_configs,
     requirements_of,
     write_workspace,

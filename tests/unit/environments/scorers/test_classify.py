@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.config.scorers import ClassifyScorerConfig
-from nemo_rl.environments.scorers.classify import ClassifyScorer
-from nemo_rl.environments.scorers.conversation import ConversationTokens, ConversationTooLong
+from nemo_rl.environments.scorers.classify import ClassifyScorer, ConversationTokens, ConversationTooLong
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, Message

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.scorers.contract import BatchedScorer, CheckedScorer
+from nemo_rl.environments.scorers.registry import BatchedScorer, CheckedScorer
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
 from tests.fakes.scorers import FakeScorer

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.endpoint import EndpointLimitsConfig
+from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.environments.scorers.judge import JudgeScorer, answer_parser
 from nemo_rl.errors import ConfigError

@@ -1,0 +1,192 @@
+"""Files of a collection: JSON Lines that are appended to and survive a kill, and files that appear whole or not at all."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from nemo_rl.errors import ConfigError, DataError, RolloutError
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` to write to, renamed to it once the block has ended and its bytes are on the disk.
+
+    Folders above are made. An error leaves what was at `path`. Writers on several machines do not meet; the last one
+    to end wins.
+    """
+    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` survive a power failure; nothing where the file system cannot."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+BLOCK_BYTES = 1 << 20
+# Lines of ours begin with their key; of others the whole line is parsed.
+_KEY = re.compile(rb'\{"task_index": ?(\d+), ?"rollout_index": ?(\d+), ?"seed": ?(\d+)[,}]')
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of a file: its key and where it lies."""
+
+    task_index: int
+    rollout_index: int
+    seed: int
+    offset: int
+    length: int  # bytes, the newline included
+
+
+class AppendOnlyFile:
+    """A file that one process at a time appends whole lines to.
+
+    `append` hands the line to the operating system before it returns: a killed process loses nothing of it; a power
+    failure loses what is newer than the last `sync`. A line cut by a kill is taken off when the file is next opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create. Raises ConfigError while another process has it open, DataError when it cannot be."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            self._lock()
+            self._size = self._truncate_torn_line()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _close_after_fork(self._descriptor)
+
+    def append(self, line: bytes) -> None:
+        """Add `line`, which ends with a newline.
+
+        Raises RolloutError, and leaves the file as it was, where the line cannot be written whole.
+        """
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):  # a full disk takes a part, then raises
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            os.ftruncate(self._descriptor, self._size)
+            raise RolloutError(f"{self.path}: cannot be written: {error.strerror}") from error
+        self._size += len(line)
+
+    def sync(self) -> None:
+        """Return when everything appended before is on the disk; RolloutError. May be called from another thread."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise RolloutError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Give up the lock; no call follows."""
+        _open_descriptors.discard(self._descriptor)
+        os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError("output_dir", str(self.path.parent), f"{self.path.name} is being written to") from error
+        except OSError as error:  # a file system without locks
+            logger.warning(
+                "%s cannot be locked (%s): see to it that one job alone writes it", self.path, error.strerror
+            )
+
+    def _truncate_torn_line(self) -> int:
+        size = end = os.fstat(self._descriptor).st_size
+        while end:
+            start = max(0, end - BLOCK_BYTES)
+            last = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if last >= 0:
+                end = start + last + 1
+                break
+            end = start
+        if end < size:
+            logger.warning("%s: its last line was cut; %d bytes of it are taken off", self.path, size - end)
+            os.ftruncate(self._descriptor, end)
+        return end
+
+
+# A fork shares its parent's locks: an engine that outlives a killed collector would keep the next one out.
+_open_descriptors: set[int] = set()
+_is_registered = False
+
+
+def _close_after_fork(descriptor: int) -> None:
+    global _is_registered
+    _open_descriptors.add(descriptor)
+    if not _is_registered:
+        os.register_at_fork(after_in_child=_close_all)
+        _is_registered = True
+
+
+def _close_all() -> None:
+    while _open_descriptors:
+        os.close(_open_descriptors.pop())
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The file's lines in order, each known by its key; a last line that is not whole (yet) is left out.
+
+    Raises DataError naming file:line for one without a key.
+    """
+    try:
+        with path.open("rb", buffering=BLOCK_BYTES) as file:
+            yield from _read(file, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read(file: BinaryIO, path: Path) -> Iterator[Line]:
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):
+            return
+        match = _KEY.match(line)
+        if match is not None and line.endswith(b"}\n"):
+            task, rollout, seed = map(int, match.groups())
+        else:
+            task, rollout, seed = _parse_key(line, f"{path}:{number}")
+        yield Line(task, rollout, seed, offset, len(line))
+        offset += len(line)
+
+
+def _parse_key(line: bytes, location: str) -> tuple[int, int, int]:
+    try:
+        row = json.loads(line)
+        key = tuple(row[name] for name in ("task_index", "rollout_index", "seed"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{location}: no rollout with task_index, rollout_index and seed: {error}") from error
+    if not all(isinstance(part, int) and part >= 0 for part in key):
+        raise DataError(f"{location}: task_index, rollout_index and seed must be whole numbers, not {key}")
+    return key

@@ -1,0 +1,128 @@
+"""This machine: its cache directory, compute device, open-file limit, free ports and shared-memory weight files."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import resource
+import socket
+import tempfile
+from pathlib import Path
+
+import torch
+
+from nemo_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def cache_directory() -> Path:
+    """Models and environments of our own: NEMO_RL_CACHE, else ~/.cache/nemo_rl."""
+    return Path(os.environ.get("NEMO_RL_CACHE", Path.home() / ".cache" / "nemo_rl"))
+
+
+def resolve_device(name: str, key: str = "policy.device") -> torch.device:
+    """auto is CUDA where there is one; the first device that the process sees. Raises ConfigError under `key`."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError(key, name, "this machine has no CUDA device; allowed: cpu, auto")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+RESERVED_FILES = 256  # for the engine, data sets, checkpoints and logs of the same process
+FILES_PER_CONNECTION = 2  # an agent may live in this process too, and hold the other end
+UNLIMITED = 2**20  # what is asked for where there is no hard limit: kernels have one of their own
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one where that is allowed; returns the limit in force."""
+    soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if soft >= hard:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    except (ValueError, OSError) as error:
+        logger.warning("the limit of open files stays at %d: %s", soft, error)
+        return soft
+    logger.info("raised the limit of open files from %d to %d", soft, hard)
+    return hard
+
+
+def connections_below(file_limit: int) -> int:
+    """How many connections may be open at once under a limit of open files; at least 1.
+
+    Example: 1024 open files carry 384 connections.
+    """
+    return max(1, (file_limit - RESERVED_FILES) // FILES_PER_CONNECTION)
+
+
+def _finite(limit: int) -> int:
+    return UNLIMITED if limit == resource.RLIM_INFINITY else limit
+
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of Linux: those of outgoing connections, and of port 0
+FIRST = 20_000  # Ray's workers listen below
+
+
+def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports on which nobody listens at `host` now, by chance from 20,000 up to the kernel's own.
+
+    Where the kernel's own begin below, they are of those. Raises OSError where there are not so many.
+    """
+    candidates = _outside_the_kernels()
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(ports) < number:
+            probe = stack.enter_context(socket.socket())
+            try:
+                probe.bind((host, candidates.pop() if candidates else 0))
+            except OSError:
+                if not candidates:
+                    raise
+            else:
+                ports.append(probe.getsockname()[1])
+    return ports
+
+
+def unused_port(host: str = "127.0.0.1") -> int:
+    """One of `unused_ports`."""
+    return unused_ports(1, host)[0]
+
+
+def _outside_the_kernels() -> list[int]:
+    try:
+        end = int(EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = 32_768
+    ports = list(range(FIRST, end))
+    random.SystemRandom().shuffle(ports)  # not the run's random numbers
+    return ports
+
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX, SUFFIX = "nemo_rl_weights_", ".bin"
+
+
+def default_directory() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove weight files that nobody holds a lock on: their runs were killed.
+
+    A lock rather than the process id in the name: containers that share memory do not share process ids.
+    """
+    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            logger.info("removed %s, left behind by a run that was killed", path)
+        except OSError:  # locked: in use
+            pass
+        finally:
+            os.close(file)

@@ -1,0 +1,247 @@
+"""What a collection is of, kept beside its rollouts: what decides its samples and rewards, and no more."""
+
+import gc
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancel_on_sigterm
+from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
+from nemo_rl.collect.shards import Chunk, KeySpace
+from nemo_rl.collect.store import RolloutStore
+from nemo_rl.collect.tasks import Task, TasksSummary, write_tasks
+from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.section import Section
+from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.interfaces import Generation
+from nemo_rl.launch.dependencies import attach_agents, open_rollout_dependencies
+from nemo_rl.launch.rollouts import make_context
+from nemo_rl.launch.sampled import CollectionInputs, engine_name, load_collection_inputs, open_engine
+from nemo_rl.launch.training import open_console
+from nemo_rl.observability.progress import CollectionProgress, make_collection_progress
+
+logger = logging.getLogger(__name__)
+
+# How fast, where and how patiently: these may differ from one start to the next.
+NON_IDENTITY_KEYS = frozenset(
+    {
+        "api_key_env",
+        "base_urls",
+        "batching",
+        "device",
+        "head_url",
+        "in_actor",
+        "in_tasks",
+        "limits",
+        "max_concurrency",
+        "max_retries",
+        "micro_batch_size",
+        "num_replicas",
+        "num_workers",
+        "packing",
+        "port_range_high",
+        "port_range_low",
+        "python",
+        "remote",
+        "retry_backoff_s",
+        "start_timeout_s",
+        "timeout_s",
+        "verify_timeout_s",
+    }
+)
+NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # of a weight file that are read for its digest
+
+
+def run_identity(
+    config: SampledRunConfig, tasks: TasksSummary, model_path: str, *, engine: str, served_model: str | None
+) -> dict[str, Any]:
+    """For `RolloutStore.open`: the same for all seeds and chunks.
+
+    `engine`: vllm, hf, completions or chat. `served_model`: as the server calls it, also where `server.model` leaves it
+    to the server; None: an engine is started.
+    """
+    policy, collection = config.policy, config.collection
+    return {
+        "data": {"digest": tasks.digest},  # alike: tasks can be compared one by one
+        "config": {
+            "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.sets],
+            "env": {name: _identity_values(section) for name, section in config.env.items()},
+            "scorers": {name: _identity_values(section) for name, section in config.scorers.items()},
+            "gateway": {name: getattr(config.gateway, name) for name in ("tool_parser", "reasoning_parser")},
+            "generation": _identity_values(policy.generation),
+            "tokenizer": policy.tokenizer.model_dump(mode="json"),
+            "max_total_sequence_length": policy.max_total_sequence_length,
+            "max_rollout_turns": collection.max_rollout_turns,
+            "trajectory_selection": config.rollout.trajectory_selection,
+            "write_token_ids": collection.write_token_ids,
+        },
+        "model": {
+            "name": policy.model_name,
+            "digest": model_digest(Path(model_path)),
+            "engine": engine,
+            **_engine_identity(config, served_model),
+        },
+    }
+
+
+def _engine_identity(config: SampledRunConfig, served_model: str | None) -> dict[str, Any]:
+    if served_model is not None:
+        return {"served_model": served_model}
+    return {"precision": config.policy.precision, "vllm_kwargs": config.server.vllm_kwargs}
+
+
+def _identity_values(section: Section) -> dict[str, Any]:
+    values: Mapping[str, Any] = section.model_dump(mode="json")
+    return {name: value for name, value in values.items() if name not in NON_IDENTITY_KEYS}
+
+
+def model_digest(directory: Path) -> str | None:
+    """Of a model's files, from their names, sizes and blocks spread over each; None for a name on a hub.
+
+    Two checkpoints of one run differ in every block; whole files would take minutes to read.
+    """
+    if not directory.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in (".safetensors", ".bin", ".json", ".gguf") or not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\n{size}\n".encode())
+        with path.open("rb") as file:
+            for start in sorted({size * block // NUM_BLOCKS for block in range(NUM_BLOCKS)}):
+                digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionResult:
+    """How a start of a collection ended."""
+
+    directory: Path
+    num_rollouts: int  # of this start's seeds and chunk
+    num_finished: int  # of them, those of earlier starts included
+    num_given_up: int  # those that failed each time
+    num_new: int  # finished in this start
+    seconds: float  # that its rollouts took
+    mean_reward: float | None  # of the new ones
+    is_chunk: bool  # others have the rest of its seeds
+    interrupted: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_finished == self.num_rollouts
+
+
+async def run_collection(config: SampledRunConfig, console: Console | None = None) -> CollectionResult:
+    """Run what is missing of the configuration's seeds and chunk. Ctrl-C and SIGTERM end it with what is stored.
+
+    Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
+    configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
+    """
+    console = console or open_console()
+    interrupt, interrupted = Interrupt(), False
+    async with AsyncExitStack() as stack:
+        with cancel_on_sigterm():
+            inputs = await load_collection_inputs(config, stack)
+            stores = open_stores(config, inputs, stack)
+        progress = make_collection_progress(
+            console,
+            wanted=config.logger.progress,
+            total=sum(len(store.keys) for store in stores),
+            num_finished=sum(store.num_finished for store in stores),
+        )
+        with interrupt.listen():
+            try:
+                await interrupt.guard(_run(config, inputs, stores, progress))
+            except Interrupted:
+                interrupted = True
+        return CollectionResult(
+            Path(config.collection.output_dir),
+            num_rollouts=progress.total,
+            num_finished=progress.num_finished,
+            num_given_up=sum(store.num_given_up for store in stores),
+            num_new=progress.num_new,
+            seconds=progress.seconds,
+            mean_reward=progress.mean_reward,
+            is_chunk=config.collection.chunk_index_and_count is not None,
+            interrupted=interrupted,
+        )
+
+
+def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
+    """One a seed, each with the whole input beside it; raises ConfigError for rollouts of another run."""
+    collection = config.collection
+    tasks = _write_tasks(collection.output_dir, inputs)
+    chunk = None
+    if collection.chunk_index_and_count is not None:
+        chunk = Chunk(*collection.chunk_index_and_count)
+    keys = KeySpace(tasks.num_tasks, collection.num_repeats, chunk)
+    served_model = None if inputs.served is None else inputs.served.model
+    engine = engine_name(config, inputs)
+    identity = run_identity(config, tasks, inputs.model_path, engine=engine, served_model=served_model)
+    return [
+        stack.enter_context(
+            RolloutStore.open(
+                collection.output_dir,
+                seed=seed,
+                keys=keys,
+                identity=identity,
+                max_attempts=collection.max_attempts,
+            )
+        )
+        for seed in collection.all_seeds
+    ]
+
+
+def _write_tasks(directory: str, inputs: CollectionInputs) -> TasksSummary:
+    rows = inputs.input_set.rows()
+    return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row) for p, row in rows))
+
+
+async def _run(
+    config: SampledRunConfig, inputs: CollectionInputs, stores: list[RolloutStore], progress: CollectionProgress
+) -> None:
+    limits = CollectionLimits(
+        concurrency=config.collection.concurrency,
+        max_failures_in_a_row=config.collection.max_failures_in_a_row,
+        write_token_ids=config.collection.write_token_ids,
+    )
+    for store in stores:
+        logger.info("%s: %d of %d rollouts are missing", store.files.rollouts, store.num_missing, len(store.keys))
+    async with AsyncExitStack() as stack:
+        if not any(store.num_missing for store in stores):
+            for store in stores:
+                if not store.is_done:
+                    store.finish()
+            return
+        generation = await open_engine(config, inputs, stack)
+        context = await _open_context(config, inputs, generation, stack)
+        gc.collect()
+        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
+        progress.start()
+        stack.callback(progress.close)
+        prompts = inputs.input_set.prompts
+        await collect_rollouts(stores, prompts, context, limits=limits, on_rollout=progress.rollout)
+
+
+async def _open_context(
+    config: SampledRunConfig, inputs: CollectionInputs, generation: Generation, stack: AsyncExitStack
+) -> RolloutContext:
+    surroundings = await open_rollout_dependencies(config, inputs.encoder, None, stack)
+    context = make_context(
+        config, inputs, generation, surroundings.environments, lambda rollout: None, surroundings.scoring
+    )
+    if config.server.address is not None:  # its client retries by itself
+        context = replace(context, limits=replace(context.limits, max_retries=0))
+    gym_dir = Path(config.collection.output_dir) / "nemo_gym"
+    return await attach_agents(
+        context, surroundings, config, prompt_sets=(inputs.prompt_set,), gym_dir=gym_dir, stack=stack
+    )

@@ -1,0 +1,252 @@
+"""What rollouts depend on besides an engine: environments, scorers, agents and NeMo Gym stacks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.config.environment import AgentConfig, NemoGymConfig
+from nemo_rl.config.layout import Layout, make_reward_model_layout
+from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.data.blend import Blend
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.datasets import PromptSet
+from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.stack import GymStack
+from nemo_rl.environments.registry import import_path, make_environment
+from nemo_rl.environments.scorers.registry import make_scorer
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, TaskAgent
+from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
+from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules
+from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.interfaces import Agent, Environment, Generation
+from nemo_rl.launch.rollouts import make_sampling
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.cluster import Seat
+    from nemo_rl.gateway.manager import GatewayManager
+
+CALLS_PER_RUN = 16  # at once, of all runs on average; above it calls are answered 429
+MODEL_NAME = "policy"  # as agents see it; any other name they ask for is served too
+
+
+def make_agents(config: RolloutRunConfig) -> dict[str, Agent]:
+    """The agents of `env` by name; raises ConfigError for a function that cannot be found."""
+    return {name: make_agent(name, section) for name, section in agent_configs(config).items()}
+
+
+def agent_configs(config: RolloutRunConfig) -> dict[str, AgentConfig]:
+    return {name: section for name, section in config.env.items() if isinstance(section, AgentConfig)}
+
+
+def make_agent(name: str, section: AgentConfig) -> Agent:
+    if section.command is not None:
+        return CommandAgent(name, section.command)
+    assert section.function is not None  # config/environment_checks.py
+    key = f"env.{name}.function"
+    function = import_path(key, section.function)
+    if not callable(function):
+        raise ConfigError(key, section.function, "not a function")
+    if section.in_tasks:
+        return TaskAgent(name, section.function)
+    return FunctionAgent(name, function, max_threads=section.max_concurrency)
+
+
+def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
+    """Raises ConfigError for unknown parsers, and for a chat template that cannot render the answers of tools."""
+    gateway = config.gateway
+    codec = Codec(encoder, tool_parser_name=gateway.tool_parser, reasoning_parser_name=gateway.reasoning_parser)
+    roles = ("user",) if gateway.tool_parser is None else ("user", "tool")
+    try:
+        encoder.check(roles)
+    except ConfigError as error:
+        hint = f"{error.problem} (for agents without tools: gateway.tool_parser=null)"
+        raise ConfigError(error.key, error.value, hint) from error
+    return codec
+
+
+async def open_gateway(
+    config: RolloutRunConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
+) -> "GatewayManager":
+    """Start the gateway, closed with `stack`."""
+    from nemo_rl.gateway.manager import GatewayManager  # loads Ray
+
+    runners = (section for section in config.env.values() if isinstance(section, AgentConfig | NemoGymConfig))
+    rules = CompletionRules(
+        MODEL_NAME,
+        max_model_len=config.policy.max_total_sequence_length,
+        sampling=make_sampling(config, codec.encoder.stop_token_ids),
+        seed=config.seed,
+        max_concurrent_calls=CALLS_PER_RUN * sum(section.max_concurrency for section in runners),
+        timeout_s=config.policy.generation.timeout_s,
+    )
+    manager = await GatewayManager.start(generation, codec, rules, config.gateway)
+    stack.push_async_callback(manager.close)
+    return manager
+
+
+def agent_runtimes(
+    config: RolloutRunConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
+) -> dict[str, AgentRuntime]:
+    """Every agent with the gateway's sessions."""
+    sections = agent_configs(config)
+    return {
+        name: AgentRuntime(
+            agent,
+            manager,
+            timeout_s=sections[name].timeout_s,
+            max_concurrency=sections[name].max_concurrency,
+            scored_by=sections[name].scored_by,
+            trajectory_selection=config.rollout.trajectory_selection,
+        )
+        for name, agent in agents.items()
+    }
+
+
+def open_environments(config: RolloutRunConfig, stack: AsyncExitStack) -> dict[str, Environment]:
+    """By task name, closed with `stack`; raises ConfigError for one that cannot be found or made."""
+    environments: dict[str, Environment] = {}
+    for name, section in config.env.items():
+        if not isinstance(section, AgentConfig | NemoGymConfig):
+            environments[name] = make_environment(name, section)
+            stack.push_async_callback(environments[name].close)
+    return environments
+
+
+def gym_configs(config: RolloutRunConfig) -> dict[str, NemoGymConfig]:
+    return {name: section for name, section in config.env.items() if isinstance(section, NemoGymConfig)}
+
+
+async def open_nemo_gym(
+    config: RolloutRunConfig,
+    prompt_sets: Sequence[PromptSet],
+    manager: GatewayManager,
+    run_dir: Path,
+    stack: AsyncExitStack,
+) -> dict[str, GymRuntime]:
+    """Each stack with all agents that rows of `prompt_sets` name, closed with `stack`.
+
+    Raises ConfigError for an agent that a stack does not have, GymUnavailable for what does not answer in time.
+    """
+    sections = gym_configs(config)
+    runtimes = {}
+    for name, section in sections.items():
+        directory = run_dir if len(sections) == 1 else run_dir / name
+        client = await _open_client(name, section, agent_names_for(name, prompt_sets), manager, directory, stack)
+        runtimes[name] = GymRuntime(
+            client,
+            manager,
+            max_concurrency=section.max_concurrency,
+            trajectory_selection=config.rollout.trajectory_selection,
+        )
+    return runtimes
+
+
+def agent_names_for(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
+    """The agents that rows of an entry of `env` name."""
+    found: set[str] = set()
+    for prompts in (prompt_set.prompts for prompt_set in prompt_sets):
+        if isinstance(prompts, Blend):
+            found.update(*(part.agent_names for part in prompts.parts if name in part.task_names))
+        else:
+            found.update(prompt.agent_name for prompt in prompts if prompt.task_name == name)
+    return frozenset(found)
+
+
+async def _open_client(
+    name: str,
+    section: NemoGymConfig,
+    agents: frozenset[str],
+    manager: GatewayManager,
+    directory: Path,
+    stack: AsyncExitStack,
+) -> GymClient:
+    key, started = f"env.{name}", None
+    if section.config_paths is not None:
+        started = await GymStack.start(
+            section,
+            policy_base_url=manager.default_base_url,
+            policy_api_key=manager.api_key,
+            policy_model_name=MODEL_NAME,
+            run_dir=directory,
+            key=key,
+        )
+        stack.push_async_callback(started.close)
+    client = GymClient(section, head_url=started.head_url if started else None, key=key)
+    stack.push_async_callback(client.close)
+    await client.connect(agents, check=started.check if started else None)
+    return client
+
+
+async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
+    """Make every scorer once, closed with `stack`, and give each task its own; raises ConfigError.
+
+    `layout` is the run's; None where no policy runs beside the scorers.
+    """
+    seats = await _reserve_pool(config, layout, stack) if config.reward_model.enable_resource_pool else ()
+    scorers: dict[str, WeightedScorer] = {}
+    for name, section in config.scorers.items():
+        scorer = make_scorer(name, section, seats=seats)
+        stack.push_async_callback(scorer.close)
+        scorers[name] = WeightedScorer(name, scorer, section.weight)
+    return Scoring({task: tuple(scorers[name] for name in section.scorers) for task, section in config.env.items()})
+
+
+async def _reserve_pool(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> "Sequence[Seat]":
+    """A seat a GPU of the pool, on a CPU a seat a process."""
+    from nemo_rl.distributed.cluster import cluster_address, connect, reserve  # loads Ray
+
+    if layout is not None and layout.device == "cuda" and not layout.needs_cluster:
+        problem = "the policy's GPU is not Ray's to divide; set cluster.address, or place the policy on several ranks"
+        raise ConfigError("reward_model.enable_resource_pool", True, problem)
+    connect(config.cluster.address)
+    pool = make_reward_model_layout(config.reward_model, "cpu" if layout is None else layout.device)
+    reservation = await reserve(
+        pool,
+        timeout_s=config.cluster.start_timeout_s,
+        may_grow=cluster_address(config.cluster.address) is not None,
+        keys="reward_model.nnodes, reward_model.n_gpus_per_node",
+    )
+    stack.callback(reservation.release)
+    return [reservation.seat(place) for place in pool.engines]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutDependencies:
+    environments: Mapping[str, Environment]
+    scoring: Scoring
+    agents: Mapping[str, Agent]
+    codec: Codec | None  # of the gateway; None: nobody talks to it
+
+
+async def open_rollout_dependencies(
+    config: RolloutRunConfig, encoder: ChatEncoder, layout: Layout | None, stack: AsyncExitStack
+) -> RolloutDependencies:
+    """What needs no engine, closed with `stack`; raises ConfigError. `layout` is None where no policy runs beside."""
+    environments = open_environments(config, stack)
+    scoring = await open_scorers(config, layout, stack)
+    agents = make_agents(config)
+    codec = make_codec(config, encoder) if agents or gym_configs(config) else None
+    return RolloutDependencies(environments, scoring, agents, codec)
+
+
+async def attach_agents(
+    context: RolloutContext,
+    dependencies: RolloutDependencies,
+    config: RolloutRunConfig,
+    *,
+    prompt_sets: Sequence[PromptSet],
+    gym_dir: Path,
+    stack: AsyncExitStack,
+) -> RolloutContext:
+    """The context with agents and NeMo Gym, behind a gateway to its engine; unchanged where there are none."""
+    if dependencies.codec is None:
+        return context
+    manager = await open_gateway(config, dependencies.codec, context.generation, stack)
+    gyms = await open_nemo_gym(config, prompt_sets, manager, gym_dir, stack)
+    return replace(context, agents=agent_runtimes(config, dependencies.agents, manager), gyms=gyms)

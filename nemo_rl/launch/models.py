@@ -1,0 +1,191 @@
+"""Model resolution: from `policy.model_name` to files that transformers loads; makes the quickstart's models."""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
+from nemo_rl.algorithms.sft import SFTRun, train_sft
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
+from nemo_rl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.supervised import ConversationSet, SampleLoader, encode_set
+from nemo_rl.distributed.machine import cache_directory
+from nemo_rl.launch.model_names import checkpoint_weights, quickstart_model
+from nemo_rl.observability.loggers import CompositeLogger
+from nemo_rl.observability.progress import Progress
+from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.ranks import PolicyThread
+from nemo_rl.quickstart.models import (
+    Recipe,
+    make_model,
+    make_pair_tokenizer,
+    make_tokenizer,
+    pairs_teacher,
+    spellings,
+    student,
+    teacher,
+)
+from nemo_rl.quickstart.words import quickstart_prompts
+
+logger = logging.getLogger(__name__)
+
+COMPLETE_MARKER = "complete"  # a file in a folder that was written to its end: the recipe of its weights
+MAX_TOKENS = 64  # of a question with its spelling
+
+OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
+
+
+async def prepare_model(directory: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
+    """Make `directory` a Hugging Face model with tokenizer and chat template; one that is complete is kept.
+
+    Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it. When
+    cancelled, it stops after the step that it is at, and nothing is left.
+    """
+    marker = directory / COMPLETE_MARKER
+    if marker.is_file() and marker.read_text() == recipe.text:
+        return directory
+    logger.info("making the quickstart's model in %s: half a minute, once", directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    thread, interrupt = PolicyThread("quickstart"), Interrupt()
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                made = await thread.run(_train, recipe, Path(scratch), _StepProgress(on_step), interrupt)
+        finally:
+            interrupt.request()  # where this was cancelled
+            thread.close()
+        (made / COMPLETE_MARKER).write_text(recipe.text)
+        _move_into_place(made, directory, recipe.text)
+    return directory
+
+
+def _train(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+    return asyncio.run(_train_model(recipe, scratch, progress, interrupt))
+
+
+async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+    """Train fresh weights; the folder with what became of them. Raises Interrupted soon after a stop is asked for."""
+    tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
+    make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
+    train, _ = quickstart_prompts()
+    _check(interrupt)
+    conversation_set = ConversationSet("spellings", spellings(train.prompts, recipe))
+    samples = encode_set(ChatEncoder(tokenizer), conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
+    _check(interrupt)
+    config = _config(recipe, str(scratch / "fresh"))
+    policy = FSDP2Policy(
+        config.policy,
+        model_path=config.policy.model_name,
+        temperature=1.0,
+        needs_reference=False,
+        num_samples_per_step=recipe.batch_size,
+        seed=recipe.seed,
+        tokenizer=tokenizer,
+    )
+    try:
+        run = SFTRun(
+            config=config,
+            run_dir=scratch,
+            num_steps=recipe.num_steps,
+            source=SampleLoader(samples, shuffle=False, seed=recipe.seed, max_epochs=1),
+            validation=(),
+            policy=policy,
+            checkpoints=None,
+            logger=CompositeLogger({}),
+            progress=progress,
+            interrupt=interrupt,
+        )
+        await train_sft(run)
+        _check(interrupt)
+        await policy.save(scratch, save_optimizer=False)
+        await policy.finish_save()
+    finally:
+        await policy.close()
+    return scratch / "weights"
+
+
+def _check(interrupt: Interrupt) -> None:
+    if interrupt.requested:
+        raise Interrupted("the making of the quickstart's model")
+
+
+def _config(recipe: Recipe, model_path: str) -> SFTRunConfig:
+    """The learning rate rises over `warmup_steps` to a line that falls to a twentieth of the peak, where it stays."""
+    warmup, lowest = recipe.warmup_steps, 0.05
+    highest = max(1 - warmup / recipe.num_steps, lowest)  # where the two lines meet
+    falling = max(round((1 - lowest) * recipe.num_steps) - warmup, 1)
+    return SFTRunConfig(
+        sft=SFTConfig(max_num_steps=recipe.num_steps, seed=recipe.seed, val_period=0, val_at_end=False),
+        policy=PolicyConfig(
+            model_name=model_path,
+            precision="float32",
+            device="cpu",
+            train_global_batch_size=recipe.batch_size,
+            train_micro_batch_size=recipe.batch_size,
+            max_total_sequence_length=MAX_TOKENS,
+            optimizer=OptimizerConfig(kwargs={"lr": recipe.peak_learning_rate, "weight_decay": 0.01}),
+            scheduler=[
+                _linear(start_factor=1 / warmup, end_factor=highest, total_iters=warmup),
+                _linear(start_factor=highest, end_factor=lowest, total_iters=falling),
+                SchedulerStageConfig(milestones=[warmup]),
+            ],
+        ),
+        data=SFTDataConfig(train=DatasetConfig(), shuffle=False),
+    )
+
+
+def _linear(**kwargs: float) -> SchedulerStageConfig:
+    return SchedulerStageConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs=kwargs)
+
+
+class _StepProgress(Progress):
+    """Tells of the steps, without a line for each of them."""
+
+    def __init__(self, on_step: OnStep | None) -> None:
+        super().__init__()
+        self._on_step = on_step
+
+    def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        self._advance(step)
+        if self._on_step is not None:
+            self._on_step(step, self._total, metrics["loss"])
+
+
+def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
+    """Rename, replacing a folder of another recipe; where another process was faster, its folder stays."""
+    if (
+        directory.exists()
+        and (directory / COMPLETE_MARKER).is_file()
+        and (directory / COMPLETE_MARKER).read_text() == recipe
+    ):
+        return
+    if directory.exists():
+        shutil.rmtree(directory)
+    try:
+        os.rename(made, directory)
+    except OSError:
+        if not (directory / COMPLETE_MARKER).is_file():
+            raise
+
+
+RECIPES = {"quickstart": student, "quickstart-teacher": teacher, "quickstart-pairs-teacher": pairs_teacher}
+
+
+async def resolve_model(model_name: str, *, key: str = "policy.model_name") -> str:
+    """The path or hub name to load, with its tokenizer. A run's checkpoint, `step_N`, is the model in it.
+
+    The quickstart's models are made at their first use, in half a minute.
+    """
+    parsed = quickstart_model(key, model_name)
+    if parsed is None:
+        return str(checkpoint_weights(model_name) or model_name)
+    kind, seed = parsed
+    return str(await prepare_model(cache_directory() / f"{kind}-{seed}", RECIPES[kind](seed)))

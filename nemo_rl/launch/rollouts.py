@@ -1,0 +1,215 @@
+"""Inputs of a run (tokenizer, chat template, datasets) and its rollout layer, built from the configuration."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.advantages import is_informative
+from nemo_rl.algorithms.validation import Validator
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.policy import ModelConfig
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.datasets import PromptSet, check_prompt_lengths, load_datasets
+from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
+from nemo_rl.experience.scoring import Scoring
+from nemo_rl.experience.sources import FilteredSource, RecordedResponses, SyncSource, prompts_per_batch
+from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.interfaces import Environment, Generation, GroupSource
+from nemo_rl.policy.hf_model import load_config
+from nemo_rl.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    tokenizer: PreTrainedTokenizerBase
+    encoder: ChatEncoder
+    train: PromptSet
+    validation: tuple[PromptSet, ...]
+    probes: tuple[tuple[int, ...], ...]  # prompts on which the engine's weights are verified
+    vocab_size: int = 0  # of the model: what pads its embedding included
+
+
+def load_prompts(config: TrainingRunConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
+    """Training and validation prompts, each with an environment that is configured; needs no model."""
+    train, validation = load_datasets(config.data, config.seed)
+    check_tasks(config, (train, *validation))
+    return train, validation
+
+
+def load_inputs(config: TrainingRunConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
+    """The model's tokenizer, checked against its chat template, its context length and the prompts.
+
+    Raises ConfigError naming the key and the prompt.
+    """
+    model = load_config(model_path, config.policy.hf_config_overrides).get_text_config()
+    check_context_length(config.policy, model)
+    tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+    encoder.check()
+    train, validation = prompts
+    room = config.policy.max_total_sequence_length - 1  # for one sampled token
+    check_prompt_lengths((train, *validation), encoder, min(config.data.max_input_seq_length or room, room))
+    probes = train.prompts[: config.weight_sync.num_probe_prompts]
+    return Inputs(
+        tokenizer,
+        encoder,
+        train,
+        validation,
+        tuple(flat_token_ids(encoder.encode_prompt(p.messages, p.tools)) for p in probes),
+        vocab_size=model.vocab_size,
+    )
+
+
+def check_context_length(policy: ModelConfig, model: PreTrainedConfig) -> None:
+    """Raise ConfigError where the model cannot take `policy.max_total_sequence_length` tokens."""
+    length = policy.max_total_sequence_length
+    longest = getattr(model, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError("policy.max_total_sequence_length", length, f"the model takes {longest} tokens at most")
+
+
+def check_tasks(config: RolloutRunConfig, prompt_sets: Sequence[PromptSet]) -> None:
+    """Raise ConfigError for a prompt without an environment."""
+    for prompt_set in prompt_sets:
+        for task in sorted(prompt_set.task_names - config.env.keys()):
+            raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)
+
+
+class HasEncoder(Protocol):
+    """`Inputs`, or those of a collection."""
+
+    @property
+    def encoder(self) -> ChatEncoder: ...
+
+
+def make_context(
+    config: RolloutRunConfig,
+    inputs: HasEncoder,
+    generation: Generation,
+    environments: Mapping[str, Environment],
+    on_rollout: Callable[[object], None],
+    scoring: Scoring | None = None,
+) -> RolloutContext:
+    """What training and validation rollouts are run with; `on_rollout` is told each one as it ends."""
+    limits = RolloutLimits(
+        max_turns=config.max_rollout_turns,
+        max_total_length=config.policy.max_total_sequence_length,
+        # `env.<name>.timeout_s` is kept by make_environment, for functions an item at a time: a deadline around the
+        # whole call would also count the wait for a free thread, and fail all items for one that hangs.
+        environment_timeout_s=dict.fromkeys(config.env),
+        generation_timeout_s=config.policy.generation.timeout_s,
+        max_retries=config.rollout.max_retries,
+        retry_backoff_s=config.rollout.retry_backoff_s,
+        stall_timeout_s=config.rollout.stall_timeout_s,
+    )
+    return RolloutContext(
+        generation=generation,
+        environments=environments,
+        encoder=inputs.encoder,
+        limits=limits,
+        sampling=make_sampling(config, inputs.encoder.stop_token_ids),
+        seed=config.seed,
+        progress=on_rollout,
+        scoring=scoring or Scoring(),
+    )
+
+
+def make_sampling(config: RolloutRunConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """Training's sampling; the tokenizer's stop tokens come first, then those configured."""
+    generation = config.policy.generation
+    stops = dict.fromkeys((*stop_token_ids, *(generation.stop_token_ids or ())))
+    return SamplingParams(
+        max_new_tokens=config.policy.max_response_length,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k or -1,
+        stop_token_ids=() if generation.ignore_eos else tuple(stops),
+        stop_strings=tuple(generation.stop_strings or ()),
+    )
+
+
+def make_source(
+    config: TrainingRunConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
+) -> GroupSource:
+    """Collection before each step or in the background, filtered where dynamic sampling is on; or what was recorded."""
+    algorithm = config.algorithm
+    if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
+        return RecordedResponses(
+            _make_loader(config, inputs),
+            inputs.encoder,
+            num_prompts_per_step=algorithm.num_prompts_per_step,
+            max_total_length=config.policy.max_total_sequence_length,
+        )
+    grpo = config.grpo if isinstance(config, GRPORunConfig) and config.grpo.use_dynamic_sampling else None
+    num_prompts = algorithm.num_prompts_per_step
+    if grpo is not None:
+        num_prompts = prompts_per_batch(num_prompts, grpo.batch_multiplier)
+    source = _make_collecting_source(config, inputs, context, writer, num_prompts=num_prompts)
+    if grpo is None:
+        return source
+    return FilteredSource(
+        source,
+        give_back=source.give_back if isinstance(source, AsyncSource) else None,
+        is_informative=is_informative,
+        min_group_size=config.min_group_size,
+        num_prompts_per_step=grpo.num_prompts_per_step,
+        max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
+    )
+
+
+def _make_collecting_source(
+    config: TrainingRunConfig,
+    inputs: Inputs,
+    context: RolloutContext,
+    writer: RolloutWriter | None,
+    *,
+    num_prompts: int,
+) -> SyncSource | AsyncSource:
+    algorithm, background = config.algorithm, config.algorithm.background
+    loader = _make_loader(config, inputs)
+    shared: dict[str, Any] = {
+        "num_prompts_per_step": num_prompts,
+        "num_generations_per_prompt": algorithm.num_generations_per_prompt,
+        "failures": config.rollout,
+        "writer": writer,
+    }
+    if not background.enabled:
+        return SyncSource(loader, context, **shared)
+    return AsyncSource(
+        loader,
+        context,
+        max_age_steps=background.max_trajectory_age_steps,
+        stale_groups=background.stale_groups,
+        num_steps=algorithm.max_num_steps,
+        max_generation_failures=background.max_generation_failures,
+        **shared,
+    )
+
+
+def _make_loader(config: TrainingRunConfig, inputs: Inputs) -> PromptLoader:
+    epochs = config.algorithm.max_num_epochs
+    return PromptLoader(inputs.train.prompts, shuffle=config.data.shuffle, seed=config.seed, max_epochs=epochs)
+
+
+def make_validator(config: TrainingRunConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:
+    """None without validation sets."""
+    if not inputs.validation:
+        return None
+    algorithm = config.algorithm
+    sampling = context.sampling
+    if algorithm.val_temperature is not None:
+        sampling = replace(sampling, temperature=algorithm.val_temperature)
+    return Validator(
+        prompt_sets=inputs.validation,
+        context=replace(context, sampling=sampling, progress=None),  # which counts the rollouts of training
+        num_generations_per_prompt=algorithm.val_num_generations_per_prompt,
+        batch_size=algorithm.val_batch_size,
+        max_samples=algorithm.max_val_samples,
+        greedy=algorithm.val_greedy,
+    )

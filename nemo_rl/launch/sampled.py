@@ -1,0 +1,220 @@
+"""The server at `server.address`: which model it has, and whether it takes token ids or messages."""
+
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
+from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
+from nemo_rl.data.datasets import InputSet, PromptSet, check_prompt_lengths, load_input
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.distributed.endpoint import Endpoint, EndpointError
+from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.errors import ConfigError
+from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.served import CHAT, COMPLETIONS, Api, ServedGeneration
+from nemo_rl.interfaces import Generation
+from nemo_rl.launch.dependencies import agent_configs, gym_configs
+from nemo_rl.launch.models import resolve_model
+from nemo_rl.launch.rollouts import check_context_length, check_tasks
+from nemo_rl.policy.hf_model import load_config
+from nemo_rl.types import Message
+
+logger = logging.getLogger(__name__)
+
+KEY = "server"
+PROBE = (Message("user", "Hello"),)
+PROBE_TOKENS = 8
+COMPLETION_LIMIT_KEY = (
+    "max_completion_tokens"  # which OpenAI's newer models ask for; older servers know max_tokens alone
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedServer:
+    """A server that has answered."""
+
+    generation: ServedGeneration
+    model: str
+    api: Api
+
+
+async def connect(config: SampledRunConfig, encoder: ChatEncoder | None) -> ConnectedServer:
+    """Ask the server what it is. `encoder`: of the model's tokenizer; None: only messages can be sent.
+
+    Raises ConfigError for a model or an API that it does not have, EndpointError for a server that does not answer.
+    """
+    server = config.server
+    endpoint = Endpoint(KEY, _make_endpoint_config(config, server.model or ""))
+    try:
+        model = await _resolve_model_name(endpoint, server.model)
+        if server.api != "chat" and await _supports_token_ids(
+            endpoint, model, encoder, required=server.api == "completions"
+        ):
+            return ConnectedServer(ServedGeneration(endpoint, model=model, api="completions"), model, "completions")
+        limit_key = await _chat_limit_key(endpoint, model)
+        generation = ServedGeneration(endpoint, model=model, api="chat", limit_key=limit_key)
+        return ConnectedServer(generation, model, "chat")
+    except BaseException:
+        await endpoint.close()
+        raise
+
+
+def _make_endpoint_config(config: SampledRunConfig, model: str) -> ServedModelConfig:
+    server = config.server
+    return ServedModelConfig(
+        base_urls=list(server.addresses),
+        model=model,
+        api_key_env=server.api_key_env,
+        limits=EndpointLimitsConfig(
+            max_concurrency=config.collection.concurrency,
+            requests_per_minute=server.requests_per_minute,
+            tokens_per_minute=server.tokens_per_minute,
+            request_timeout_s=config.policy.generation.timeout_s,
+            max_retries=config.rollout.max_retries,
+            retry_backoff_s=config.rollout.retry_backoff_s,
+        ),
+    )
+
+
+async def _resolve_model_name(endpoint: Endpoint, requested: str | None) -> str:
+    try:
+        answer = await endpoint.get("/v1/models")
+        known = [str(model["id"]) for model in answer["data"]]
+    except (EndpointError, KeyError, TypeError):
+        if requested is None:
+            raise
+        logger.info("the server does not list its models; it is asked for %s", requested)
+        return requested
+    if requested is not None and requested not in known:
+        raise ConfigError(f"{KEY}.model", requested, "the server does not have it", known=known)
+    if requested is None and len(known) != 1:
+        raise ConfigError(f"{KEY}.model", None, "the server has not one model: choose", known=known)
+    return requested or known[0]
+
+
+async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncoder | None, *, required: bool) -> bool:
+    """Whether completions take token ids and give them back. With `required` it is a ConfigError where they do not."""
+    if encoder is None:
+        return False
+    ids = [token_id for message in encoder.encode_prompt(PROBE) for token_id in message.token_ids]
+    body = {"model": model, "prompt": ids, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
+    try:
+        answer: Any = await endpoint.post(COMPLETIONS, body, num_tokens=len(ids))
+        problem = "" if answer["choices"][0].get("token_ids") else "its answer holds no token_ids"
+    except (EndpointError, KeyError, IndexError, TypeError, AttributeError) as error:
+        problem = str(error)
+    if problem and required:
+        raise ConfigError(f"{KEY}.api", "completions", f"the server does not give token ids for token ids: {problem}")
+    if problem:
+        logger.info("the server is sent messages, not tokens: %s", problem)
+    return not problem
+
+
+async def _chat_limit_key(endpoint: Endpoint, model: str) -> str:
+    """What the server calls the limit of an answer's tokens."""
+    body = {"model": model, "messages": [{"role": "user", "content": PROBE[0].content}]}
+    try:
+        await endpoint.post(CHAT, {**body, "max_tokens": PROBE_TOKENS}, num_tokens=PROBE_TOKENS)
+    except EndpointError as error:
+        if COMPLETION_LIMIT_KEY not in str(error):
+            raise
+        return COMPLETION_LIMIT_KEY
+    return "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionInputs:
+    input_set: InputSet
+    encoder: ChatEncoder
+    model_path: str  # a folder or a hub name
+    served: ConnectedServer | None  # None: an engine is to be started
+
+    @property
+    def prompt_set(self) -> PromptSet:
+        return PromptSet("input", self.input_set.prompts)
+
+
+def engine_name(config: SampledRunConfig, inputs: CollectionInputs) -> str:
+    """Which kind of engine samples: vllm, hf, completions or chat."""
+    return config.server.backend if inputs.served is None else inputs.served.api
+
+
+async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack) -> CollectionInputs:
+    """Prompts and tokenizer; a server at `server.address` is asked what it takes, its client closed with `stack`.
+
+    Raises ConfigError naming the key, EndpointError for a server that does not answer.
+    """
+    input_set = load_input(config.data, config.collection.limit)
+    prompt_set = PromptSet("input", input_set.prompts)
+    check_tasks(config, (prompt_set,))
+    model_path = await _resolve_model_path(config)
+    encoder = _make_encoder(config, model_path)
+    served = None
+    if config.server.address is not None:
+        served = await connect(config, encoder)
+        stack.push_async_callback(served.generation.close)
+        if served.api == "chat":
+            _check_chat_api(config)
+            encoder = TextOnlyChatEncoder()
+    else:
+        trusted = config.server.trust_remote_code
+        model = load_config(model_path, {}, trust_remote_code=trusted).get_text_config()
+        check_context_length(config.policy, model)
+    assert encoder is not None  # a server that takes tokens was asked with them
+    if config.data.max_input_seq_length is not None:
+        check_prompt_lengths((prompt_set,), encoder, config.data.max_input_seq_length)
+    return CollectionInputs(input_set, encoder, model_path, served)
+
+
+async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> Generation:
+    """The server's client, or an engine started now and closed with `stack`."""
+    if inputs.served is not None:
+        return inputs.served.generation
+    generation = await make_generation(
+        config.server.engine(config.policy.generation),
+        model_path=inputs.model_path,
+        dtype=config.policy.precision,
+        max_model_len=config.policy.max_total_sequence_length,
+        device=resolve_device(config.policy.device).type,
+        trust_remote_code=config.server.trust_remote_code,
+    )
+    stack.push_async_callback(generation.close)
+    return generation
+
+
+async def _resolve_model_path(config: SampledRunConfig) -> str:
+    """A server that takes messages needs no files here, so that the model's name may be one of the server's alone."""
+    name = config.policy.model_name
+    return name if config.server.address is not None and config.server.api == "chat" else await resolve_model(name)
+
+
+def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | None:
+    """None where messages are all that a server can be sent."""
+    if config.server.api == "chat":
+        return None
+    try:
+        tokenizer = load_tokenizer(
+            config.policy.tokenizer, model_path, trust_remote_code=config.server.trust_remote_code
+        )
+        encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+        encoder.check()
+    except ConfigError as error:
+        if config.server.address is None or config.server.api == "completions":
+            raise
+        logger.info("the server is sent messages, not tokens: %s", error)
+        return None
+    return encoder
+
+
+def _check_chat_api(config: SampledRunConfig) -> None:
+    """What needs tokens cannot be had of a server that takes messages."""
+    if config.collection.write_token_ids:
+        raise ConfigError("collect.write_token_ids", True, "the server takes and gives text alone (server.api: chat)")
+    if config.policy.generation.ignore_eos:
+        raise ConfigError("policy.generation.ignore_eos", True, "a server that takes messages ends its own turns")
+    if names := [*agent_configs(config), *gym_configs(config)]:
+        problem = f"env.{names[0]} talks to the gateway, which needs a server that takes token ids (vLLM)"
+        raise ConfigError("server.api", "chat", problem)

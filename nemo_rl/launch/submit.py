@@ -1,0 +1,130 @@
+"""`nemo-rl submit`: a collection as Slurm jobs, or with --dry-run the scripts and environments alone."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl.collect.commands import run_command
+from nemo_rl.collect.slurm.scripts import Submission, aggregation_script, collection_script, format_redacted_environment
+from nemo_rl.collect.slurm.submit import (
+    Jobs,
+    aggregation_arguments,
+    latest_directory,
+    missing_tasks,
+    next_directory,
+    submit_jobs,
+    write_submission,
+)
+from nemo_rl.config.submit import SubmitRunConfig, collect_yaml, load_submit_config
+from nemo_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOGPROBS_MODE = "processed_logprobs"  # log_softmax(logits / temperature)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 1 where Slurm refuses, 2 for a configuration that no job can be made of."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-rl submit",
+        description="Run a collection as a Slurm array over seeds and chunks; a job behind it merges and profiles.\n"
+        "Called again it submits what is missing.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, help="a recipe of `nemo-rl collect`, perhaps with `slurm`"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print scripts and environments, then stop")
+    parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")
+    return run_command(parser, arguments, _submit)
+
+
+def _submit(parsed: argparse.Namespace) -> None:
+    config = load_submit_config(parsed.config, parsed.overrides)
+    submission = make_submission(config)
+    if parsed.dry_run:
+        sys.stdout.write(format_submission(submission))
+        return
+    write_submission(submission, collect_yaml(config))
+    sys.stdout.write(submitted(submission, submit_jobs(submission)))
+
+
+def make_submission(config: SubmitRunConfig) -> Submission:
+    """What would be submitted now; nothing is written."""
+    slurm, seeds = config.slurm, config.collect.all_seeds
+    output_dir = Path(config.collect.output_dir).absolute()
+    base = Path(slurm.directory).absolute() if slurm.directory else output_dir / "slurm"
+    _check_directory("slurm.directory" if slurm.directory else "collect.output_dir", base)
+    missing = missing_tasks(slurm, output_dir, seeds)
+    num_tasks = len(seeds) * slurm.num_chunks
+    if len(missing) < num_tasks and not _has_same_config(latest_directory(base), config):
+        logger.warning("the configuration is not that of the last submission: finished tasks are submitted too")
+        missing = tuple(range(num_tasks))
+    return Submission(
+        slurm=slurm,
+        seeds=seeds,
+        output_dir=output_dir,
+        directory=next_directory(base),
+        working_directory=Path.cwd(),
+        python=sys.executable,
+        missing=missing,
+        engine_args=engine_arguments(config),
+    )
+
+
+def engine_arguments(config: SubmitRunConfig) -> tuple[str, ...]:
+    """With these a server samples as the collection's own engine does, whatever the model says of itself."""
+    policy = config.policy
+    length = ("--max-model-len", str(policy.max_total_sequence_length))
+    return (*length, "--dtype", policy.precision, "--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE)
+
+
+def _check_directory(key: str, directory: Path) -> None:
+    """Logs lie in it: the pattern of their names is one line, in which a backslash would keep Slurm from reading it."""
+    if "\\" in str(directory) or not str(directory).isprintable():
+        raise ConfigError(key, str(directory), "must be one line of text without a backslash: Slurm names logs by it")
+
+
+def _has_same_config(directory: Path | None, config: SubmitRunConfig) -> bool:
+    """Whether the submission in `directory` had this configuration."""
+    if directory is None:
+        return False
+    path = directory / "collect.yaml"
+    return path.is_file() and path.read_text() == collect_yaml(config)
+
+
+def format_submission(submission: Submission) -> str:
+    """Scripts, the calls of sbatch, and environments without secrets."""
+    parts = []
+    if submission.missing:
+        parts += [f"# sbatch {submission.collection_script}", collection_script(submission)]
+    if submission.slurm.aggregation.enabled:
+        words = ["sbatch", *aggregation_arguments(submission, "ARRAY" if submission.missing else None)]
+        parts += [f"# {' '.join([*words, str(submission.aggregation_script)])}", aggregation_script(submission)]
+    for name, component in submission.components.items():
+        variables = (
+            format_redacted_environment(component.environment)
+            or "# that of the shell that calls nemo-rl submit, alone\n"
+        )
+        parts += [f"# environment of the {name}", variables]
+    return "\n".join([*parts, f"# {_format_counts(submission)}\n"])
+
+
+def submitted(submission: Submission, jobs: Jobs) -> str:
+    """What the user is told."""
+    lines = [_format_counts(submission)]
+    if jobs.collection is not None:
+        lines.append(f"collection: job {jobs.collection}")
+    if jobs.aggregation is not None:
+        lines.append(f"aggregation: job {jobs.aggregation}")
+    lines.append(f"logs: {os.path.relpath(submission.directory / 'logs')}")
+    return "\n".join(lines) + "\n"
+
+
+def _format_counts(submission: Submission) -> str:
+    seeds, chunks = len(submission.seeds), submission.slurm.num_chunks
+    done = submission.num_tasks - len(submission.missing)
+    return f"{submission.num_tasks} array tasks ({seeds} seeds x {chunks} chunks), {done} of them done before"

@@ -1,0 +1,295 @@
+"""What a run leaves behind: its directory with the configuration, metrics and checkpoints, and a summary at its end."""
+
+import functools
+import gc
+import logging
+import math
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from nemo_rl import batch as keys
+from nemo_rl.algorithms.advantages import make_advantage_estimator
+from nemo_rl.algorithms.cross_tokenizer import TeacherTargetBuilder
+from nemo_rl.algorithms.distillation import Distillation, LogprobsStage, Teachers, TopKStage
+from nemo_rl.algorithms.grpo import GRPO
+from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_sigterm
+from nemo_rl.algorithms.loop import TrainingProgress, train
+from nemo_rl.algorithms.rewards import make_penalties
+from nemo_rl.algorithms.run import Algorithm, Placement, TrainingRun
+from nemo_rl.algorithms.sft import SFTRun
+from nemo_rl.algorithms.stages import RequiredLogprobs
+from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
+from nemo_rl.config.algorithm import RolloutTrainingConfig
+from nemo_rl.config.checks import uses_cross_tokenizer
+from nemo_rl.config.layout import Layout
+from nemo_rl.config.loading import resolved_yaml
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, TrainingRunConfig
+from nemo_rl.config.reward_model import RewardModelRunConfig
+from nemo_rl.config.run import CheckpointingConfig
+from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.interfaces import AdvantageEstimator, Logger, Policy
+from nemo_rl.launch.dependencies import attach_agents, open_rollout_dependencies
+from nemo_rl.launch.models import resolve_model
+from nemo_rl.launch.rollouts import Inputs, load_inputs, load_prompts, make_context, make_source, make_validator
+from nemo_rl.launch.teachers import (
+    check_teachers_fit,
+    make_cross_tokenizer_loss,
+    make_cross_tokenizer_stage,
+    make_target_builders,
+    resolve_teachers,
+    validate_teachers,
+)
+from nemo_rl.launch.workers import check_model, engine_dtype, find_layout, open_workers
+from nemo_rl.losses.distillation import DistillationLoss
+from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.observability.loggers import METRICS_FILE, make_logger
+from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
+from nemo_rl.observability.progress import make_progress
+from nemo_rl.observability.summary import summarize_rewards, summary
+from nemo_rl.policy.micro_batches import expected_optimizer_steps
+from nemo_rl.policy.optim import check_optimizer
+from nemo_rl.weight_sync.make import make_transport
+from nemo_rl.weight_sync.refit import TransportWeightSync
+
+logger = logging.getLogger(__name__)
+
+
+def open_console() -> Console:
+    """Where this process' log records go, and its progress display."""
+    disable_progress_bar()  # transformers' own, which would break the display
+    return configure_logging()
+
+
+def open_records(
+    config: TrainingRunConfig | SFTRunConfig | RewardModelRunConfig, stack: ExitStack | AsyncExitStack
+) -> tuple[Path, Logger]:
+    """A new directory with the configuration in it, and the loggers of metrics, closed with `stack`."""
+    run_dir = make_run_directory(config.logger.log_dir)
+    (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
+    logger.info("run directory: %s", run_dir)
+    metrics_logger = make_logger(config.logger, run_dir, config.model_dump(mode="json"))
+    stack.callback(metrics_logger.close)
+    return run_dir, metrics_logger
+
+
+def make_checkpoint_store(section: CheckpointingConfig, run_dir: Path) -> CheckpointStore | None:
+    """None where nothing is saved."""
+    if not section.enabled:
+        return None
+    return CheckpointStore(section, Path(section.checkpoint_dir or run_dir / "checkpoints"))
+
+
+def write_summary(
+    run: TrainingRun | SFTRun,
+    results: Callable[[Path], str],
+    command: str,
+    resume_overrides: Callable[[int], str | None],
+) -> None:
+    """What a run shows when it has ended: `results`, of the file of its metrics, where things are, how to continue.
+
+    `command` is how it was started; `resume_overrides(step)` is what it needs besides to go on behind `step`, None where
+    nothing is left to do.
+    """
+    latest = run.checkpoints.latest() if run.checkpoints else None
+    resume_command = None
+    if run.checkpoints is not None and latest is not None and (overrides := resume_overrides(latest.step)) is not None:
+        resume_command = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}{overrides}"
+    path, checkpoint = run.run_dir / METRICS_FILE, latest.path if latest else None
+    text = summary(results(path), metrics_path=path, checkpoint=checkpoint, continue_command=resume_command)
+    sys.stdout.write(text + "\n")
+
+
+def make_algorithm(
+    config: TrainingRunConfig,
+    inputs: Inputs,
+    policy: Policy,
+    placement: Placement,
+    teachers: Teachers | None = None,
+    target_builders: Mapping[str, TeacherTargetBuilder] | None = None,
+) -> Algorithm:
+    """Loads nothing: policy and teachers are there already; `target_builders` are for teachers with other tokenizers."""
+    if isinstance(config, GRPORunConfig):
+        return _make_grpo(config, inputs, policy, placement, teachers)
+    if isinstance(config, DistillationRunConfig) and teachers is not None:
+        if target_builders:
+            loss_fn = make_cross_tokenizer_loss(config, inputs, target_builders)
+            stage = make_cross_tokenizer_stage(config, teachers, target_builders)
+        else:
+            loss_fn = DistillationLoss(config.loss_fn, is_on_policy=not config.distillation.off_policy)
+            stage = TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size)
+        return Distillation(config=config, loss_fn=loss_fn, teacher_stage=stage, placement=placement)
+    raise ConfigError(config.algorithm_key, None, "not an algorithm that is trained here")
+
+
+def _make_grpo(
+    config: GRPORunConfig, inputs: Inputs, policy: Policy, placement: Placement, teachers: Teachers | None
+) -> GRPO:
+    loss_fn = PolicyGradientLoss(config.loss_fn)
+    estimator = make_advantage_estimator(
+        config.grpo.adv_estimator,
+        config.loss_fn,
+        clip_low=config.grpo.advantage_clip_low,
+        clip_high=config.grpo.advantage_clip_high,
+    )
+    decode = functools.partial(inputs.encoder.decode, keep_special=True)
+    return GRPO(
+        config=config,
+        loss_fn=loss_fn,
+        advantage_estimator=estimator,
+        required_logprobs=required_logprobs(config, loss_fn, estimator),
+        policy=policy,
+        placement=placement,
+        teacher_stage=None if teachers is None else LogprobsStage(teachers),
+        penalties=make_penalties(config.reward_penalties, config.grpo, decode),
+    )
+
+
+def required_logprobs(
+    config: GRPORunConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator
+) -> RequiredLogprobs:
+    """With one optimizer step a batch, the loss's own forward pass gives the previous log-probs."""
+    num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
+    read_before_training = estimator.required_keys | (
+        {keys.PREV_LOGPROBS} if config.grpo.seq_logprob_error_threshold is not None else set()
+    )
+    return RequiredLogprobs(
+        previous=(num_steps > 1 and loss_fn.uses_prev_logprobs) or keys.PREV_LOGPROBS in read_before_training,
+        reference=keys.REFERENCE_LOGPROBS in (loss_fn.required_keys | estimator.required_keys),
+    )
+
+
+async def run_training(config: TrainingRunConfig, command: str) -> TrainingProgress:
+    """Train, then write the summary to standard output; `command` is how the run was started."""
+    with cancel_on_sigterm():  # as asyncio does for Ctrl-C: what has been opened is closed
+        async with open_run(config) as run:
+            with run.interrupt.listen():
+                training = await train(run)
+    write_summary(run, summarize_rewards, command, lambda step: _resume_overrides(run, step))
+    return training
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """What is known of a run before a model is loaded."""
+
+    layout: Layout
+    model_path: str
+    teacher_paths: Mapping[str, str]  # by the teacher's key
+    inputs: Inputs
+    target_builders: Mapping[str, TeacherTargetBuilder] | None  # None: all teachers have the policy's tokenizer
+
+
+async def _prepare_run(config: TrainingRunConfig) -> PreparedRun:
+    """What can be refused is refused here."""
+    layout = find_layout(config)
+    check_optimizer(config.policy)
+    prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
+    model_path = await resolve_model(config.policy.model_name)
+    check_model(config.policy, model_path)
+    teacher_paths = await resolve_teachers(config)
+    inputs = load_inputs(config, model_path, prompts)
+    check_teachers_fit(config, inputs, teacher_paths)
+    target_builders = make_target_builders(config, inputs, teacher_paths) if uses_cross_tokenizer(config) else None
+    return PreparedRun(layout, model_path, teacher_paths, inputs, target_builders)
+
+
+@asynccontextmanager
+async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
+    """Everything that the loop uses; what can be refused is refused before a model is loaded."""
+    console = open_console()
+    prepared = await _prepare_run(config)
+    inputs = prepared.inputs
+    async with AsyncExitStack() as stack:
+        surroundings = await open_rollout_dependencies(config, inputs.encoder, prepared.layout, stack)
+        run_dir, metrics_logger = open_records(config, stack)
+        workers = await open_workers(
+            config,
+            inputs,
+            prepared.model_path,
+            prepared.teacher_paths,
+            prepared.layout,
+            log_dir=run_dir / "logs",
+            stack=stack,
+        )
+        placement = workers.placement
+        weight_sync = _open_weight_sync(config, inputs, prepared.layout, stack)
+        progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)
+        stack.callback(progress.close)
+        context = make_context(
+            config, inputs, workers.generation, surroundings.environments, progress.rollout, surroundings.scoring
+        )
+        if config.reward_model.shares_device:
+            context = replace(context, scoring=replace(context.scoring, turn=placement.scoring))
+        prompt_sets = (inputs.train, *inputs.validation)
+        context = await attach_agents(
+            context, surroundings, config, prompt_sets=prompt_sets, gym_dir=run_dir, stack=stack
+        )
+        if isinstance(config, DistillationRunConfig) and config.distillation.val_teacher:
+            metrics_logger.log_metrics(await validate_teachers(config, inputs, context, prepared.teacher_paths), 0)
+        source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
+        stack.push_async_callback(source.close)
+        algorithm = make_algorithm(
+            config, inputs, workers.policy, placement, workers.teachers, prepared.target_builders
+        )
+        gc.collect()
+        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
+        yield TrainingRun(
+            config=config,
+            run_dir=run_dir,
+            num_steps=_num_steps(config.algorithm, len(inputs.train.prompts)),
+            algorithm=algorithm,
+            source=source,
+            generation=workers.generation,
+            policy=workers.policy,
+            placement=placement,
+            weight_sync=weight_sync,
+            validator=make_validator(config, inputs, context),
+            checkpoints=make_checkpoint_store(config.checkpointing, run_dir),
+            logger=metrics_logger,
+            progress=progress,
+            validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
+            interrupt=Interrupt(),
+        )
+
+
+def _open_weight_sync(
+    config: TrainingRunConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack
+) -> TransportWeightSync:
+    weight_sync = TransportWeightSync(
+        inputs.probes,
+        config.weight_sync,
+        engine_dtype(config),
+        temperature=config.policy.generation.temperature,
+        keep_cache=not config.algorithm.background.recompute_kv_cache_after_weight_updates,
+        transport=make_transport(config.weight_sync.transport, layout),
+    )
+    stack.callback(weight_sync.close)
+    return weight_sync
+
+
+def _rollout_writer(config: TrainingRunConfig, path: Path, stack: AsyncExitStack) -> RolloutWriter | None:
+    if not config.rollout.write_rollouts:
+        return None
+    return stack.enter_context(RolloutWriter(path, write_token_ids=config.rollout.write_token_ids))
+
+
+def _num_steps(algorithm: RolloutTrainingConfig, num_prompts: int) -> int:
+    """What the data allows where each step takes its prompts once; dynamic sampling takes more, so has fewer steps."""
+    num_data_steps = math.ceil(algorithm.max_num_epochs * num_prompts / algorithm.num_prompts_per_step)
+    return min(algorithm.max_num_steps, num_data_steps)
+
+
+def _resume_overrides(run: TrainingRun, step: int) -> str:
+    """Behind the last step: as many again, or as many epochs where the data ended first."""
+    section, key = run.config.algorithm, run.config.algorithm_key
+    if step >= section.max_num_steps:
+        return f" {key}.max_num_steps={2 * step}"
+    return f" {key}.max_num_epochs={2 * section.max_num_epochs}" if step >= run.num_steps else ""

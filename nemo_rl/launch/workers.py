@@ -1,0 +1,237 @@
+"""The policy's ranks on a Ray cluster, and seats for the engines there. Importing this loads Ray."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.algorithms.distillation import Teachers
+from nemo_rl.algorithms.run import Placement
+from nemo_rl.config.layout import Device, Layout, make_layout, make_policy_layout
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.distributed.cluster import Reservation, Seat, cluster_address, connect, reserve
+from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.generation.engines import make_generation
+from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.launch.rollouts import Inputs
+from nemo_rl.launch.teachers import open_teachers
+from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.group import PolicyGroup
+from nemo_rl.policy.hf_model import load_config
+from nemo_rl.policy.lora import check_modules
+from nemo_rl.policy.megatron.checks import check_megatron
+from nemo_rl.policy.sharding import check_tensor_parallel
+from nemo_rl.weight_sync.make import choose_transport
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.cluster import Reservation, Seat
+
+logger = logging.getLogger(__name__)
+
+
+async def open_reservation(
+    config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
+) -> Reservation:
+    """Join or start a cluster and set aside what the layout needs; `stack` gives it back."""
+    connect(config.cluster.address)
+    reservation = await _reserve(config, layout)
+    stack.callback(reservation.release)
+    return reservation
+
+
+async def open_ranks(
+    config: TrainingRunConfig | SFTRunConfig,
+    layout: Layout,
+    reservation: Reservation,
+    arguments: dict[str, Any],
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> tuple[PolicyGroup, list[Seat]]:
+    """The policy's ranks, and the engines' seats; `arguments` are those of a policy rank.
+
+    `stack` ends them. From here to its end the death of a rank ends the current task with WorkerError.
+    """
+    policy = await PolicyGroup.create(
+        config.policy.model_copy(update={"device": layout.device}),
+        seats=[reservation.seat(slot) for slot in layout.ranks],
+        timeout_s=config.cluster.start_timeout_s,
+        log_dir=log_dir,
+        **arguments,
+    )
+    stack.push_async_callback(policy.close)
+    await stack.enter_async_context(policy.ends_this_task())
+    pids = ", ".join(map(str, await policy.pids()))
+    logger.info("%d policy ranks are ready (processes %s), their output in %s", policy.num_ranks, pids, log_dir)
+    return policy, [reservation.seat(slot) for slot in layout.engines]
+
+
+async def _reserve(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> Reservation:
+    return await reserve(
+        layout,
+        timeout_s=config.cluster.start_timeout_s,
+        may_grow=cluster_address(config.cluster.address) is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    policy: Policy
+    generation: Generation
+    placement: Placement  # who takes turns on CUDA devices
+    teachers: Teachers | None  # where the algorithm asks some
+
+
+def find_layout(config: TrainingRunConfig | SFTRunConfig) -> Layout:
+    """The layout on the device that there is, without engines where none sample; raises ConfigError.
+
+    With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
+    """
+    device = _resolve_device_type(config.policy)
+    if isinstance(config, SFTRunConfig):
+        layout = make_policy_layout(config.policy, config.cluster, device)
+    else:
+        layout = make_layout(config, device)
+        choose_transport(config.weight_sync.transport, layout)
+    if not layout.needs_cluster:
+        resolve_device(device)
+    return layout
+
+
+def _resolve_device_type(policy: PolicyConfig) -> Device:
+    if policy.device != "auto":
+        return policy.device
+    return "cuda" if resolve_device("auto").type == "cuda" else "cpu"
+
+
+def check_model(policy: PolicyConfig, model_path: str) -> None:
+    """Raise ConfigError for a model that cannot be split, or adapted, as the configuration asks; needs no weights."""
+    model_config = load_config(model_path, policy.hf_config_overrides)
+    if policy.megatron_cfg.enabled:
+        check_megatron(policy, model_config)
+    else:
+        check_tensor_parallel(policy.dtensor_cfg.tensor_parallel_size, model_config)
+        check_modules(policy.dtensor_cfg.lora_cfg, model_config)
+
+
+async def open_policy(
+    config: SFTRunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str,
+    layout: Layout,
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> Policy:
+    """Start the policy's ranks alone; otherwise as `open_workers`."""
+    section = config.policy.model_copy(update={"logprob_batch_size": config.val_micro_batch_size})
+    arguments = {
+        "model_path": model_path,
+        "temperature": 1.0,
+        "needs_reference": False,
+        "num_samples_per_step": section.train_global_batch_size,
+        "seed": config.sft.seed,
+        "tokenizer": tokenizer,
+    }
+    reservation = await _reserve_of_workers(config, layout, stack)
+    rank_config = config.model_copy(update={"policy": section})
+    policy, _ = await _open_ranks(rank_config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    return policy
+
+
+async def open_workers(
+    config: TrainingRunConfig,
+    inputs: Inputs,
+    model_path: str,
+    teacher_paths: Mapping[str, str],
+    layout: Layout,
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> Workers:
+    """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
+    arguments = {
+        "model_path": model_path,
+        "temperature": config.policy.generation.temperature,
+        "needs_reference": config.needs_reference,
+        "num_samples_per_step": config.algorithm.num_samples_per_step,
+        "seed": config.seed,
+        "tokenizer": inputs.tokenizer,
+    }
+    reservation = await _reserve_of_workers(config, layout, stack)
+    teachers = await open_teachers(config, teacher_paths, layout, reservation, log_dir=log_dir, stack=stack)
+    policy, seats = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    generation = await _open_generation(config, model_path, layout, seats)
+    stack.push_async_callback(generation.close)
+    teacher_slots = teachers.by_key.values() if teachers else ()
+    placement = Placement(
+        policy,
+        generation,
+        shares_device=_shares_device(config, layout),
+        teachers_share_device=layout.device == "cuda"
+        and any(teacher.shares_policy_device for teacher in teacher_slots),
+    )
+    return Workers(policy, generation, placement, teachers)
+
+
+async def _reserve_of_workers(
+    config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
+) -> "Reservation | None":
+    """None where this process is enough."""
+    if not layout.needs_cluster:
+        return None
+    from nemo_rl.launch.workers import open_reservation  # loads Ray
+
+    return await open_reservation(config, layout, stack)
+
+
+async def _open_ranks(
+    config: TrainingRunConfig | SFTRunConfig,
+    layout: Layout,
+    reservation: "Reservation | None",
+    arguments: dict[str, Any],
+    *,
+    log_dir: Path,
+    stack: AsyncExitStack,
+) -> "tuple[Policy, Sequence[Seat]]":
+    """The policy, in this process or on ranks of a cluster, and the engines' seats there."""
+    if reservation is None:
+        policy = FSDP2Policy(config.policy, **arguments)
+        stack.push_async_callback(policy.close)
+        return policy, ()
+    from nemo_rl.launch.workers import open_ranks
+
+    return await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+
+
+def engine_dtype(config: TrainingRunConfig) -> str:
+    """The precision that the engines compute in."""
+    precision = config.policy.generation.vllm_cfg.precision
+    return config.policy.precision if precision == "auto" else precision
+
+
+async def _open_generation(
+    config: TrainingRunConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]"
+) -> Generation:
+    section = config.policy.generation
+    return await make_generation(
+        section,
+        model_path=model_path,
+        dtype=engine_dtype(config),
+        max_model_len=section.vllm_cfg.max_model_len or config.policy.max_total_sequence_length,
+        device=layout.device,
+        seats=seats,
+    )
+
+
+def _shares_device(config: TrainingRunConfig, layout: Layout) -> bool:
+    """Unless they are split, or the engine was told not to sleep."""
+    section = config.policy.generation
+    may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False
+    return may_sleep and not layout.is_split and layout.device == "cuda"

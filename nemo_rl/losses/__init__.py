@@ -1,0 +1,1 @@
+"""Losses: scalars of what the current weights say about a batch."""

@@ -1,0 +1,194 @@
+"""The quickstart's models: tokenizers of characters, small Llamas, and how each is trained from fresh weights."""
+
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from nemo_rl.data.supervised import Conversation
+from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, extract_words
+from nemo_rl.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that the weights depend on, beside the words."""
+
+    seed: int = 0  # of the first weights and of the spellings
+    num_steps: int = 280
+    batch_size: int = 64  # spellings of one step
+    peak_learning_rate: float = 2e-3  # the line that it falls along begins here, at step 0
+    warmup_steps: int = 30
+    right_share: float = 0.35  # of the spellings
+    hidden_size: int = 192
+    num_layers: int = 2
+    tokenizer: Literal["characters", "pairs"] = "characters"
+
+    @property
+    def text(self) -> str:
+        """Different wherever another recipe or other words give other weights."""
+        named = asdict(self)
+        if self.tokenizer == "characters":
+            del named["tokenizer"]
+        training = ", ".join(f"{name} {value}" for name, value in named.items())
+        words = (section.model_dump_json(exclude_unset=True) for section in (QUICKSTART_TRAIN, QUICKSTART_VALIDATION))
+        return "\n".join((training, *words, ""))
+
+
+def student(seed: int) -> Recipe:
+    """An imperfect speller that explores: what GRPO begins with."""
+    return Recipe(seed=seed)
+
+
+def teacher(seed: int) -> Recipe:
+    """A good speller of the same family."""
+    return Recipe(seed=seed, right_share=1.0)
+
+
+def pairs_teacher(seed: int) -> Recipe:
+    """A good speller with another tokenizer, in which two letters may be one token; these take longer to learn."""
+    return Recipe(seed=seed, right_share=1.0, num_steps=600, tokenizer="pairs")
+
+
+def spellings(prompts: Sequence[Prompt], recipe: Recipe) -> list[Conversation]:
+    """Every conversation of the training in its order, `batch_size` a step; a function of prompts and recipe."""
+    rng, words = random.Random(recipe.seed), extract_words(prompts)
+    conversations = []
+    for _ in range(recipe.num_steps):
+        for prompt_index in rng.choices(range(len(prompts)), k=recipe.batch_size):
+            answer = Message("assistant", sample_spelling(words[prompt_index], rng, right_share=recipe.right_share))
+            conversations.append(Conversation((*prompts[prompt_index].messages, answer)))
+    return conversations
+
+
+def sample_spelling(word: str, rng: random.Random, *, right_share: float) -> str:
+    """The word backward with that probability; else forward, or backward with two letters swapped."""
+    backward = word[::-1]
+    if rng.random() < right_share:
+        return backward
+    if rng.random() < 0.5:
+        return word
+    letters = list(backward)
+    first, second = rng.sample(range(len(letters)), 2)
+    letters[first], letters[second] = letters[second], letters[first]
+    return "".join(letters)
+
+
+TURN_START, TURN_END, PADDING, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unknown|>"
+QUESTION_TOKENS = ("Spell", " this", " word", " backward", " (", "example", ": ", " ->", " nus", ")")
+ROLE_TOKENS = ("system", "user", "assistant", "tool")
+CHARACTERS = (*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content'] + '{TURN_END}\\n' }}}}"
+    "{% endfor %}"
+    f"{{% if add_generation_prompt %}}{{{{ '{TURN_START}assistant\\n' }}}}{{% endif %}}"
+)
+
+
+# Two letters each, the more frequent ones in English; a text is read from the left.
+FREQUENT_PAIRS = "thheineranreonatenndtiesorteofedisitalarsttontngsehaasouiolevecomedehiriroicneearacelichllbemasiomur"
+LETTER_PAIRS = tuple(FREQUENT_PAIRS[i : i + 2] for i in range(0, len(FREQUENT_PAIRS), 2))
+PAIRS_TURN_END, PAIRS_PADDING, PAIRS_UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
+PAIRS_TURN_STARTS = ("<|user|>", "<|assistant|>")
+PAIRS_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{{{ '<|' + message['role'] + '|>\n' + message['content'] + '{PAIRS_TURN_END}\n' }}}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A ChatML tokenizer of about 120 tokens; characters beyond printable ASCII are one unknown token."""
+    return _tokenizer(
+        (PADDING, TURN_START, TURN_END, UNKNOWN),
+        (*QUESTION_TOKENS, *ROLE_TOKENS),
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_pair_tokenizer() -> PreTrainedTokenizerFast:
+    """Another family's: tokens of two letters beside those of one, other special tokens, another template."""
+    return _tokenizer(
+        (PAIRS_PADDING, *PAIRS_TURN_STARTS, PAIRS_TURN_END, PAIRS_UNKNOWN),
+        (*QUESTION_TOKENS, *ROLE_TOKENS, *LETTER_PAIRS),
+        eos_token=PAIRS_TURN_END,
+        pad_token=PAIRS_PADDING,
+        unk_token=PAIRS_UNKNOWN,
+        additional_special_tokens=list(PAIRS_TURN_STARTS),
+        chat_template=PAIRS_CHAT_TEMPLATE,
+    )
+
+
+def _tokenizer(
+    special: Sequence[str], multi_char_tokens: Sequence[str], *, unk_token: str, **options: Any
+) -> PreTrainedTokenizerFast:
+    """Pieces where the text has them, the longest first; else single characters."""
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys((*special, *multi_char_tokens, *CHARACTERS)))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk_token))
+    longest_first = "|".join(_escape_parentheses(piece) for piece in sorted(multi_char_tokens, key=len, reverse=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{longest_first}|[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=unk_token,
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+        **options,
+    )
+
+
+def _escape_parentheses(piece: str) -> str:
+    return "".join("\\" + character if character in "()" else character for character in piece)
+
+
+def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> LlamaForCausalLM:
+    """Fresh weights, 0.7M of the student's, float32; a function of the recipe's sizes and seed.
+
+    Not a Qwen2: transformers 5.19 gives a folder of that model type the Qwen2 tokenizer, whatever the folder holds.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return LlamaForCausalLM(_config(tokenizer, recipe)).float()
+
+
+def make_classifier(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForSequenceClassification:
+    """The student's body with a head of one label, for a reward model; a function of the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForSequenceClassification(_config(tokenizer, student(seed), num_labels=1)).float()
+
+
+def _config(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, **options: int) -> LlamaConfig:
+    vocabulary = tokenizer.get_vocab()
+    return LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=2 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.hidden_size // 32,
+        num_key_value_heads=recipe.hidden_size // 64,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=vocabulary[str(tokenizer.eos_token)],
+        pad_token_id=vocabulary[str(tokenizer.pad_token)],
+        **options,  # pyright: ignore[reportArgumentType]
+    )

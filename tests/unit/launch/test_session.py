@@ -1,0 +1,92 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.algorithms.advantages import make_advantage_estimator
+from nemo_rl.algorithms.loop import TrainingProgress
+from nemo_rl.algorithms.stages import RequiredLogprobs
+from nemo_rl.errors import ConfigError
+from nemo_rl.launch.training import open_run, required_logprobs, run_training
+from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.observability.metric_names import find_undocumented
+from tests.unit.build.conftest import Recipe
+from tests.unit.build.scoring import Closing
+
+pytestmark = pytest.mark.usefixtures("process_state")
+
+
+def trained(recipe: Recipe, *overrides: str) -> TrainingProgress:
+    return asyncio.run(run_training(recipe(*overrides), "uv run train.py"))
+
+
+def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"input": "z", "output": "z"}) + "\n")
+    training = trained(
+        recipe,
+        "checkpointing.enabled=true",
+        "grpo.val_at_end=true",
+        f"++data.validation={{dataset_name: jsonl, data_path: {held_out}, env_name: letters}}",
+        "weight_sync.verify=true",
+    )
+    assert training.position.step == 1
+    (directory,) = (tmp_path / "runs").iterdir()
+    metrics = {}
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        metrics |= json.loads(line)
+    names = {name for name in metrics if "/" in name}
+    assert find_undocumented(names) == []
+    assert names >= {"train/loss", "train/reward", "train/token_mult_prob_error", "validation/accuracy"}
+    assert (directory / "config.yaml").read_text().startswith("grpo:")
+    assert len((directory / "rollouts" / "train.jsonl").read_text().splitlines()) == 6
+    assert len((directory / "rollouts" / "validation.jsonl").read_text().splitlines()) == 1
+    checkpoints = directory / "checkpoints"
+    assert (checkpoints / "step_1" / "policy" / "weights").is_dir()
+    out = capsys.readouterr().out
+    assert f"Metrics     {directory / 'metrics.jsonl'}" in out
+    assert f"Continue    uv run train.py checkpointing.checkpoint_dir={checkpoints} grpo.max_num_steps=2\n" in out
+
+
+def test_a_run_whose_data_ended_goes_on_with_more_epochs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("checkpointing.enabled=true", "grpo.max_num_steps=100")
+    num_steps = trained(recipe, *overrides, "grpo.max_num_epochs=1").position.step
+    assert 0 < num_steps < 100
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Continue"))
+    *_, checkpoints, epochs = line.split()
+    assert epochs == "grpo.max_num_epochs=2"
+    assert trained(recipe, *overrides, checkpoints, epochs).position.step == 2 * num_steps
+
+
+def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    Closing.closed.clear()
+
+    async def main() -> None:
+        config = recipe("env.letters.type=tests.unit.build.scoring:Closing", "++env.other={type: no_such_type}")
+        async with open_run(config):
+            raise AssertionError("opened")
+
+    with pytest.raises(ConfigError, match=r"env\.other\.type"):
+        asyncio.run(main())
+    assert Closing.closed == ["closed"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), RequiredLogprobs(previous=False, reference=False)),
+        (("policy.train_global_batch_size=3", "policy.train_micro_batch_size=3"), RequiredLogprobs(True, False)),
+        (("grpo.seq_logprob_error_threshold=2.0",), RequiredLogprobs(True, False)),
+        (("loss_fn.reference_policy_kl_penalty=0.1",), RequiredLogprobs(False, True)),
+    ],
+)
+def test_log_probs_are_computed_before_training_only_where_they_are_read(
+    recipe: Recipe, overrides: tuple[str, ...], expected: RequiredLogprobs
+) -> None:
+    config = recipe(*overrides)
+    estimator = make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn)
+    assert required_logprobs(config, PolicyGradientLoss(config.loss_fn), estimator) == expected
