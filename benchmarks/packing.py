@@ -32,7 +32,7 @@ from nemo_rl.policy.micro_batches import (
     PaddedTokens,
     SampleCount,
     first_fit_decreasing,
-    packs_of_ranks,
+    pack_for_ranks,
 )
 from nemo_rl.policy.training import Trainer
 
@@ -60,7 +60,7 @@ def fill_rows(name: str, lengths: Sequence[int]) -> None:
         for algorithm in ALGORITHMS:
             shares = []
             for num_ranks in (1, 2, 8):
-                ranks = packs_of_ranks(lengths, capacity, algorithm, num_ranks)
+                ranks = pack_for_ranks(lengths, capacity, algorithm, num_ranks)
                 shares.append(sum(lengths) / (capacity * sum(map(len, ranks))))
             bar = f" [{FILL_BAR}]" if algorithm == "modified_first_fit_decreasing" else ""
             shown = " | ".join(f"{share:.3f}" for share in shares)

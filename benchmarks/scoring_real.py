@@ -17,7 +17,7 @@ from typing import Any
 from paired import RECIPE
 
 from nemo_rl.config.loading import load_config
-from nemo_rl.experience.collection import jobs_of, run_rollouts
+from nemo_rl.experience.collection import make_rollout_jobs, run_rollouts
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring
 from nemo_rl.launch.training import open_run
@@ -61,14 +61,14 @@ async def main(folder: Path, model: str) -> None:
         source: Any = run.source
         context = source._context
         (weighted,) = context.scoring.by_task["chat"]
-        jobs = jobs_of(source._loader.take(NUM_PROMPTS), config.grpo.num_generations_per_prompt)
+        jobs = make_rollout_jobs(source._loader.take(NUM_PROMPTS), config.grpo.num_generations_per_prompt)
         for index in range(WARM_UP_ROUNDS + ROUNDS):
             timed = Timed(weighted.scorer)
             scoring = Scoring({"chat": (replace(weighted, scorer=timed),)})
             started = time.perf_counter()
             unscored = await run_rollouts(jobs, replace(context, scoring=Scoring()), run_async_multi_turn_rollout)
             generated = time.perf_counter()
-            await context.scoring.scored_together(unscored, stall_timeout_s=600)
+            await context.scoring.score_batch(unscored, stall_timeout_s=600)
             scored = time.perf_counter()
             await run_rollouts(jobs, replace(context, scoring=scoring), run_async_multi_turn_rollout)
             ended = time.perf_counter()

@@ -90,7 +90,7 @@ def packed_work(model: Qwen2ForCausalLM, tokens: int, length: int) -> Work | Non
     """Lengths spread evenly up to `length`, in packs of as many tokens; None without this package."""
     try:
         from nemo_rl.policy.logprobs import CausalLogprobs
-        from nemo_rl.policy.micro_batches import packs_of_ranks
+        from nemo_rl.policy.micro_batches import pack_for_ranks
     except ImportError:
         return None
     lengths, left = [], tokens
@@ -99,7 +99,7 @@ def packed_work(model: Qwen2ForCausalLM, tokens: int, length: int) -> Work | Non
         left -= lengths[-1]
     module = CausalLogprobs(model, temperature=1.0, chunk_size=CHUNK, packing_key="packing")
     losses = []
-    for pack in packs_of_ranks(lengths, max(tokens, length), "modified_first_fit_decreasing")[0]:
+    for pack in pack_for_ranks(lengths, max(tokens, length), "modified_first_fit_decreasing")[0]:
         sizes = [lengths[i] for i in pack]
         token_ids = torch.randint(model.config.vocab_size, (len(sizes), max(sizes)), device=DEVICE)
         inside = torch.arange(max(sizes), device=DEVICE) < torch.tensor(sizes, device=DEVICE).unsqueeze(1)

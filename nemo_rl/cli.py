@@ -15,15 +15,16 @@ class Command:
     """A module with `run(arguments: Sequence[str]) -> int`, loaded when the command is given."""
 
     module: str
+    function: str
     summary: str
 
 
 COMMANDS: dict[str, Command] = {
-    "collect": Command("nemo_rl.launch.commands", "collect rollouts of a model over data sets"),
-    "merge": Command("nemo_rl.collect.commands", "join the shards of a collection"),
-    "profile": Command("nemo_rl.collect.commands", "statistics of a collection, pass@k, a curriculum"),
-    "submit": Command("nemo_rl.launch.submit", "run a collection as Slurm jobs"),
-    "route": Command("nemo_rl.collect.slurm.router", "one address before several OpenAI-compatible servers"),
+    "collect": Command("nemo_rl.launch.commands", "run_collect", "collect rollouts of a model over data sets"),
+    "merge": Command("nemo_rl.collect.commands", "run_merge", "join the shards of a collection"),
+    "profile": Command("nemo_rl.collect.commands", "run_profile", "statistics of a collection, pass@k, a curriculum"),
+    "submit": Command("nemo_rl.launch.submit", "run", "run a collection as Slurm jobs"),
+    "route": Command("nemo_rl.collect.slurm.router", "run", "one address before several OpenAI-compatible servers"),
 }
 
 
@@ -41,7 +42,8 @@ def run(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         sys.stderr.write(f"no such command: {name!r}{suggest_name(name, COMMANDS)}\n{usage()}")
         return EXIT_BAD_USAGE
-    return importlib.import_module(COMMANDS[name].module).run(rest)
+    command = COMMANDS[name]
+    return getattr(importlib.import_module(command.module), command.function)(rest)
 
 
 def usage() -> str:

@@ -10,8 +10,8 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.run import Placement
 from nemo_rl.algorithms.stages import batch_metrics
 from nemo_rl.config.master import DistillationRunConfig
-from nemo_rl.experience.assembly import assemble_batch, kept_trajectories
-from nemo_rl.experience.boundaries import in_parallel
+from nemo_rl.experience.assembly import assemble_batch, iter_kept_trajectories
+from nemo_rl.experience.boundaries import gather_or_cancel
 from nemo_rl.interfaces import CollectedGroups, LossFn, Teacher, TopK
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.policy.micro_batches import trim
@@ -32,7 +32,7 @@ def rows_in_batch_order(groups: Sequence[TrajectoryGroup], *, min_group_size: in
     """One a row of the batch that `assemble_batch` makes of the same groups, in its order."""
     return [
         BatchRow(trajectory.prompt, log)
-        for _, trajectory in kept_trajectories(groups, min_group_size)
+        for _, trajectory in iter_kept_trajectories(groups, min_group_size)
         for log in trajectory.chains
     ]
 
@@ -78,7 +78,7 @@ class Teachers:
 
         sharing = [key for key in rows_by_teacher if self.by_key[key].shares_policy_device]
         lanes = [sharing, *([key] for key in rows_by_teacher if key not in sharing)]
-        answers = await in_parallel(query_sequentially(lane) for lane in lanes)
+        answers = await gather_or_cancel(query_sequentially(lane) for lane in lanes)
         return [answer for lane in answers for answer in lane]
 
     async def _query(

@@ -24,7 +24,7 @@ from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import NemoRLError
-from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, to_plain
+from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, buffer_state_to_dict
 from nemo_rl.interfaces import Policy
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def _write_source_state(path: Path, state: Mapping[str, Any]) -> None:
     """The replay buffer, which the state refers to, in a file of its own."""
     save_state(path / DATALOADER_FILE, {key: value for key, value in state.items() if key != REPLAY_BUFFER})
     if REPLAY_BUFFER in state:
-        save_state(path / REPLAY_BUFFER_FILE, to_plain(state[REPLAY_BUFFER]))
+        save_state(path / REPLAY_BUFFER_FILE, buffer_state_to_dict(state[REPLAY_BUFFER]))
 
 
 def _read_source_state(path: Path) -> dict[str, Any]:

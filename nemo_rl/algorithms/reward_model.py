@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_rl.config.reward_model import RewardModelRunConfig
-from nemo_rl.environments.scorers.classifier import padded_scores
+from nemo_rl.environments.scorers.classifier import score_padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def evaluate(model: PreTrainedModel, pairs: Sequence[TokenPair], *, batch_size: 
 
 def _scores(model: PreTrainedModel, pairs: Sequence[TokenPair]) -> tuple[torch.Tensor, torch.Tensor]:
     rows = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    chosen, rejected = padded_scores(model, rows).split(len(pairs))
+    chosen, rejected = score_padded(model, rows).split(len(pairs))
     return chosen, rejected
 
 

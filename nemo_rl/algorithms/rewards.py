@@ -13,7 +13,7 @@ import torch
 from nemo_rl import batch as keys
 from nemo_rl.config.algorithm import GRPOConfig, RewardPenaltiesConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.assembly import TrajectoryKey, kept_trajectories, trajectory_key
+from nemo_rl.experience.assembly import TrajectoryKey, iter_kept_trajectories, trajectory_key
 from nemo_rl.types import MessageLog, TokenizedMessage, TrainingBatch, Trajectory, TrajectoryGroup
 
 
@@ -166,7 +166,7 @@ class StepFaults:
             return None
         override = torch.full(tuple(shape), math.nan)
         row = 0
-        for _, trajectory in kept_trajectories(groups, min_group_size):
+        for _, trajectory in iter_kept_trajectories(groups, min_group_size):
             faults = self.rollouts[trajectory_key(trajectory)]
             for log, chain in zip(trajectory.chains, faults.chains, strict=True):
                 for (start, stop), reply in zip(_reply_spans(log), chain, strict=True):

@@ -58,8 +58,8 @@ def parse_seeds_argument(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def run(arguments: Sequence[str]) -> int:
-    """The exit code: 1 where rollouts are missing, 2 where shards are of different runs."""
+def run_merge(arguments: Sequence[str]) -> int:
+    """Run `nemo-rl merge`; return 1 where rollouts are missing, 2 where shards are of different runs."""
     parser = argparse.ArgumentParser(
         prog="nemo-rl merge",
         description="Join the shards of a collection in rollouts.jsonl, ordered by seed, task and rollout.",
@@ -94,8 +94,8 @@ LOG_COLUMNS = 160  # in a log, where there is no width to fit
 ValueT = TypeVar("ValueT", int, float)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """The exit code."""
+def run_profile(arguments: Sequence[str]) -> int:
+    """Run `nemo-rl profile` and return its exit code."""
     return run_command(_parser(), arguments, _profile)
 
 

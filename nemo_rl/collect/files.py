@@ -1,4 +1,4 @@
-"""Files of a collection: JSON Lines that are appended to and survive a kill, and files that appear whole or not at all."""
+"""Files of a collection: append-only JSON Lines that survive a kill, and files written atomically."""
 
 import contextlib
 import fcntl

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, RolloutTable, read_table
 from nemo_rl.collect.tasks import Task, read_tasks
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.metrics import best_of_k_shares, majority_at_k
+from nemo_rl.experience.metrics import best_of_k_probabilities, majority_at_k
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,7 +98,7 @@ def _pass_at_k(rewards: Floats, k: int) -> Floats:
         counts = (~np.isnan(block)).sum(axis=1)
         for count in np.unique(counts[counts >= k]).tolist():
             tasks = np.flatnonzero(counts == count)
-            result[start + tasks] = block[tasks, :count] @ np.array(best_of_k_shares(count, k))
+            result[start + tasks] = block[tasks, :count] @ np.array(best_of_k_probabilities(count, k))
     return result
 
 

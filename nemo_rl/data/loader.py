@@ -1,4 +1,4 @@
-"""Prompts in training order, resumable to the exact place."""
+"""Prompts in training order, resumable to the exact position."""
 
 import hashlib
 import random
@@ -18,18 +18,18 @@ class LoadedPrompt:
 
     prompt: Prompt
     epoch: int
-    place: int  # in the training order, over all epochs
+    prompt_index: int  # in the training order, over all epochs
 
     @property
     def group_id(self) -> str:
-        """Holds the place, since data sets may share prompt ids."""
-        return f"{self.epoch}:{self.prompt.prompt_id}:{self.place}"
+        """Holds the index, since data sets may share prompt ids."""
+        return f"{self.epoch}:{self.prompt.prompt_id}:{self.prompt_index}"
 
 
 class PromptLoader:
     """Hands out each prompt once an epoch, for `max_epochs` epochs.
 
-    The order of an epoch is a function of (seed, epoch) alone, so the state is a count, and the places of prompts that
+    The order of an epoch is a function of (seed, epoch) alone, so the state is a count, and the indices of prompts that
     were put back. Prompts are asked of `prompts` when they are handed out, so those of a large file are never all in
     memory.
     """
@@ -72,20 +72,20 @@ class PromptLoader:
         """
         again, self._put_back = self._put_back[:count], self._put_back[count:]
         end = min(self._next + count - len(again), self._max_epochs * len(self._prompts))
-        taken = tuple(self.at(place) for place in (*again, *range(self._next, end)))
+        taken = tuple(self.at(prompt_index) for prompt_index in (*again, *range(self._next, end)))
         self._next = max(self._next, end)
         return taken
 
-    def put_back(self, places: Iterable[int]) -> None:
+    def put_back(self, prompt_indices: Iterable[int]) -> None:
         """Hand these out again, in the training order, before all others."""
-        self._put_back = tuple(sorted({*self._put_back, *places}))
+        self._put_back = tuple(sorted({*self._put_back, *prompt_indices}))
 
-    def at(self, place: int) -> LoadedPrompt:
-        """The prompt of a place in the training order, whether or not it was handed out."""
-        epoch, offset = divmod(place, len(self._prompts))
+    def at(self, prompt_index: int) -> LoadedPrompt:
+        """The prompt at an index in the training order, whether or not it was handed out."""
+        epoch, offset = divmod(prompt_index, len(self._prompts))
         if self._order[0] != epoch:
             self._order = (epoch, self._order_of(epoch))
-        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch, place)
+        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch, prompt_index)
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self._next, "put_back": list(self._put_back), "data": self._fingerprint}

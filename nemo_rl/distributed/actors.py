@@ -17,37 +17,37 @@ import numpy as np
 import ray
 import ray.exceptions
 
-from nemo_rl.distributed.cluster import Seat, connect
+from nemo_rl.distributed.cluster import ReservedSlot, connect
 from nemo_rl.errors import WorkerDied, WorkerError
 
 
 @dataclass(frozen=True, slots=True)
-class _Raised:
+class _RemoteError:
     """What a method raised, as text: exceptions themselves do not always survive pickling."""
 
     summary: str
     worker_traceback: str
 
 
-def _raised(error: BaseException) -> _Raised:
-    return _Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
+def _describe_error(error: BaseException) -> _RemoteError:
+    return _RemoteError(f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-class _Host:
+class _ActorHost:
     """Lives in the actor's process and calls the object that it was asked to make."""
 
     def __init__(self, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=cls.__name__)
         self._target: Any = None
-        self._failed: _Raised | None = None
+        self._construction_error: _RemoteError | None = None
         try:
             self._target = self._executor.submit(partial(cls, *args, **kwargs)).result()
         except Exception as error:
-            self._failed = _raised(error)
+            self._construction_error = _describe_error(error)
 
     async def call(self, name: str, payload: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
-        if self._failed is not None:
-            return self._failed
+        if self._construction_error is not None:
+            return self._construction_error
         args, kwargs = payload
         try:
             method = partial(getattr(self._target, name), *args, **kwargs)
@@ -55,17 +55,17 @@ class _Host:
                 return await method()
             return await asyncio.get_running_loop().run_in_executor(self._executor, method)
         except Exception as error:
-            return _raised(error)
+            return _describe_error(error)
 
     async def stream(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        if self._failed is not None:
-            yield self._failed
+        if self._construction_error is not None:
+            yield self._construction_error
             return
         try:
             async for item in getattr(self._target, name)(*args, **kwargs):
                 yield item
         except Exception as error:
-            yield _raised(error)
+            yield _describe_error(error)
 
 
 class ActorHandle:
@@ -85,14 +85,14 @@ class ActorHandle:
         that ran out of time or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to
         its end).
         """
-        return await self.call_with(name, (args, kwargs), timeout_s=timeout_s)
+        return await self.call_with_payload(name, (args, kwargs), timeout_s=timeout_s)
 
-    async def call_with(self, name: str, payload: Any, *, timeout_s: float | None = None) -> Any:
+    async def call_with_payload(self, name: str, payload: Any, *, timeout_s: float | None = None) -> Any:
         """`call` with (args, kwargs), or with what `put` made of them."""
         reference = self._actor.call.remote(name, payload)
         try:
             async with asyncio.timeout(timeout_s):
-                return self._checked(name, await reference)
+                return self._raise_if_failed(name, await reference)
         except TimeoutError as error:
             ray.cancel(reference)
             raise WorkerError(f"{self.name}.{name} did not answer in {timeout_s} s") from error
@@ -100,18 +100,18 @@ class ActorHandle:
             ray.cancel(reference)
             raise
         except ray.exceptions.RayError as error:
-            raise self._lost(name, error) from error
+            raise self._worker_error(name, error) from error
 
     def call_blocking(self, name: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         """`call` for where a run is set up and nothing else is to go on; raises as it does."""
         reference = self._actor.call.remote(name, (args, kwargs))
         try:
-            return self._checked(name, ray.get(reference, timeout=timeout_s))
+            return self._raise_if_failed(name, ray.get(reference, timeout=timeout_s))
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(reference)
             raise WorkerError(f"{self.name}.{name} did not answer in {timeout_s} s") from error
         except ray.exceptions.RayError as error:
-            raise self._lost(name, error) from error
+            raise self._worker_error(name, error) from error
 
     async def stream(self, name: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items of the async generator method `name` as they come; closing the iterator cancels it there."""
@@ -119,11 +119,11 @@ class ActorHandle:
         finished = False
         try:
             async for reference in references:
-                yield self._checked(name, await reference)
+                yield self._raise_if_failed(name, await reference)
             finished = True
         except ray.exceptions.RayError as error:
             finished = True
-            raise self._lost(name, error) from error
+            raise self._worker_error(name, error) from error
         finally:
             if not finished:
                 ray.cancel(references)
@@ -132,19 +132,19 @@ class ActorHandle:
         """End the process at once; calls that wait raise WorkerError."""
         ray.kill(self._actor)
 
-    def _checked(self, name: str, result: Any) -> Any:
-        if isinstance(result, _Raised):
+    def _raise_if_failed(self, name: str, result: Any) -> Any:
+        if isinstance(result, _RemoteError):
             raise WorkerError(f"{self.name}.{name} raised {result.summary}\n{result.worker_traceback}")
         return result
 
-    def _lost(self, name: str, error: ray.exceptions.RayError) -> WorkerError:
+    def _worker_error(self, name: str, error: ray.exceptions.RayError) -> WorkerError:
         if isinstance(error, ray.exceptions.RayActorError):
-            return WorkerDied(f"{self.name} has died: {_in_short(error)}")
-        return WorkerError(f"{self.name}.{name}: {_in_short(error)}")
+            return WorkerDied(f"{self.name} has died: {_short_reason(error)}")
+        return WorkerError(f"{self.name}.{name}: {_short_reason(error)}")
 
 
 def put(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Arguments for `call_with` of several actors, which are then sent to each machine once."""
+    """Arguments for `call_with_payload` of several actors, which are then sent to each machine once."""
     return ray.put((args, kwargs))
 
 
@@ -157,7 +157,7 @@ def spawn_actor(
     max_restarts: int = 0,
     resources: Mapping[str, float] | None = None,
     env_vars: Mapping[str, str] | None = None,
-    seat: Seat | None = None,
+    slot: ReservedSlot | None = None,
     num_threads: int | None = None,
     label: str | None = None,
     **kwargs: Any,
@@ -166,12 +166,12 @@ def spawn_actor(
 
     `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
     run at once, more wait. A process that dies is made anew up to `max_restarts` times. `env_vars` are set before the
-    process imports anything. `seat`: on reserved resources (distributed/cluster.py), seeing its GPUs. `num_threads`
+    process imports anything. `slot`: on reserved resources (distributed/cluster.py), seeing its GPUs. `num_threads`
     is that of methods that are not `async`; None: `max_concurrency`. `label` stands in error messages; None: the
     class's. An error of the constructor is raised by every call. Connects to Ray where that has not been done.
     """
     connect()
-    env_vars = {**(seat.env_vars if seat else {}), **(env_vars or {})}
+    env_vars = {**(slot.env_vars if slot else {}), **(env_vars or {})}
     options: dict[str, Any] = {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
@@ -182,19 +182,19 @@ def spawn_actor(
         options["resources"] = dict(resources)
     if env_vars:
         options["runtime_env"] = {"env_vars": env_vars}
-    if seat:
-        options["scheduling_strategy"] = seat.strategy
+    if slot:
+        options["scheduling_strategy"] = slot.strategy
     # Each call holds at most one thread, so with as many threads as calls they never run out.
-    actor = ray.remote(_Host).options(**options).remote(cls, args, kwargs, num_threads or max_concurrency)
+    actor = ray.remote(_ActorHost).options(**options).remote(cls, args, kwargs, num_threads or max_concurrency)
     return ActorHandle(actor, label or cls.__name__)
 
 
-def undecorated(actor_class: Any) -> type:
+def unwrap_actor_class(actor_class: Any) -> type:
     """The class that `@ray.remote` was written on."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-def _in_short(error: BaseException) -> str:
+def _short_reason(error: BaseException) -> str:
     """Ray's reason, without its advice: what it found of the process' end, else its first line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     found = next((line.partition("Worker exit detail:")[2] for line in lines if "Worker exit detail:" in line), "")

@@ -22,12 +22,12 @@ def node_ip() -> str:
     return ray.util.get_node_ip_address()
 
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 1024 * 1024  # of a local cluster: only small messages pass, weights have their own way
 
 
 ADDRESS_KEYS = "cluster.address, else RAY_ADDRESS"
-ANSWER_S = 30.0
+CONNECT_TIMEOUT_S = 30.0
 
 
 def cluster_address(address: str | None = None) -> str | None:
@@ -45,26 +45,26 @@ def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if found := cluster_address(address):
-        _check_answers(found)
+        _check_reachable(found)
         try:
             ray.init(address=found, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"no Ray cluster can be joined at {found!r} ({ADDRESS_KEYS}): {error}") from error
-        LOGGER.info("connected to the Ray cluster at %s", found)
+        logger.info("connected to the Ray cluster at %s", found)
         return
     ray.init(
         address="local", num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet
     )
-    LOGGER.info("started a local Ray cluster")
+    logger.info("started a local Ray cluster")
 
 
-def _check_answers(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Ray itself would try for minutes, and then end the process."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():  # "auto", or Ray's to understand
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise WorkerError(f"no Ray cluster answers at {address!r} ({ADDRESS_KEYS}): {error}") from error
 
@@ -79,7 +79,7 @@ def nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def resources_text(resource: str | None) -> str:
+def describe_resources(resource: str | None) -> str:
     """The machines of the cluster and how much each has of `resource` (None: of CPUs), for error messages."""
     name = resource or "CPU"
     found = [f"{node['NodeManagerAddress']} ({node['Resources'].get(name, 0):g} {name})" for node in nodes()]
@@ -87,14 +87,13 @@ def resources_text(resource: str | None) -> str:
     return f"{len(found)} {'node' if len(found) == 1 else 'nodes'}: {', '.join(found)}, {free:g} {name} free"
 
 
-LOGGER = logging.getLogger(__name__)
-CPUS_OF_A_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
+CPUS_PER_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
 POLL_S = 1  # Ray wants whole seconds
 PROBE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ReservedSlot:
     """Where an actor is to stand, and the GPUs that it sees."""
 
     node_id: str
@@ -119,15 +118,15 @@ class Reservation:
         self._group = group
         self._nodes = reserved
 
-    def seat(self, place: DeviceSlot) -> Seat:
+    def slot(self, device_slot: DeviceSlot) -> ReservedSlot:
         """For `spawn_actor`. Several actors may have the same one."""
-        node = self._nodes[place.node]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place.node)
+        node = self._nodes[device_slot.node]
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=device_slot.node)
         env_vars: dict[str, str] = {}
         if node.gpu_ids:
-            visible = ",".join(node.gpu_ids[gpu] for gpu in place.gpus)
+            visible = ",".join(node.gpu_ids[gpu] for gpu in device_slot.gpus)
             env_vars = {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        return Seat(node.node_id, node.node_ip, node.node_cpus, strategy, env_vars)
+        return ReservedSlot(node.node_id, node.node_ip, node.node_cpus, strategy, env_vars)
 
     def release(self) -> None:
         """Give everything back; actors that stand on it end."""
@@ -151,39 +150,39 @@ async def reserve(
     Raises:
         WorkerError: not to be had, or not within `timeout_s`; says what was asked for and what the cluster has.
     """
-    bundle = {"CPU": CPUS_OF_A_NODE} | ({gpu_resource: layout.gpus_per_node} if layout.gpus_per_node else {})
+    bundle = {"CPU": CPUS_PER_NODE} | ({gpu_resource: layout.gpus_per_node} if layout.gpus_per_node else {})
     if not may_grow:
-        _check_enough(layout, bundle, keys)
+        _check_capacity(layout, bundle, keys)
     group = placement_group([bundle] * layout.num_nodes, strategy="STRICT_SPREAD")
     try:
         async with asyncio.timeout(timeout_s):
             while not await asyncio.to_thread(group.wait, POLL_S):
                 pass
-        reserved = await _nodes_of(group, layout, has_gpus=layout.gpus_per_node > 0 and gpu_resource == "GPU")
+        reserved = await _resolve_nodes(group, layout, has_gpus=layout.gpus_per_node > 0 and gpu_resource == "GPU")
     except TimeoutError as error:
         remove_placement_group(group)
-        raise _not_placed(layout, bundle, keys, f"within {timeout_s:g} s (cluster.start_timeout_s)") from error
+        raise _placement_error(layout, bundle, keys, f"within {timeout_s:g} s (cluster.start_timeout_s)") from error
     except BaseException:
         remove_placement_group(group)
         raise
     return Reservation(group, reserved)
 
 
-def _check_enough(layout: Layout, bundle: Mapping[str, float], keys: str) -> None:
+def _check_capacity(layout: Layout, bundle: Mapping[str, float], keys: str) -> None:
     fits = [node for node in nodes() if all(node["Resources"].get(name, 0) >= n for name, n in bundle.items())]
     if len(fits) < layout.num_nodes:
-        raise _not_placed(layout, bundle, keys, "on this cluster")
+        raise _placement_error(layout, bundle, keys, "on this cluster")
 
 
-def _not_placed(layout: Layout, bundle: Mapping[str, float], keys: str, why: str) -> WorkerError:
+def _placement_error(layout: Layout, bundle: Mapping[str, float], keys: str, why: str) -> WorkerError:
     gpus = next((name for name in bundle if name != "CPU"), None)
     asked = f"{layout.num_nodes} {'node' if layout.num_nodes == 1 else 'nodes'}"
     if gpus:
         asked += f" with {layout.gpus_per_node} {gpus} each"
-    return WorkerError(f"cannot place {asked} ({keys}) {why}; it has {resources_text(gpus)}")
+    return WorkerError(f"cannot place {asked} ({keys}) {why}; it has {describe_resources(gpus)}")
 
 
-async def _nodes_of(group: PlacementGroup, layout: Layout, *, has_gpus: bool) -> list[_Node]:
+async def _resolve_nodes(group: PlacementGroup, layout: Layout, *, has_gpus: bool) -> list[_Node]:
     by_id = {node["NodeID"]: node for node in nodes()}
     ids = placement_group_table(group)["bundles_to_node_id"]
     gpu_ids: list[tuple[str, ...]] = [()] * layout.num_nodes

@@ -17,7 +17,7 @@ from nemo_rl.errors import ConfigError, NemoRLError
 logger = logging.getLogger(__name__)
 
 
-class PerMinute:
+class RateLimiter:
     """Lets units through at an even pace: the generic cell rate algorithm (ITU-T I.371) without bursts.
 
     Example: at 60 a minute the third of three callers at once waits 2 s; one that takes 5 units keeps the next for 5 s.
@@ -31,24 +31,24 @@ class PerMinute:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`rate` units a minute; None: no limit."""
-        self._seconds_a_unit = 60.0 / rate if rate else 0.0
+        self._seconds_per_unit = 60.0 / rate if rate else 0.0
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._sleep = sleep
         self._free_at = 0.0
 
     async def take(self, units: float = 1.0) -> None:
         """Return when `units` more are allowed; callers are served in their order."""
-        if not self._seconds_a_unit:
+        if not self._seconds_per_unit:
             return
         now = self._clock()
-        begins_at = max(now, self._free_at)
-        self._free_at = begins_at + units * self._seconds_a_unit
-        if begins_at > now:
-            await self._sleep(begins_at - now)
+        starts_at = max(now, self._free_at)
+        self._free_at = starts_at + units * self._seconds_per_unit
+        if starts_at > now:
+            await self._sleep(starts_at - now)
 
     def correct(self, units: float) -> None:
         """Count what a request took beyond its estimate; less than it, where negative."""
-        self._free_at += units * self._seconds_a_unit
+        self._free_at += units * self._seconds_per_unit
 
 
 @dataclass(slots=True)
@@ -60,13 +60,13 @@ class Replica:
 
 
 @dataclass(slots=True)
-class Replicas:
+class ReplicaPool:
     """Gives each request to the replica with the fewest running, the first of them; one that failed it comes last."""
 
     replicas: list[Replica] = field(default_factory=list)
 
     @classmethod
-    def of(cls, urls: Sequence[str]) -> "Replicas":
+    def of(cls, urls: Sequence[str]) -> "ReplicaPool":
         return cls([Replica(url) for url in urls])
 
     @contextlib.asynccontextmanager
@@ -80,16 +80,16 @@ class Replicas:
             replica.num_running -= 1
 
 
-RETRIED = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
-LONGEST_BACKOFF_S = 60.0
-TEXT_CHARACTERS = 300  # of a server's own words in an error
+RETRYABLE_STATUSES = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
+MAX_BACKOFF_S = 60.0
+MAX_ERROR_TEXT_CHARACTERS = 300  # of a server's own words in an error
 
 
 class EndpointError(NemoRLError):
     """A server that did not give an answer; the text names it and says why."""
 
 
-class _MayPass(EndpointError):
+class _RetryableError(EndpointError):
     """What another try may mend; `wait_s` is what the server asked for."""
 
     def __init__(self, text: str, wait_s: float | None = None) -> None:
@@ -104,10 +104,10 @@ class Endpoint:
         """`key` is the section's own; raises ConfigError where `api_key_env` names a variable that is not set."""
         limits = section.limits
         self._section = section
-        self._replicas = Replicas.of([url.rstrip("/").removesuffix("/v1") for url in section.base_urls])
-        self._requests = PerMinute(limits.requests_per_minute)
-        self._tokens = PerMinute(limits.tokens_per_minute)
-        self._room = asyncio.Semaphore(limits.max_concurrency)
+        self._replicas = ReplicaPool.of([url.rstrip("/").removesuffix("/v1") for url in section.base_urls])
+        self._requests = RateLimiter(limits.requests_per_minute)
+        self._tokens = RateLimiter(limits.tokens_per_minute)
+        self._concurrency = asyncio.Semaphore(limits.max_concurrency)
         self._headers = _headers(key, section.api_key_env)
         self._http: aiohttp.ClientSession | None = None
 
@@ -118,32 +118,32 @@ class Endpoint:
         replica where there is one, after a backoff that doubles (or what Retry-After says); any other status is not.
         Raises EndpointError.
         """
-        return await self._tried(path, body, num_tokens)
+        return await self._request_with_retries(path, body, num_tokens)
 
     async def get(self, path: str) -> Any:
         """The same for what is only read."""
-        return await self._tried(path, None, 0)
+        return await self._request_with_retries(path, None, 0)
 
-    async def _tried(self, path: str, body: Mapping[str, Any] | None, num_tokens: int) -> Any:
+    async def _request_with_retries(self, path: str, body: Mapping[str, Any] | None, num_tokens: int) -> Any:
         limits, failed_at = self._section.limits, []
-        async with self._room:
+        async with self._concurrency:
             for attempt in range(limits.max_retries + 1):
                 await self._requests.take()
                 await self._tokens.take(num_tokens)
                 async with self._replicas.least_busy(avoid=failed_at) as url:
                     try:
-                        return await self._once(url + path, body)
-                    except _MayPass as error:
+                        return await self._request_once(url + path, body)
+                    except _RetryableError as error:
                         failed_at.append(url)
                         if attempt == limits.max_retries:
                             raise EndpointError(f"{error}, after {attempt + 1} attempts") from error
                         wait_s = error.wait_s
                 logger.debug("%s did not answer, attempt %d", url, attempt + 1)
                 backoff_s = limits.retry_backoff_s * 2**attempt if wait_s is None else wait_s
-                await asyncio.sleep(min(backoff_s, LONGEST_BACKOFF_S))
+                await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
         raise AssertionError("unreachable")
 
-    def used(self, num_tokens: int, *, estimated: int) -> None:
+    def correct_token_estimate(self, num_tokens: int, *, estimated: int) -> None:
         """Correct the count of tokens by what the server says that a request took."""
         self._tokens.correct(num_tokens - estimated)
 
@@ -152,24 +152,26 @@ class Endpoint:
             await self._http.close()
             self._http = None
 
-    async def _once(self, url: str, body: Mapping[str, Any] | None) -> Any:
+    async def _request_once(self, url: str, body: Mapping[str, Any] | None) -> Any:
         timeout_s = self._section.limits.request_timeout_s
         method, given = ("GET", None) if body is None else ("POST", dict(body))
         try:
             async with asyncio.timeout(timeout_s), self._session().request(method, url, json=given) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise _MayPass(f"{url}: no answer in {timeout_s:g} s") from error
+            raise _RetryableError(f"{url}: no answer in {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _MayPass(f"{url}: {type(error).__name__}: {error}") from error
-        if response.status >= 500 or response.status in RETRIED:
-            raise _MayPass(f"{url}: {response.status} {text[:TEXT_CHARACTERS]}", _retry_after(response))
+            raise _RetryableError(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status >= 500 or response.status in RETRYABLE_STATUSES:
+            raise _RetryableError(
+                f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}", _retry_after(response)
+            )
         if response.status >= 400:
-            raise EndpointError(f"{url}: {response.status} {text[:TEXT_CHARACTERS]}")
+            raise EndpointError(f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}")
         try:
             return json.loads(text)
         except ValueError as error:
-            raise EndpointError(f"{url}: no JSON: {text[:TEXT_CHARACTERS]}") from error
+            raise EndpointError(f"{url}: no JSON: {text[:MAX_ERROR_TEXT_CHARACTERS]}") from error
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

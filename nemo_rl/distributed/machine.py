@@ -49,7 +49,7 @@ def raise_file_limit() -> int:
     return hard
 
 
-def connections_below(file_limit: int) -> int:
+def max_connections(file_limit: int) -> int:
     """How many connections may be open at once under a limit of open files; at least 1.
 
     Example: 1024 open files carry 384 connections.
@@ -61,7 +61,9 @@ def _finite(limit: int) -> int:
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of Linux: those of outgoing connections, and of port 0
+EPHEMERAL_PORT_RANGE = Path(
+    "/proc/sys/net/ipv4/ip_local_port_range"
+)  # of Linux: those of outgoing connections, and of port 0
 FIRST = 20_000  # Ray's workers listen below
 
 
@@ -70,7 +72,7 @@ def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
 
     Where the kernel's own begin below, they are of those. Raises OSError where there are not so many.
     """
-    candidates = _outside_the_kernels()
+    candidates = _candidate_ports()
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < number:
@@ -90,9 +92,9 @@ def unused_port(host: str = "127.0.0.1") -> int:
     return unused_ports(1, host)[0]
 
 
-def _outside_the_kernels() -> list[int]:
+def _candidate_ports() -> list[int]:
     try:
-        end = int(EPHEMERAL.read_text().split()[0])
+        end = int(EPHEMERAL_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         end = 32_768
     ports = list(range(FIRST, end))
@@ -108,7 +110,7 @@ def default_directory() -> Path:
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def remove_leftovers(directory: Path) -> None:
+def remove_stale_weight_files(directory: Path) -> None:
     """Remove weight files that nobody holds a lock on: their runs were killed.
 
     A lock rather than the process id in the name: containers that share memory do not share process ids.

@@ -17,7 +17,7 @@ ABORTED = -1
 Header = list[tuple[str, torch.dtype, torch.Size, int]]  # name, dtype, shape, offset in the chunk
 
 
-class MeetingPoint:
+class Rendezvous:
     """The store that the members of tensor streams find each other by; it lives in one process, e.g. the driver."""
 
     def __init__(self, host: str) -> None:
@@ -92,7 +92,7 @@ class TensorStream:
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         payload = torch.empty(end, dtype=torch.uint8, device=self._device)
         for (_, tensor), entry in zip(chunk, header, strict=True):
-            view_in(payload, entry).copy_(tensor)
+            view_tensor(payload, entry).copy_(tensor)
         pickled = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self._device)
         self._broadcast(torch.tensor([pickled.numel(), end], device=self._device))
         self._broadcast(pickled)
@@ -112,7 +112,7 @@ class TensorStream:
             payload = self._broadcast(torch.empty(payload_bytes, dtype=torch.uint8, device=self._device))
             header: Header = pickle.loads(pickled.cpu().numpy().tobytes())
             for entry in header:
-                yield entry[0], view_in(payload, entry)
+                yield entry[0], view_tensor(payload, entry)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         options = dist.BroadcastOptions()
@@ -121,7 +121,7 @@ class TensorStream:
         return tensor
 
 
-def view_in(payload: torch.Tensor, entry: tuple[str, torch.dtype, torch.Size, int]) -> torch.Tensor:
+def view_tensor(payload: torch.Tensor, entry: tuple[str, torch.dtype, torch.Size, int]) -> torch.Tensor:
     _, dtype, shape, offset = entry
     num_bytes = shape.numel() * dtype.itemsize
     return payload[offset : offset + num_bytes].view(dtype).view(shape)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.distributed.actors import ActorHandle, put, spawn_actor
-from nemo_rl.distributed.cluster import Seat, node_ip
+from nemo_rl.distributed.cluster import ReservedSlot, node_ip
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.errors import WorkerDied, WorkerError
 
@@ -38,11 +38,11 @@ class Worker:
 
     def __init__(self, log_file: Path | None, level: int) -> None:
         if log_file is not None and log_file.parent.is_dir():  # on another machine it may not be there
-            _write_output_to(log_file)
+            _redirect_output(log_file)
         self._target: Any = None
-        self._records = _Forwarding(level)
+        self._records = _LogCapture(level)
         root = logging.getLogger()
-        root.handlers = [_to_stderr(), self._records]
+        root.handlers = [_stderr_handler(), self._records]
         root.setLevel(logging.WARNING)
         logging.getLogger("nemo_rl").setLevel(logging.INFO)
         logging.captureWarnings(True)
@@ -74,7 +74,7 @@ class Worker:
         return getattr(self.__dict__["_target"], name)
 
 
-class _Forwarding(logging.Handler):
+class _LogCapture(logging.Handler):
     """Keeps records as text until they are read."""
 
     def __init__(self, level: int) -> None:
@@ -87,7 +87,7 @@ class _Forwarding(logging.Handler):
         self.on_record()
 
 
-def _write_output_to(log_file: Path) -> None:
+def _redirect_output(log_file: Path) -> None:
     """Everything that this process writes, libraries of C included, and where it was when a signal killed it."""
     file = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -99,16 +99,16 @@ def _write_output_to(log_file: Path) -> None:
     faulthandler.enable(file=2)
 
 
-def _to_stderr() -> logging.Handler:
+def _stderr_handler() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     return handler
 
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 PROBE_S = 5.0  # for a living worker to say so, whatever else it does
 PIDS_S = 120.0
-CALLS_AT_ONCE = 8  # a method of the object, the log, the probes
+MAX_CONCURRENT_CALLS = 8  # a method of the object, the log, the probes
 TAIL_LINES = 20
 
 
@@ -119,7 +119,7 @@ class WorkerGroup:
         self._workers = list(workers)
         self._log_files = list(log_files)
         self._death: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
-        self._ended_by: WorkerError | None = None  # why calls are refused
+        self._failure: WorkerError | None = None  # why calls are refused
         self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(workers))]
 
     @classmethod
@@ -127,7 +127,7 @@ class WorkerGroup:
         cls,
         target: Callable[..., Any],
         *args: Any,
-        seats: Sequence[Seat],
+        slots: Sequence[ReservedSlot],
         role: str,
         timeout_s: float,
         log_dir: Path | None = None,
@@ -142,28 +142,28 @@ class WorkerGroup:
         Raises:
             WorkerError: a constructor raised, or not all were there within `timeout_s`.
         """
-        log_files = [_log_file(log_dir, role, rank) for rank in range(len(seats))]
+        log_files = [_log_file(log_dir, role, rank) for rank in range(len(slots))]
         workers = [
             spawn_actor(
                 Worker,
                 log_files[rank],
                 logging.WARNING if rank else logging.INFO,
                 label=f"{role} rank {rank}",
-                seat=seat,
+                slot=slot,
                 num_threads=1,
-                max_concurrency=CALLS_AT_ONCE,
-                env_vars=_environment(rank, seats) | dict(env_vars or {}),
+                max_concurrency=MAX_CONCURRENT_CALLS,
+                env_vars=_environment(rank, slots) | dict(env_vars or {}),
             )
-            for rank, seat in enumerate(seats)
+            for rank, slot in enumerate(slots)
         ]
         group = cls(workers, log_files)
         try:
             async with asyncio.timeout(timeout_s):
-                await group._make(target, args, kwargs, seats)
+                await group._construct(target, args, kwargs, slots)
         except TimeoutError as error:
             group.kill()
             raise WorkerError(
-                f"the {len(seats)} {role} ranks were not ready within {timeout_s:g} s (cluster.start_timeout_s)"
+                f"the {len(slots)} {role} ranks were not ready within {timeout_s:g} s (cluster.start_timeout_s)"
             ) from error
         except BaseException:
             group.kill()
@@ -176,7 +176,7 @@ class WorkerGroup:
 
     @property
     def is_alive(self) -> bool:
-        return self._ended_by is None
+        return self._failure is None
 
     async def call_all(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """The results of method `name` of every rank, in their order; the arguments are sent once.
@@ -196,7 +196,7 @@ class WorkerGroup:
         return await self._call(self._workers, "pid", (), {}, PIDS_S)
 
     @asynccontextmanager
-    async def ends_this_task(self) -> AsyncIterator[None]:
+    async def cancel_task_on_worker_death(self) -> AsyncIterator[None]:
         """Inside, a worker's death cancels the current task, whatever it waits for; its end raises the WorkerError."""
         task = asyncio.current_task()
         assert task is not None
@@ -218,24 +218,24 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End all processes at once; may be called again."""
-        self._ended_by = self._ended_by or WorkerError("the workers were ended")
+        self._failure = self._failure or WorkerError("the workers were ended")
         self._death.cancel()
         for watcher in self._watchers:
             watcher.cancel()
         for worker in self._workers:
             worker.kill()
 
-    async def _make(
-        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], seats: Sequence[Seat]
+    async def _construct(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slots: Sequence[ReservedSlot]
     ) -> None:
         address, port = await self.call_rank0("endpoint")
-        if len({seat.node_id for seat in seats}) == 1:
+        if len({slot.node_id for slot in slots}) == 1:
             address = "127.0.0.1"
-        shared = {**kwargs, "world_size": len(seats), "master_address": address, "master_port": port}
+        shared = {**kwargs, "world_size": len(slots), "master_address": address, "master_port": port}
         calls = [
             worker.call("make", target, args, {**shared, "rank": rank}) for rank, worker in enumerate(self._workers)
         ]
-        await self._all(calls)
+        await self._await_all(calls)
 
     async def _call(
         self,
@@ -245,42 +245,44 @@ class WorkerGroup:
         kwargs: dict[str, Any],
         timeout_s: float | None,
     ) -> list[Any]:
-        if self._ended_by is not None:
-            raise WorkerError(f"{name} was asked of workers that are gone: {self._ended_by}") from self._ended_by
+        if self._failure is not None:
+            raise WorkerError(f"{name} was asked of workers that are gone: {self._failure}") from self._failure
         payload = put(args, kwargs) if len(workers) > 1 else (args, kwargs)
-        return await self._all([worker.call_with(name, payload, timeout_s=timeout_s) for worker in workers])
+        return await self._await_all(
+            [worker.call_with_payload(name, payload, timeout_s=timeout_s) for worker in workers]
+        )
 
-    async def _all(self, calls: Sequence[Any]) -> list[Any]:
+    async def _await_all(self, calls: Sequence[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = [rank for rank, task in enumerate(tasks) if task.done() and task.exception() is not None]
             if failed:
-                raise await self._fail(failed[0], tasks[failed[0]].exception())
+                raise await self._end_all(failed[0], tasks[failed[0]].exception())
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _fail(self, rank: int, error: BaseException | None) -> BaseException:
+    async def _end_all(self, rank: int, error: BaseException | None) -> BaseException:
         """End all; the error to raise is that of a rank that has died where there is one."""
         if not isinstance(error, WorkerError):
             return error or WorkerError("unknown")
         if not isinstance(error, WorkerDied):
-            rank, error = await self._first_death(rank, error)
-        if self._ended_by is None:
-            self._ended_by = self._explained(rank, error)
+            rank, error = await self._find_dead_rank(rank, error)
+        if self._failure is None:
+            self._failure = self._with_log_tail(rank, error)
         self.kill()
-        return self._ended_by
+        return self._failure
 
-    async def _first_death(self, rank: int, error: WorkerError) -> tuple[int, WorkerError]:
+    async def _find_dead_rank(self, rank: int, error: WorkerError) -> tuple[int, WorkerError]:
         """A rank fails of the loss of another one before Ray tells of that: look who is still there."""
         probes = [worker.call("pid", timeout_s=PROBE_S) for worker in self._workers]
         answers = await asyncio.gather(*probes, return_exceptions=True)
         return next(((r, answer) for r, answer in enumerate(answers) if isinstance(answer, WorkerDied)), (rank, error))
 
-    def _explained(self, rank: int, error: WorkerError) -> WorkerError:
+    def _with_log_tail(self, rank: int, error: WorkerError) -> WorkerError:
         """With the end of what a dead worker wrote."""
         file = self._log_files[rank]
         if not isinstance(error, WorkerDied) or file is None or not file.exists():
@@ -295,10 +297,10 @@ class WorkerGroup:
             async for line in self._workers[rank].stream("log_lines"):
                 logging.getLogger(line.logger).log(line.level, "[%s] %s", self._workers[rank].name, line.message)
         except WorkerError as error:
-            if self._ended_by is None:
-                self._ended_by = self._explained(rank, error)
+            if self._failure is None:
+                self._failure = self._with_log_tail(rank, error)
                 if not self._death.done():
-                    self._death.set_result(self._ended_by)
+                    self._death.set_result(self._failure)
                 for worker in self._workers:
                     worker.kill()
 
@@ -311,7 +313,7 @@ def _log_file(log_dir: Path | None, role: str, rank: int) -> Path | None:
     return log_dir.absolute() / f"{role}_{rank}.log"
 
 
-def _environment(rank: int, seats: Sequence[Seat]) -> dict[str, str]:
+def _environment(rank: int, slots: Sequence[ReservedSlot]) -> dict[str, str]:
     """The cores of a node are shared by the ranks on it; Ray would allow each one thread."""
-    neighbours = [seat.node_id for seat in seats].count(seats[rank].node_id)
-    return {"OMP_NUM_THREADS": str(max(1, int(seats[rank].node_cpus) // neighbours))}
+    ranks_on_node = [slot.node_id for slot in slots].count(slots[rank].node_id)
+    return {"OMP_NUM_THREADS": str(max(1, int(slots[rank].node_cpus) // ranks_on_node))}

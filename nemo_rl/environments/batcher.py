@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.boundary import StepResult, checked_step
+from nemo_rl.environments.boundary import StepResult, step_with_checks
 from nemo_rl.errors import EnvironmentContractError
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import Message
@@ -17,7 +17,7 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting(Generic[ItemT, ResultT]):
+class _PendingItem(Generic[ItemT, ResultT]):
     item: ItemT
     result: asyncio.Future[ResultT]
     arrived_s: float  # on the loop's clock
@@ -38,9 +38,9 @@ class Batcher(Generic[ItemT, ResultT]):
     def __init__(self, answer: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: BatchingConfig) -> None:
         self.num_calls = 0  # of `answer`
         self.num_items = 0  # that went into them
-        self._answer = answer
+        self._process_batch = answer
         self._batching = batching
-        self._waiting: deque[_Waiting[ItemT, ResultT]] = deque()
+        self._waiting: deque[_PendingItem[ItemT, ResultT]] = deque()
         self._changed = asyncio.Condition()
         self._flusher: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
@@ -56,7 +56,7 @@ class Batcher(Generic[ItemT, ResultT]):
             for item in items:
                 result: asyncio.Future[ResultT] = loop.create_future()
                 results.append(result)
-                await self._put(_Waiting(item, result, loop.time()))
+                await self._put(_PendingItem(item, result, loop.time()))
             return [await result for result in results]
         finally:
             for result in results:
@@ -72,7 +72,7 @@ class Batcher(Generic[ItemT, ResultT]):
             await self._flusher
         await asyncio.gather(*self._calls)
 
-    async def _put(self, waiting: _Waiting[ItemT, ResultT]) -> None:
+    async def _put(self, waiting: _PendingItem[ItemT, ResultT]) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._batching.max_queue_size)
             if self._closed:
@@ -84,7 +84,7 @@ class Batcher(Generic[ItemT, ResultT]):
         while batch := await self._next_batch():
             self._calls.add(asyncio.create_task(self._call(batch)))
 
-    async def _next_batch(self) -> list[_Waiting[ItemT, ResultT]]:
+    async def _next_batch(self) -> list[_PendingItem[ItemT, ResultT]]:
         """The next items for one call; none when closed and everything has been answered."""
         while True:
             async with self._changed:
@@ -113,7 +113,7 @@ class Batcher(Generic[ItemT, ResultT]):
         except TimeoutError:
             return
 
-    async def _call(self, batch: list[_Waiting[ItemT, ResultT]]) -> None:
+    async def _call(self, batch: list[_PendingItem[ItemT, ResultT]]) -> None:
         try:
             await self._resolve(batch)
         finally:
@@ -121,11 +121,11 @@ class Batcher(Generic[ItemT, ResultT]):
                 self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
                 self._changed.notify_all()
 
-    async def _resolve(self, batch: list[_Waiting[ItemT, ResultT]]) -> None:
+    async def _resolve(self, batch: list[_PendingItem[ItemT, ResultT]]) -> None:
         self.num_calls += 1
         self.num_items += len(batch)
         try:
-            results = await self._answer([waiting.item for waiting in batch])
+            results = await self._process_batch([waiting.item for waiting in batch])
             if len(results) != len(batch):
                 raise EnvironmentContractError(f"{len(results)} results for {len(batch)} items")
         except Exception as error:  # belongs to those who wait for it
@@ -150,7 +150,7 @@ class BatchedEnvironment:
     def __init__(self, inner: Environment, batching: BatchingConfig, timeout_s: float | None) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
-        self._batcher: Batcher[_Item, StepResult] = Batcher(self._answer, batching)
+        self._batcher: Batcher[_Item, StepResult] = Batcher(self._process_batch, batching)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -161,7 +161,7 @@ class BatchedEnvironment:
         await self._batcher.close()
         await self._inner.close()
 
-    async def _answer(self, batch: list[_Item]) -> Sequence[StepResult]:
+    async def _process_batch(self, batch: list[_Item]) -> Sequence[StepResult]:
         conversations = [conversation for conversation, _ in batch]
         states = [state for _, state in batch]
-        return await checked_step(self._inner, conversations, states, timeout_s=self._timeout_s)
+        return await step_with_checks(self._inner, conversations, states, timeout_s=self._timeout_s)

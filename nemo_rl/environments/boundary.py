@@ -17,21 +17,21 @@ ResultT = TypeVar("ResultT")
 
 
 class BlockingCalls:
-    """At most `max_at_once` blocking calls; more wait for room.
+    """At most `max_concurrency` blocking calls; more wait for room.
 
     Each has a daemon thread of its own (some 50 µs), unlike an executor's, which the interpreter joins at its end. A
     call that is cancelled or out of time leaves its thread behind, which no one can stop, and gives its room free.
     """
 
-    def __init__(self, name: str, max_at_once: int) -> None:
+    def __init__(self, name: str, max_concurrency: int) -> None:
         self._name = name
-        self._room = asyncio.Semaphore(max_at_once)
+        self._semaphore = asyncio.Semaphore(max_concurrency)
 
     async def run(self, function: Callable[[], ResultT], *, timeout_s: float | None = None) -> ResultT:
         """The function's result or exception; TimeoutError `timeout_s` after it began."""
-        async with self._room:
+        async with self._semaphore:
             future: Future[ResultT] = Future()
-            threading.Thread(target=_settle, args=(future, function), name=self._name, daemon=True).start()
+            threading.Thread(target=_run_into_future, args=(future, function), name=self._name, daemon=True).start()
             try:
                 async with asyncio.timeout(timeout_s) as deadline:
                     return await asyncio.wrap_future(future)
@@ -41,14 +41,14 @@ class BlockingCalls:
                 raise
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async_callable(function: Callable[..., Any]) -> bool:
     """Whether a call gives an awaitable: an `async def`, or an object with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it is callable
     )
 
 
-def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
+def _run_into_future(future: Future[Any], function: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -57,17 +57,17 @@ def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 RESPONSE_TRUNCATED = "response_truncated"
 StepResult: TypeAlias = EnvStep | Failure
 
 
-def failure_of(error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT) -> Failure:
+def error_to_failure(error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT) -> Failure:
     """The error as one line."""
     return Failure(failure_class, summarize_error(error))
 
 
-def raise_own_cancellation(error: BaseException) -> None:
+def reraise_own_cancellation(error: BaseException) -> None:
     """Raise `error` again where it is the cancellation of the current task; one from within is a fault of the code
     that is called."""
     task = asyncio.current_task()
@@ -75,19 +75,21 @@ def raise_own_cancellation(error: BaseException) -> None:
         raise error
 
 
-def checked_result(result: object) -> StepResult:
+def validate_result(result: object) -> StepResult:
     """The result itself, or a failure where it is no result or a reward is no finite number."""
     if isinstance(result, Failure):
         return result
     if not isinstance(result, EnvStep):
-        return failure_of(EnvironmentContractError(f"a step gave {type(result).__name__}, not EnvStep or Failure"))
+        return error_to_failure(
+            EnvironmentContractError(f"a step gave {type(result).__name__}, not EnvStep or Failure")
+        )
     for name, reward in result.rewards.items():
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             return Failure(FailureClass.REWARD, f"reward {name!r} is {reward!r}, not a finite number")
     return result
 
 
-async def checked_step(
+async def step_with_checks(
     environment: Environment,
     conversations: Sequence[Sequence[Message]],
     states: Sequence[Mapping[str, Any]],
@@ -101,12 +103,12 @@ async def checked_step(
             results = await environment.step(conversations, states)
         if len(results) != len(conversations):
             raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
-        return tuple(checked_result(result) for result in results)
+        return tuple(validate_result(result) for result in results)
     except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others
-        raise_own_cancellation(error)
+        reraise_own_cancellation(error)
         cause = TimeoutError(f"no answer in {timeout_s:g} s") if deadline.expired() else error
-        LOGGER.warning("an environment failed %d items", len(conversations), exc_info=cause)
-        return (failure_of(cause),) * len(conversations)
+        logger.warning("an environment failed %d items", len(conversations), exc_info=cause)
+        return (error_to_failure(cause),) * len(conversations)
 
 
 class CheckedEnvironment:
@@ -119,7 +121,7 @@ class CheckedEnvironment:
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        return await checked_step(self._inner, conversations, states, timeout_s=self._timeout_s)
+        return await step_with_checks(self._inner, conversations, states, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         await self._inner.close()

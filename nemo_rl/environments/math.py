@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config.environment import MathEnvironmentConfig
-from nemo_rl.environments.boundary import StepResult, failure_of
+from nemo_rl.environments.boundary import StepResult, error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import register
 from nemo_rl.errors import WorkerError
@@ -37,7 +37,7 @@ class MathEnvironment:
         try:
             is_correct, answer = await self._pool.call(str(state["answer"]), conversation[-1].content)
         except WorkerError as error:
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
         return EnvStep(rewards={"math": float(is_correct)}, state=state, answer=answer)
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from nemo_rl.environments.boundary import BlockingCalls
 from nemo_rl.errors import WorkerError
 
-LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # for a worker's imports
 ORPHAN_GRACE_S = 10.0  # past its deadline, a worker that nobody killed is killed by its own alarm
 MEMORY_BYTES = 4 * 1024**3  # of address space: a power tower is an error in its worker, not the machine's end
@@ -33,9 +33,9 @@ class ProcessPool:
     def __init__(self, function: str, num_workers: int, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._closed = False
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._idle_workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(num_workers):
-            self._free.put(_Worker(function, timeout_s))
+            self._idle_workers.put(_Worker(function, timeout_s))
         self._blocking_calls = BlockingCalls("process-pool", num_workers)
 
     async def call(self, *args: Any) -> Any:
@@ -47,21 +47,21 @@ class ProcessPool:
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
-                self._free.get_nowait().stop()
+                self._idle_workers.get_nowait().stop()
 
     def _call(self, args: tuple[Any, ...]) -> Any:
-        worker = self._free.get()
+        worker = self._idle_workers.get()
         try:
             return worker.call(args, self._timeout_s)
         finally:
             if self._closed:
                 worker.stop()
             else:
-                self._free.put(worker)
+                self._idle_workers.put(worker)
 
 
 @dataclass(frozen=True, slots=True)
-class _Raised:
+class _WorkerException:
     text: str
 
 
@@ -85,7 +85,7 @@ class _Worker:
         except (EOFError, OSError) as error:
             self._restart()
             raise WorkerError(f"{self._function}: its process died") from error
-        if isinstance(result, _Raised):
+        if isinstance(result, _WorkerException):
             raise WorkerError(result.text)
         return result
 
@@ -127,7 +127,7 @@ def serve(descriptor: int, function_path: str, timeout_s: float) -> None:
             try:
                 result = function(*args)
             except Exception as error:
-                result = _Raised(f"{type(error).__name__}: {error}")
+                result = _WorkerException(f"{type(error).__name__}: {error}")
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send(result)
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from nemo_rl.config.environment import ReasoningGymEnvironmentConfig
-from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, BlockingCalls, StepResult, failure_of
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, BlockingCalls, StepResult, error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import register
 from nemo_rl.types import EnvStep, FailureClass, Message
@@ -47,7 +47,7 @@ class ReasoningGymEnvironment:
             if self._section.require_stop and state[RESPONSE_TRUNCATED]:
                 score = 0.0
         except Exception as error:  # a state without its keys, a verifier that raises, a worker that was killed
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
         return EnvStep(rewards={"reasoning_gym": score}, state=state, answer=answer)
 
     async def _call(self, task: str, entry: Mapping[str, Any], answer: str) -> float:
@@ -70,11 +70,11 @@ def score_answer(task: str, entry: dict[str, Any], answer: str) -> float:
     """The score, 0 to 1, that the task's verifier gives; an entry of a mixture ("composite") names its own task."""
     if task == "composite":
         task = entry["metadata"]["source_dataset"]
-    return float(_scorer(task)(answer=answer, entry=entry))
+    return float(_get_scorer(task)(answer=answer, entry=entry))
 
 
 @cache
-def _scorer(task: str) -> Any:
+def _get_scorer(task: str) -> Any:
     from reasoning_gym.factory import get_score_answer_fn
 
     return get_score_answer_fn(task)

@@ -17,16 +17,22 @@ from nemo_rl.config.environment import (
     RemoteConfig,
 )
 from nemo_rl.environments.batcher import BatchedEnvironment
-from nemo_rl.environments.boundary import BlockingCalls, CheckedEnvironment, StepResult, failure_of, is_async
+from nemo_rl.environments.boundary import (
+    BlockingCalls,
+    CheckedEnvironment,
+    StepResult,
+    error_to_failure,
+    is_async_callable,
+)
 from nemo_rl.errors import ConfigError, EnvironmentContractError, suggest_name
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
 
-FUNCTION_THREADS = 16  # calls at once of a function that is not async
+MAX_FUNCTION_THREADS = 16  # calls at once of a function that is not async
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def plain_messages(conversation: Sequence[Message]) -> list[dict[str, str]]:
+def messages_to_dicts(conversation: Sequence[Message]) -> list[dict[str, str]]:
     """New dicts of role and content: what code that is not ours sees of a conversation."""
     return [{"role": message.role, "content": message.content} for message in conversation]
 
@@ -42,8 +48,8 @@ class FunctionEnvironment:
         self._name = name
         self._timeout_s = timeout_s
         self._function = function
-        self._is_async = is_async(function)
-        self._blocking_calls = BlockingCalls(f"env-{name}", FUNCTION_THREADS)
+        self._is_async = is_async_callable(function)
+        self._blocking_calls = BlockingCalls(f"env-{name}", MAX_FUNCTION_THREADS)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -51,7 +57,7 @@ class FunctionEnvironment:
         return await asyncio.gather(*map(self._score, conversations, states))
 
     async def _score(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
-        call = partial(self._function, plain_messages(conversation), dict(state))
+        call = partial(self._function, messages_to_dicts(conversation), dict(state))
         try:
             if self._is_async:
                 score = await asyncio.wait_for(call(), self._timeout_s)
@@ -60,7 +66,7 @@ class FunctionEnvironment:
             scores = score if isinstance(score, Mapping) else {self._name: score}
             return EnvStep(rewards={str(name): float(value) for name, value in scores.items()}, state=state)
         except Exception as error:  # the boundary to the user's function
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
 
     async def close(self) -> None:
         pass
@@ -74,8 +80,8 @@ def is_nemo_rl_environment(target: object) -> bool:
     if not inspect.isclass(target) or step is None:
         return False
     parameters = list(inspect.signature(step).parameters)
-    is_ours = "conversations" in parameters or inspect.iscoroutinefunction(step)
-    return "message_log_batch" in parameters or not is_ours
+    is_native = "conversations" in parameters or inspect.iscoroutinefunction(step)
+    return "message_log_batch" in parameters or not is_native
 
 
 def is_ray_actor_class(target: object) -> bool:
@@ -97,9 +103,9 @@ class NemoRLEnvironment:
         self._actor = None
         self._inner: Any = None
         if is_ray_actor_class(cls):
-            from nemo_rl.distributed.actors import spawn_actor, undecorated  # loads Ray
+            from nemo_rl.distributed.actors import spawn_actor, unwrap_actor_class  # loads Ray
 
-            self._actor = spawn_actor(undecorated(cls), **kwargs)
+            self._actor = spawn_actor(unwrap_actor_class(cls), **kwargs)
             return
         try:
             self._inner = cls(**kwargs)
@@ -110,10 +116,10 @@ class NemoRLEnvironment:
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        message_logs = [plain_messages(conversation) for conversation in conversations]
+        message_logs = [messages_to_dicts(conversation) for conversation in conversations]
         returned = await self._call("step", message_logs, [dict(state) for state in states])
-        rewards = _rows(returned.rewards)
-        terminated = _rows(returned.terminateds)
+        rewards = _to_list(returned.rewards)
+        terminated = _to_list(returned.terminateds)
         count = len(conversations)
         columns = (returned.observations, returned.metadata, rewards, terminated)
         if any(len(column) != count for column in columns):
@@ -122,8 +128,8 @@ class NemoRLEnvironment:
         answers: Any = getattr(returned, "answers", None) or [None] * count  # older EnvironmentReturns have none
         return [
             EnvStep(
-                observation=_observation(returned.observations[i]),
-                rewards=self._named(rewards[i]),
+                observation=_parse_observation(returned.observations[i]),
+                rewards=self._name_rewards(rewards[i]),
                 done=bool(terminated[i]),
                 state=returned.metadata[i] or {},
                 stop_strings=None if stop_strings[i] is None else tuple(stop_strings[i]),
@@ -146,18 +152,18 @@ class NemoRLEnvironment:
             return await function(*args)
         return await self._blocking_calls.run(partial(function, *args))
 
-    def _named(self, reward: float | list[float]) -> dict[str, float]:
+    def _name_rewards(self, reward: float | list[float]) -> dict[str, float]:
         if isinstance(reward, list):
             return {f"reward{i}": float(component) for i, component in enumerate(reward, start=1)}
         return {self._name: float(reward)}
 
 
-def _rows(values: Any) -> list[Any]:
+def _to_list(values: Any) -> list[Any]:
     """A tensor, an array or a sequence as a list."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def _observation(message: Mapping[str, Any] | None) -> tuple[Message, ...]:
+def _parse_observation(message: Mapping[str, Any] | None) -> tuple[Message, ...]:
     if not message or not message.get("content"):
         return ()
     return (Message(ROLES.get(message["role"], "user"), str(message["content"])),)
@@ -208,7 +214,7 @@ def make_environment(name: str, section: EnvironmentConfig) -> Environment:
     return CheckedEnvironment(inner, timeout_s)
 
 
-def without_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
+def strip_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
     """The same environment inside an actor: not remote again, and batched outside."""
     return section.model_copy(
         update={"remote": RemoteConfig.model_validate({}), "batching": BatchingConfig.model_validate({})}
@@ -218,16 +224,16 @@ def without_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
 def _make_local(name: str, section: EnvironmentConfig) -> Environment:
     kind = section.type or name
     if "." in kind or ":" in kind:
-        return _from_path(name, kind, section)
+        return _make_from_path(name, kind, section)
     if kind in ENVIRONMENT_CONFIGS:
         importlib.import_module(f"nemo_rl.environments.{kind}")  # registers itself
     if kind not in ENVIRONMENTS:
-        near = suggest_name(kind, {*ENVIRONMENT_CONFIGS, *ENVIRONMENTS})
-        raise ConfigError(f"env.{name}.type", kind, f"unknown environment, and no dotted path{near}")
+        hint = suggest_name(kind, {*ENVIRONMENT_CONFIGS, *ENVIRONMENTS})
+        raise ConfigError(f"env.{name}.type", kind, f"unknown environment, and no dotted path{hint}")
     return ENVIRONMENTS[kind](name, section)
 
 
-def _from_path(name: str, path: str, section: EnvironmentConfig) -> Environment:
+def _make_from_path(name: str, path: str, section: EnvironmentConfig) -> Environment:
     key = f"env.{name}.type"
     target = import_path(key, path)
     kwargs = section.kwargs if isinstance(section, CustomEnvironmentConfig) else {}
@@ -235,7 +241,7 @@ def _from_path(name: str, path: str, section: EnvironmentConfig) -> Environment:
         return NemoRLEnvironment(name, target, kwargs)
     if inspect.isclass(target):
         _check_methods(key, path, target)
-        return _made(key, path, target, kwargs)
+        return _instantiate(key, path, target, kwargs)
     if not callable(target):
         raise ConfigError(key, path, "neither a class nor a function")
     if kwargs:
@@ -253,7 +259,7 @@ def _check_methods(key: str, path: str, target: type) -> None:
             raise ConfigError(key, path, f"the class's method `{method}` must be `async def`")
 
 
-def _made(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
+def _instantiate(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
     try:
         return target(**kwargs)
     except Exception as error:  # a user's own constructor

@@ -6,8 +6,8 @@ from typing import Any
 
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
-from nemo_rl.environments.boundary import StepResult, failure_of
-from nemo_rl.environments.registry import make_environment, without_wrappers
+from nemo_rl.environments.boundary import StepResult, error_to_failure
+from nemo_rl.environments.registry import make_environment, strip_wrappers
 from nemo_rl.errors import EnvironmentContractError, WorkerError
 from nemo_rl.types import Message
 
@@ -26,15 +26,15 @@ class RemoteEnvironment:
         self._timeout_s = section.timeout_s
         self._actors = [
             spawn_actor(
-                _Hosted,
+                _EnvironmentActor,
                 name,
-                without_wrappers(section),
+                strip_wrappers(section),
                 max_concurrency=remote.max_concurrency,
                 max_restarts=MAX_RESTARTS,
             )
             for _ in range(remote.num_actors)
         ]
-        self._busy = [0] * remote.num_actors  # items that each holds
+        self._num_in_flight = [0] * remote.num_actors  # items that each holds
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -42,29 +42,29 @@ class RemoteEnvironment:
         share = max(1, -(-len(conversations) // len(self._actors)))
         starts = range(0, len(conversations), share)
         shares = [(conversations[i : i + share], states[i : i + share]) for i in starts]
-        results = await asyncio.gather(*(self._step_share(*each) for each in shares))
-        return [result for of_share in results for result in of_share]
+        results = await asyncio.gather(*(self._step_shard(*each) for each in shares))
+        return [result for shard_results in results for result in shard_results]
 
-    async def _step_share(
+    async def _step_shard(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        index = self._busy.index(min(self._busy))
-        self._busy[index] += len(conversations)
+        index = self._num_in_flight.index(min(self._num_in_flight))
+        self._num_in_flight[index] += len(conversations)
         try:
             results = await self._actors[index].call("step", conversations, states, timeout_s=self._timeout_s)
             if len(results) != len(conversations):
                 raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
             return results
         except (WorkerError, EnvironmentContractError) as error:
-            return [failure_of(error)] * len(conversations)
+            return [error_to_failure(error)] * len(conversations)
         finally:
-            self._busy[index] -= len(conversations)
+            self._num_in_flight[index] -= len(conversations)
 
     async def close(self) -> None:
-        await asyncio.gather(*map(_end, self._actors))
+        await asyncio.gather(*map(_close_actor, self._actors))
 
 
-async def _end(actor: ActorHandle) -> None:
+async def _close_actor(actor: ActorHandle) -> None:
     try:
         await actor.call("close", timeout_s=CLOSE_TIMEOUT_S)
     except WorkerError:  # it is dead, or hangs: killing it is all that is left
@@ -73,7 +73,7 @@ async def _end(actor: ActorHandle) -> None:
         actor.kill()
 
 
-class _Hosted:
+class _EnvironmentActor:
     """The environment inside an actor."""
 
     def __init__(self, name: str, section: EnvironmentConfig) -> None:

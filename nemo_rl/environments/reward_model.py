@@ -20,7 +20,8 @@ class RewardModelEnvironment:
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
         return [
-            EnvStep(state=state, answer=talk[-1].content) for talk, state in zip(conversations, states, strict=True)
+            EnvStep(state=state, answer=conversation[-1].content)
+            for conversation, state in zip(conversations, states, strict=True)
         ]
 
     async def close(self) -> None:

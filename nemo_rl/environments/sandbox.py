@@ -25,7 +25,7 @@ from pathlib import Path
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 FILE_BYTES = 4 * 1024 * 1024
-START_ALLOWANCE_S = 10.0  # the interpreter's start on a busy machine, beside `wall_s`
+STARTUP_GRACE_S = 10.0  # the interpreter's start on a busy machine, beside `wall_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def run_python(code: str, limits: SandboxLimits) -> str:
         status = _run(code, limits, home, output.fileno())
         output.seek(0)
         raw = output.read(FILE_BYTES)
-    text = _cut(raw.decode(errors="replace").rstrip("\n"), limits.max_output_chars)
-    problem = "[stopped: too much output]" if len(raw) == FILE_BYTES else _problem(status, limits)
+    text = _truncate_middle(raw.decode(errors="replace").rstrip("\n"), limits.max_output_chars)
+    problem = "[stopped: too much output]" if len(raw) == FILE_BYTES else _describe_termination(status, limits)
     return "\n".join(part for part in (text, problem) if part)
 
 
@@ -72,7 +72,7 @@ def _run(code: str, limits: SandboxLimits, home: str, output: int) -> int | None
         start_new_session=True,
     )
     try:
-        process.communicate(code.encode(errors="replace"), timeout=limits.wall_s + START_ALLOWANCE_S)
+        process.communicate(code.encode(errors="replace"), timeout=limits.wall_s + STARTUP_GRACE_S)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -82,7 +82,7 @@ def _run(code: str, limits: SandboxLimits, home: str, output: int) -> int | None
     return process.returncode
 
 
-def _problem(status: int | None, limits: SandboxLimits) -> str:
+def _describe_termination(status: int | None, limits: SandboxLimits) -> str:
     if status in (None, -signal.SIGALRM):
         return f"[stopped: longer than {limits.wall_s:g} s]"
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
@@ -92,7 +92,7 @@ def _problem(status: int | None, limits: SandboxLimits) -> str:
     return ""
 
 
-def _cut(text: str, max_chars: int) -> str:
+def _truncate_middle(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

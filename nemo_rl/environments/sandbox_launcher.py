@@ -26,9 +26,9 @@ READABLE = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)
 
 # System calls that are refused, by number: asm/unistd_64.h and asm-generic/unistd.h.
 # fmt: off
-REFUSED_EVERYWHERE = {"pidfd_send_signal": 424, "io_uring_setup": 425, "pidfd_open": 434, "clone3": 435,
+BLOCKED_ON_ALL_MACHINES = {"pidfd_send_signal": 424, "io_uring_setup": 425, "pidfd_open": 434, "clone3": 435,
                       "pidfd_getfd": 438, "mount_setattr": 442, "fchmodat2": 452}
-REFUSED = {
+BLOCKED_SYSCALLS = {
     "x86_64": {"shmget": 29, "socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "execve": 59,
                "kill": 62, "msgget": 68, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94,
                "ptrace": 101, "setpgid": 109, "setsid": 112, "rt_sigqueueinfo": 129, "setrlimit": 160, "mount": 165,
@@ -48,7 +48,7 @@ AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_CALLS = 0x40000000  # x86-64: the same calls under other numbers
 EPERM = 1
 
-REFUSED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill")
+BLOCKED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill")
 FILE_EVENTS = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
 
@@ -56,17 +56,17 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     code = sys.stdin.buffer.read().decode()
     sys.argv = ["tool"]
-    give_up_rights(settings)
+    drop_privileges(settings)
     run(code)
 
 
-def give_up_rights(settings: dict[str, Any]) -> None:
+def drop_privileges(settings: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     is_linux = sys.platform == "linux"
     if is_linux:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        restrict_files(libc, os.getcwd())
+        restrict_file_access(libc, os.getcwd())
     signal.setitimer(signal.ITIMER_REAL, settings["wall_s"])
     limits = {
         resource.RLIMIT_CPU: settings["cpu_s"],
@@ -79,12 +79,12 @@ def give_up_rights(settings: dict[str, Any]) -> None:
     for limit, value in limits.items():
         with contextlib.suppress(ValueError, OSError):  # a stricter one is set already, or the system knows none
             resource.setrlimit(limit, (value, value))
-    has_filter = is_linux and refuse_system_calls(libc)
+    has_filter = is_linux and install_seccomp_filter(libc)
     # With the filter foreign functions can do no harm, and numpy wants them.
-    add_audit_hook(os.getcwd(), REFUSED_EVENTS if has_filter else (*REFUSED_EVENTS, "ctypes."))
+    add_audit_hook(os.getcwd(), BLOCKED_EVENTS if has_filter else (*BLOCKED_EVENTS, "ctypes."))
 
 
-def restrict_files(libc: ctypes.CDLL, home: str) -> None:
+def restrict_file_access(libc: ctypes.CDLL, home: str) -> None:
     """Landlock: read the Python installation, read and write `home`. Nothing where the kernel has none."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     if version < 1:
@@ -101,23 +101,23 @@ def restrict_files(libc: ctypes.CDLL, home: str) -> None:
     os.close(ruleset)
 
 
-def refuse_system_calls(libc: ctypes.CDLL) -> bool:
+def install_seccomp_filter(libc: ctypes.CDLL) -> bool:
     """A seccomp filter that answers EPERM to REFUSED calls; whether the kernel took it."""
     machine = platform.machine()
-    if machine not in REFUSED:
+    if machine not in BLOCKED_SYSCALLS:
         return False
-    numbers = [*REFUSED[machine].values(), *REFUSED_EVERYWHERE.values()]
-    load_word, jump_equal, jump_at_least, give_back = 0x20, 0x15, 0x35, 0x06
+    numbers = [*BLOCKED_SYSCALLS[machine].values(), *BLOCKED_ON_ALL_MACHINES.values()]
+    load_word, jump_equal, jump_at_least, bpf_return = 0x20, 0x15, 0x35, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | EPERM
     checks = [(jump_at_least, X32_CALLS), *((jump_equal, number) for number in numbers)]
     program = [
         (load_word, 0, 0, 4),  # seccomp_data.arch
         (jump_equal, 1, 0, AUDIT_ARCH[machine]),
-        (give_back, 0, 0, refuse),
+        (bpf_return, 0, 0, refuse),
         (load_word, 0, 0, 0),  # seccomp_data.nr
         *((kind, len(checks) - i, 0, operand) for i, (kind, operand) in enumerate(checks)),
-        (give_back, 0, 0, allow),
-        (give_back, 0, 0, refuse),
+        (bpf_return, 0, 0, allow),
+        (bpf_return, 0, 0, refuse),
     ]
     instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(instructions)

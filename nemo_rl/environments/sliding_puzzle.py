@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.environment import SlidingPuzzleEnvironmentConfig
-from nemo_rl.environments.boundary import StepResult, failure_of
+from nemo_rl.environments.boundary import StepResult, error_to_failure
 from nemo_rl.environments.registry import register
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, FailureClass, Message
@@ -45,7 +45,7 @@ class SlidingPuzzleEnvironment:
         try:
             size, board = int(state["size"]), tuple(state["board"])
         except (KeyError, TypeError) as error:
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
         action = parse_action(response)
         moved = None if action is None else slide(board, size, action)
         if moved is None:
@@ -122,9 +122,9 @@ def puzzle_rows(section: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
     `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10). Raises ConfigError for others.
     """
     kwargs = {"size": 3, "shuffle_moves": 10} | section.task_kwargs
-    for place in range(section.size or NUM_PUZZLES):
+    for index in range(section.size or NUM_PUZZLES):
         try:
-            state = generate_puzzle(**kwargs, seed=seed * PUZZLES_PER_SEED + place)
+            state = generate_puzzle(**kwargs, seed=seed * PUZZLES_PER_SEED + index)
         except (TypeError, ValueError) as error:
             raise ConfigError("task_kwargs", section.task_kwargs, str(error)) from error
         yield {"messages": [{"role": "user", "content": RULES + render(state["board"], state["size"])}], **state}

@@ -79,7 +79,7 @@ def calculate(expression: str) -> str:
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression is longer than {MAX_CHARS} characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"not an expression: {error.msg}") from error
     except (ArithmeticError, TypeError, RecursionError, MemoryError) as error:
@@ -87,32 +87,32 @@ def calculate(expression: str) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def _value(node: ast.expr) -> Number:
+def _evaluate(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _bounded(value)
+            return _check_bounds(value)
         case ast.Name(id=name) if name in CONSTANTS:
             return CONSTANTS[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -_evaluate(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return _evaluate(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return _binary(op, _value(left), _value(right))
+            return _evaluate_binary(op, _evaluate(left), _evaluate(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            return _bounded(FUNCTIONS[name](*map(_value, args)))
+            return _check_bounds(FUNCTIONS[name](*map(_evaluate, args)))
     raise ValueError(f"not arithmetic: {ast.unparse(node)}; functions: {', '.join(FUNCTIONS)}")
 
 
-def _binary(op: ast.operator, left: Number, right: Number) -> Number:
+def _evaluate_binary(op: ast.operator, left: Number, right: Number) -> Number:
     is_power = isinstance(op, ast.Pow | ast.BitXor)
     # The size is bounded before the power is taken.
     if is_power and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
         raise ValueError("the number is too large")
-    return _bounded(OPERATORS[type(op)](left, right))
+    return _check_bounds(OPERATORS[type(op)](left, right))
 
 
-def _bounded(value: Number | complex) -> Number:
+def _check_bounds(value: Number | complex) -> Number:
     if isinstance(value, complex):
         raise ValueError("the value is a complex number")
     if isinstance(value, int):
@@ -158,7 +158,7 @@ class ToolsEnvironment:
             return EnvStep(rewards={"tools": 0.0}, state=state)
         kind, text = tag.groups()
         if kind == "answer":
-            reward = float(is_same_answer(text, str(state["answer"])))
+            reward = float(answers_match(text, str(state["answer"])))
             return EnvStep(rewards={"tools": reward}, state=state, answer=text.strip())
         output = await self._blocking_calls.run(partial(self._call, text))
         observation = Message("user", f"<result>\n{output}\n</result>")
@@ -193,14 +193,14 @@ def parse_call(text: str, known: Mapping[str, object]) -> tuple[str, str]:
     return name, argument
 
 
-def is_same_answer(answer: str, reference: str) -> bool:
-    numbers = _number(answer), _number(reference)
+def answers_match(answer: str, reference: str) -> bool:
+    numbers = _parse_number(answer), _parse_number(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return abs(numbers[0] - numbers[1]) <= RELATIVE_TOLERANCE * abs(numbers[1])
     return answer.strip().casefold() == reference.strip().casefold()
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text.replace(",", "").replace("$", "").strip())
     except ValueError:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import summarize_error
-from nemo_rl.experience.agents import AgentRuntime, Sessions
-from nemo_rl.experience.boundaries import StallWatchdog, Supervision, cancel_all, in_parallel, step_environment
+from nemo_rl.experience.agents import AgentRuntime, SessionProvider
+from nemo_rl.experience.boundaries import StallWatchdog, Supervision, cancel_all, gather_or_cancel, step_environment
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
 from nemo_rl.experience.turns import (
     EnvironmentCall,
-    problem_of_rewards,
-    problem_of_step,
+    find_reward_problem,
+    find_step_problem,
     request_seed,
-    role_and_content,
+    strip_tool_fields,
 )
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import (
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Selection: TypeAlias = Literal["all", "longest"]
+TrajectorySelection: TypeAlias = Literal["all", "longest"]
 
 
-async def run_each(
+async def run_recorded_rollouts(
     jobs: Sequence[RolloutJob],
     context: RolloutContext,
     run: Callable[[RolloutJob, StallWatchdog], Awaitable[Trajectory]],
@@ -63,19 +63,19 @@ async def run_each(
 
     async def alone(job: RolloutJob) -> Trajectory:
         task_name = job.prompt.task_name
-        async with supervision.room(task_name, max_concurrency[task_name]):
+        async with supervision.concurrency_limit(task_name, max_concurrency[task_name]):
             trajectory = await run(job, supervision.watchdog)
-        trajectory = await context.scoring.scored(trajectory, supervision.watchdog)
+        trajectory = await context.scoring.score(trajectory, supervision.watchdog)
         if context.progress is not None:
             context.progress(trajectory)
         return trajectory
 
-    return tuple(await supervision.watchdog.guard(in_parallel(alone(job) for job in jobs)))
+    return tuple(await supervision.watchdog.guard(gather_or_cancel(alone(job) for job in jobs)))
 
 
 @contextlib.asynccontextmanager
-async def rollout_session(
-    sessions: Sessions, job: RolloutJob, context: RolloutContext, *, server: int | None = None
+async def open_rollout_session(
+    sessions: SessionProvider, job: RolloutJob, context: RolloutContext, *, server: int | None = None
 ) -> AsyncIterator["SessionHandle"]:
     """A session that samples from the rollout's seed; forgotten behind the block where it was not finished in it.
 
@@ -95,7 +95,7 @@ class Recording:
     """What is left of a rollout when its session is closed."""
 
     chains: tuple[Chain, ...] = ()
-    is_cut: bool = False  # known from elsewhere than the longest chain's last response
+    is_incomplete: bool = False  # known from elsewhere than the longest chain's last response
     loss_weight: float = 1.0
 
     @property
@@ -107,11 +107,16 @@ class Recording:
 
     @property
     def is_truncated(self) -> bool:
-        return self.is_cut or (self.longest is not None and self.longest.is_truncated)
+        return self.is_incomplete or (self.longest is not None and self.longest.is_truncated)
 
 
-def recorded_trajectory(
-    job: RolloutJob, result: AgentResult | Failure, recording: Recording, timings: Timings, *, selection: Selection
+def build_recorded_trajectory(
+    job: RolloutJob,
+    result: AgentResult | Failure,
+    recording: Recording,
+    timings: Timings,
+    *,
+    selection: TrajectorySelection,
 ) -> Trajectory:
     """The longest chain as message log, the others beside it where `selection` is "all"."""
     longest = recording.longest
@@ -122,12 +127,12 @@ def recorded_trajectory(
         prompt=job.prompt,
         group_id=job.group_id,
         generation_index=job.generation_index,
-        message_log=longest.message_log if longest else _unanswered(job.prompt),
+        message_log=longest.message_log if longest else _prompt_only_log(job.prompt),
         stop_reason=StopReason.FAILED if failure else stop_reason,
         rewards=result.rewards if isinstance(result, AgentResult) else {},
         answer=result.answer if isinstance(result, AgentResult) else None,
         num_turns=sum(message.is_generated for message in longest.message_log) if longest else 0,
-        weight_versions=_span(chain.weight_versions for chain in chains),
+        weight_versions=_version_range(chain.weight_versions for chain in chains),
         failure=failure,
         timings=timings,
         other_chains=tuple(chain.message_log for chain in chains if chain is not longest),
@@ -135,28 +140,28 @@ def recorded_trajectory(
     )
 
 
-def rewarded(rewards: Mapping[str, float], answer: str | None) -> AgentResult | Failure:
+def validate_rewards(rewards: Mapping[str, float], answer: str | None) -> AgentResult | Failure:
     """The result of these rewards, or which of them is no finite number."""
-    if problem := problem_of_rewards(rewards):
+    if problem := find_reward_problem(rewards):
         return Failure(FailureClass.REWARD, problem)
     return AgentResult({name: float(value) for name, value in rewards.items()}, answer)
 
 
-def _span(versions: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def _version_range(versions: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """The oldest and newest weights of several chains."""
     spans = list(versions)
     return (min(s[0] for s in spans), max(s[1] for s in spans)) if spans else (0, 0)
 
 
-def _unanswered(prompt: Prompt) -> MessageLog:
+def _prompt_only_log(prompt: Prompt) -> MessageLog:
     """A rollout without a single response: its prompt as text alone."""
     return tuple(TokenizedMessage(message, ()) for message in prompt.messages)
 
 
 # The gateway's codes and messages (gateway/completions.py): clients write the one or the other into their errors, and
 # of an agent in another process there is nothing but text.
-ENGINE_FAILED = ("engine_failed", "the engine failed", "not answered within")
-NO_ROOM_LEFT = ("context_length_exceeded", "no room is left for a response")
+ENGINE_FAILURE_MARKERS = ("engine_failed", "the engine failed", "not answered within")
+CONTEXT_FULL_MARKERS = ("context_length_exceeded", "no room is left for a response")
 
 
 async def run_agent_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
@@ -170,11 +175,11 @@ async def run_agent_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext
         return await _AgentRollout(job, context, watchdog).run()
 
     max_concurrency = {name: runtime.max_concurrency for name, runtime in context.agents.items()}
-    return await run_each(jobs, context, run, max_concurrency=max_concurrency)
+    return await run_recorded_rollouts(jobs, context, run, max_concurrency=max_concurrency)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _AgentRunOutcome:
     """What is left when an agent has ended and its session is closed."""
 
     result: AgentResult | Failure
@@ -194,29 +199,29 @@ class _AgentRollout:
     async def run(self) -> Trajectory:
         clock = time.perf_counter
         started_at = clock()
-        ended = await self._in_session()
+        ended = await self._run_in_session()
         agent_s = clock() - started_at
         result = ended.result
         if isinstance(result, AgentResult):
-            result = await self._rewarded(result, ended, ended.recording.longest)
+            result = await self._resolve_rewards(result, ended, ended.recording.longest)
         total_s = clock() - started_at
         timings = Timings(agent_s, total_s - agent_s, total_s)
         selection = self._runtime.trajectory_selection
-        return recorded_trajectory(self._job, result, ended.recording, timings, selection=selection)
+        return build_recorded_trajectory(self._job, result, ended.recording, timings, selection=selection)
 
-    async def _in_session(self) -> _Ended:
+    async def _run_in_session(self) -> _AgentRunOutcome:
         """The agent's run from the opening of its session to its close; nothing of the agent's is raised."""
         task_name, sessions = self._job.prompt.task_name, self._runtime.sessions
         try:
-            async with rollout_session(sessions, self._job, self._context) as handle:
+            async with open_rollout_session(sessions, self._job, self._context) as handle:
                 with self._watchdog.waiting_for(f"agent {task_name}"):
-                    outcome = await self._outcome(handle)
-                return _ended(outcome, await sessions.finish(handle))
+                    outcome = await self._run_agent(handle)
+                return _classify_outcome(outcome, await sessions.finish(handle))
         except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live
             logger.debug("a session of %s failed", task_name, exc_info=error)
-            return _Ended(Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"))
+            return _AgentRunOutcome(Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"))
 
-    async def _outcome(self, handle: "SessionHandle") -> AgentResult | Exception:
+    async def _run_agent(self, handle: "SessionHandle") -> AgentResult | Exception:
         """What the agent returned or raised; a late end, and a cancellation from within, are errors of its own."""
         prompt, timeout_s = self._job.prompt, self._runtime.timeout_s
         task = asyncio.ensure_future(self._runtime.agent.run(prompt, handle.base_url, handle.api_key))
@@ -233,25 +238,29 @@ class _AgentRollout:
         finally:
             await cancel_all((task,))
 
-    async def _rewarded(self, result: AgentResult, ended: _Ended, longest: Chain | None) -> AgentResult | Failure:
+    async def _resolve_rewards(
+        self, result: AgentResult, ended: _AgentRunOutcome, longest: Chain | None
+    ) -> AgentResult | Failure:
         """The result with its rewards: its own, else those posted, else those of the environment that scores it."""
         if longest is None:
             return Failure(FailureClass.AGENT, "the agent ended without a model call that succeeded")
         rewards = result.rewards or ended.posted or longest.rewards
         scored_by = self._runtime.scored_by
         if not rewards and scored_by is not None:
-            return await self._scored(result.answer, longest, scored_by)
+            return await self._score_with_environment(result.answer, longest, scored_by)
         if not rewards and self._context.scoring.by_task.get(self._job.prompt.task_name):
             return AgentResult({}, result.answer)  # its scorers will say
         if not rewards:
-            if ended.recording.is_cut:
+            if ended.recording.is_incomplete:
                 return Failure(FailureClass.AGENT, "the agent ran out of room and gave no reward")
             cause = f"no reward returned or posted, and env.{self._job.prompt.task_name}.scored_by names no environment"
             return Failure(FailureClass.REWARD, cause)
-        return rewarded(rewards, result.answer)
+        return validate_rewards(rewards, result.answer)
 
-    async def _scored(self, answer: str | None, longest: Chain, environment: str) -> AgentResult | Failure:
-        conversation = tuple(role_and_content(message.message) for message in longest.message_log)
+    async def _score_with_environment(
+        self, answer: str | None, longest: Chain, environment: str
+    ) -> AgentResult | Failure:
+        conversation = tuple(strip_tool_fields(message.message) for message in longest.message_log)
         state = copy.deepcopy(dict(self._job.prompt.env_state)) | {RESPONSE_TRUNCATED: longest.is_truncated}
         (step,) = await step_environment(
             self._context.environments[environment],
@@ -262,24 +271,24 @@ class _AgentRollout:
         )
         if isinstance(step, Failure):
             return step
-        if problem := problem_of_step(step):
+        if problem := find_step_problem(step):
             return Failure(FailureClass.ENVIRONMENT, problem)
-        return rewarded(step.rewards, step.answer if answer is None else answer)
+        return validate_rewards(step.rewards, step.answer if answer is None else answer)
 
 
-def _ended(outcome: AgentResult | Exception, finished: "FinishedSession") -> _Ended:
+def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSession") -> _AgentRunOutcome:
     """An agent that raises because no room was left is cut like any other rollout without room; else it has failed."""
     if not isinstance(outcome, Exception):
-        return _Ended(outcome, Recording(finished.chains), finished.rewards)
-    text = _texts(outcome)
-    if any(sign in text for sign in NO_ROOM_LEFT) and finished.chains:
-        return _Ended(AgentResult(), Recording(finished.chains, is_cut=True), finished.rewards)
-    is_engines = any(sign in text for sign in ENGINE_FAILED)
-    failure = Failure(FailureClass.INFRA if is_engines else FailureClass.AGENT, summarize_error(outcome))
-    return _Ended(failure, Recording(finished.chains), finished.rewards)
+        return _AgentRunOutcome(outcome, Recording(finished.chains), finished.rewards)
+    text = _exception_texts(outcome)
+    if any(marker in text for marker in CONTEXT_FULL_MARKERS) and finished.chains:
+        return _AgentRunOutcome(AgentResult(), Recording(finished.chains, is_incomplete=True), finished.rewards)
+    is_engine_error = any(marker in text for marker in ENGINE_FAILURE_MARKERS)
+    failure = Failure(FailureClass.INFRA if is_engine_error else FailureClass.AGENT, summarize_error(outcome))
+    return _AgentRunOutcome(failure, Recording(finished.chains), finished.rewards)
 
 
-def _texts(error: BaseException) -> str:
+def _exception_texts(error: BaseException) -> str:
     """The texts of an error and of those that it came from."""
     texts: list[str] = []
     seen: set[int] = set()

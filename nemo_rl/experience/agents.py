@@ -16,7 +16,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 from nemo_rl.data.chat import to_openai_message
-from nemo_rl.environments.boundary import BlockingCalls, is_async
+from nemo_rl.environments.boundary import BlockingCalls, is_async_callable
 from nemo_rl.environments.registry import import_path
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
 
-class Sessions(Protocol):
+class SessionProvider(Protocol):
     """What agents' rollouts need of the gateway; `gateway.manager.GatewayManager` has it."""
 
     def open_session(
@@ -46,14 +46,14 @@ class AgentRuntime:
     """An agent with what its runs need."""
 
     agent: Agent
-    sessions: Sessions
+    sessions: SessionProvider
     timeout_s: float  # of one run
     max_concurrency: int  # runs at once
     scored_by: str | None = None  # the environment that rewards runs without a reward
     trajectory_selection: Literal["all", "longest"] = "all"  # which histories are trained on
 
 
-class AgentExit(Exception):
+class AgentExitError(Exception):
     """An agent tried to end the process that it runs in."""
 
 
@@ -68,20 +68,20 @@ class FunctionAgent:
     def __init__(self, name: str, function: Callable[[Prompt, str, str], Any], *, max_threads: int = 64) -> None:
         self._name = name
         self._function = function
-        self._is_async = is_async(function)
+        self._is_async = is_async_callable(function)
         self._blocking_calls = BlockingCalls(f"agent-{name}", max_threads)
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         own = replace(prompt, env_state=copy.deepcopy(dict(prompt.env_state)))
         call = partial(self._function, own, base_url, api_key)
         try:
-            returned = await call() if self._is_async else await self._blocking_calls.run(partial(_contained, call))
+            returned = await call() if self._is_async else await self._blocking_calls.run(partial(_convert_exit, call))
         except SystemExit as error:  # would end the event loop, and the run with it
-            raise AgentExit(f"the agent called exit({error.code})") from error
-        return agent_result(self._name, returned)
+            raise AgentExitError(f"the agent called exit({error.code})") from error
+        return to_agent_result(self._name, returned)
 
 
-class TaskAgent:
+class IsolatedFunctionAgent:
     """A function by dotted path, each run in a process of its own: its crash, memory and locks are its own."""
 
     def __init__(self, name: str, path: str) -> None:
@@ -94,14 +94,14 @@ class TaskAgent:
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         from nemo_rl.distributed.actors import spawn_actor
 
-        process = spawn_actor(HostedFunction, self._name, self._path)
+        process = spawn_actor(FunctionAgentActor, self._name, self._path)
         try:
             return await process.call("run", prompt, base_url, api_key)
         finally:
             process.kill()
 
 
-class HostedFunction:
+class FunctionAgentActor:
     """The function inside its process."""
 
     def __init__(self, name: str, path: str) -> None:
@@ -111,7 +111,7 @@ class HostedFunction:
         return await self._agent.run(prompt, base_url, api_key)
 
 
-def agent_result(name: str, returned: Any) -> AgentResult:
+def to_agent_result(name: str, returned: Any) -> AgentResult:
     """What an agent's function returned, as a result; whether rewards are numbers is looked at later."""
     if isinstance(returned, AgentResult):
         return returned
@@ -122,20 +122,20 @@ def agent_result(name: str, returned: Any) -> AgentResult:
     return AgentResult({name: returned})
 
 
-def _contained(call: Callable[[], Any]) -> Any:
+def _convert_exit(call: Callable[[], Any]) -> Any:
     """The call in its thread, where only exceptions may leave it."""
     try:
         return call()
     except Exception:
         raise
     except BaseException as error:
-        raise AgentExit(f"the agent raised {type(error).__name__}({error})") from error
+        raise AgentExitError(f"the agent raised {type(error).__name__}({error})") from error
 
 
 TAIL_BYTES = 64 * 1024  # of a program's output: as much as is looked at
 
 
-class CommandFailed(Exception):
+class CommandError(Exception):
     """The program ended with another status than 0; its text ends with what it wrote to standard error."""
 
 
@@ -154,7 +154,7 @@ class CommandAgent:
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         # Files, not pipes: a child that outlives its program cannot hold its end open, and none is ever full.
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            stdin.write(json.dumps(prompt_body(prompt), default=str).encode())
+            stdin.write(json.dumps(prompt_to_dict(prompt), default=str).encode())
             stdin.seek(0)
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -171,13 +171,13 @@ class CommandAgent:
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
             if status:
-                said = _tail(stderr).strip()
-                last_line = said.splitlines()[-1] if said else "nothing on standard error"
-                raise CommandFailed(f"exit status {status}: {last_line}\n{said}")
-            return result_of_output(self._name, _tail(stdout))
+                reported = _read_tail(stderr).strip()
+                last_line = reported.splitlines()[-1] if reported else "nothing on standard error"
+                raise CommandError(f"exit status {status}: {last_line}\n{reported}")
+            return parse_agent_output(self._name, _read_tail(stdout))
 
 
-def prompt_body(prompt: Prompt) -> dict[str, Any]:
+def prompt_to_dict(prompt: Prompt) -> dict[str, Any]:
     """A prompt as a program reads it."""
     return {
         "prompt_id": prompt.prompt_id,
@@ -187,23 +187,23 @@ def prompt_body(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def result_of_output(name: str, output: str) -> AgentResult:
+def parse_agent_output(name: str, output: str) -> AgentResult:
     """The reward in the last line, where there is one: programs may write anything else."""
     lines = output.strip().splitlines()
     try:
-        said = json.loads(lines[-1]) if lines else None
+        reported = json.loads(lines[-1]) if lines else None
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
+        reported = None
+    if not isinstance(reported, dict):
         return AgentResult()
-    rewards = said.get("rewards")
+    rewards = reported.get("rewards")
     if not isinstance(rewards, dict):
-        rewards = {name: said["reward"]} if "reward" in said else {}
-    answer = said.get("answer")
+        rewards = {name: reported["reward"]} if "reward" in reported else {}
+    answer = reported.get("answer")
     return AgentResult(rewards, None if answer is None else str(answer))
 
 
-def _tail(file: IO[bytes]) -> str:
+def _read_tail(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - TAIL_BYTES))
     return file.read().decode(errors="replace")

@@ -31,22 +31,22 @@ class AssemblyCounts:
 
     num_trajectories: int  # all
     num_failed: int
-    num_groups_left_out: int  # with fewer survivors than a group needs
-    num_survivors_left_out: int  # in those groups
+    num_dropped_groups: int  # with fewer survivors than a group needs
+    num_dropped_survivors: int  # in those groups
 
     @property
     def num_trained(self) -> int:
-        return self.num_trajectories - self.num_failed - self.num_survivors_left_out
+        return self.num_trajectories - self.num_failed - self.num_dropped_survivors
 
 
-def assembly_counts(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> AssemblyCounts:
+def count_assembly(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> AssemblyCounts:
     """Count what `assemble_batch` takes and leaves out of the same groups."""
     too_small = [group for group in groups if len(group.survivors) < min_group_size]
     return AssemblyCounts(
         num_trajectories=sum(len(group.trajectories) for group in groups),
         num_failed=sum(len(group.trajectories) - len(group.survivors) for group in groups),
-        num_groups_left_out=len(too_small),
-        num_survivors_left_out=sum(len(group.survivors) for group in too_small),
+        num_dropped_groups=len(too_small),
+        num_dropped_survivors=sum(len(group.survivors) for group in too_small),
     )
 
 
@@ -64,33 +64,33 @@ def assemble_batch(
     """
     trajectories: list[Trajectory] = []
     samples: list[TrainingSample] = []
-    for group_id, trajectory in kept_trajectories(groups, min_group_size):
+    for group_id, trajectory in iter_kept_trajectories(groups, min_group_size):
         reward = trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
-        samples += samples_of(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
+        samples += make_training_samples(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
         trajectories.append(trajectory)
     if not trajectories:
-        raise RolloutError(_why_empty(groups, min_group_size))
-    return _batch(samples, trajectories)
+        raise RolloutError(_describe_empty_batch(groups, min_group_size))
+    return _make_batch(samples, trajectories)
 
 
-def kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
-    """What is trained on, in the order of the batch's rows, with the group's place in the batch."""
+def iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
+    """What is trained on, in the order of the batch's rows, with the group's index in the batch."""
     kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
     for group_id, group in enumerate(kept):
         for trajectory in sorted(group.survivors, key=lambda t: t.generation_index):
             yield group_id, trajectory
 
 
-def samples_of(
+def make_training_samples(
     trajectory: Trajectory, *, trajectory_id: int, group_id: int, reward: float
 ) -> tuple[TrainingSample, ...]:
     """The token sequences to train on: one a history. They share the trajectory's reward and weight."""
-    place = _Place(trajectory_id, group_id, reward, trajectory.loss_weight)
-    return tuple(_sample(log, place) for log in trajectory.chains)
+    entry = _BatchEntry(trajectory_id, group_id, reward, trajectory.loss_weight)
+    return tuple(_make_sample(log, entry) for log in trajectory.chains)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BatchEntry:
     """What the samples of a trajectory have in common."""
 
     trajectory_id: int
@@ -99,12 +99,12 @@ class _Place:
     loss_weight: float
 
 
-def _sample(log: MessageLog, place: _Place) -> TrainingSample:
+def _make_sample(log: MessageLog, entry: _BatchEntry) -> TrainingSample:
     generated = [m.generation_logprobs for m in log]
     lengths = [len(m.token_ids) for m in log]
     return TrainingSample(
-        trajectory_id=place.trajectory_id,
-        group_id=place.group_id,
+        trajectory_id=entry.trajectory_id,
+        group_id=entry.group_id,
         token_ids=tuple(chain.from_iterable(m.token_ids for m in log)),
         token_mask=tuple(
             chain.from_iterable((0 if g is None else 1,) * n for g, n in zip(generated, lengths, strict=True))
@@ -112,8 +112,8 @@ def _sample(log: MessageLog, place: _Place) -> TrainingSample:
         generation_logprobs=tuple(
             chain.from_iterable((0.0,) * n if g is None else g for g, n in zip(generated, lengths, strict=True))
         ),
-        reward=place.reward,
-        loss_weight=place.loss_weight,
+        reward=entry.reward,
+        loss_weight=entry.loss_weight,
     )
 
 
@@ -127,32 +127,33 @@ def check_keys(batch: TrainingBatch, required: frozenset[str]) -> None:
         raise ValueError(f"keys unknown to nemo_rl/batch.py: {', '.join(unknown)}")
 
 
-def _batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajectory]) -> TrainingBatch:
+def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajectory]) -> TrainingBatch:
     lengths = np.fromiter((len(s.token_ids) for s in samples), dtype=np.int64, count=len(samples))
-    mask = _padded((s.token_mask for s in samples), lengths, torch.float32)
+    mask = _pad_rows((s.token_mask for s in samples), lengths, torch.float32)
     mask[:, 0] = 0.0  # nothing comes before the first token, so nothing predicts it
     trajectory_id = torch.tensor([s.trajectory_id for s in samples])  # [B]
     per_trajectory = torch.zeros(len(trajectories)).index_add_(0, trajectory_id, mask.sum(-1))
     truncated = torch.tensor([t.stop_reason is StopReason.TRUNCATED for t in trajectories])
     return TensorDict(
         {
-            keys.TOKEN_IDS: _padded((s.token_ids for s in samples), lengths, torch.int64),
+            keys.TOKEN_IDS: _pad_rows((s.token_ids for s in samples), lengths, torch.int64),
             keys.TOKEN_MASK: mask,
-            keys.GENERATION_LOGPROBS: _padded((s.generation_logprobs for s in samples), lengths, torch.float32) * mask,
+            keys.GENERATION_LOGPROBS: _pad_rows((s.generation_logprobs for s in samples), lengths, torch.float32)
+            * mask,
             keys.LENGTHS: torch.from_numpy(lengths),
             keys.SAMPLE_MASK: torch.tensor([s.loss_weight for s in samples]),
             keys.TRAJECTORY_ID: trajectory_id,
             keys.GROUP_ID: torch.tensor([s.group_id for s in samples]),
             keys.TRAJECTORY_TOKENS: per_trajectory[trajectory_id],
             keys.REWARD: torch.tensor([s.reward for s in samples], dtype=torch.float32),
-            keys.REWARD_COMPONENTS: _components(trajectories, trajectory_id),
+            keys.REWARD_COMPONENTS: _reward_components(trajectories, trajectory_id),
             keys.TRUNCATED: truncated[trajectory_id],
         },
         batch_size=[len(samples)],
     )
 
 
-def _padded(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """Rows of different lengths, right-padded with 0 to the longest: [B, T]."""
     flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64 if dtype is torch.int64 else np.float32)
     width = max(int(lengths.max()), 1)
@@ -161,7 +162,7 @@ def _padded(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch.d
     return torch.from_numpy(table)
 
 
-def _components(trajectories: Sequence[Trajectory], trajectory_id: torch.Tensor) -> TensorDict:
+def _reward_components(trajectories: Sequence[Trajectory], trajectory_id: torch.Tensor) -> TensorDict:
     """Rewards by name, 0 where a trajectory's environment does not give that one."""
     names = sorted({name for t in trajectories for name in t.rewards})
     columns = {
@@ -171,8 +172,8 @@ def _components(trajectories: Sequence[Trajectory], trajectory_id: torch.Tensor)
     return TensorDict(columns, batch_size=[len(trajectory_id)])
 
 
-def _why_empty(groups: Sequence[TrajectoryGroup], min_group_size: int) -> str:
-    counts = assembly_counts(groups, min_group_size=min_group_size)
+def _describe_empty_batch(groups: Sequence[TrajectoryGroup], min_group_size: int) -> str:
+    counts = count_assembly(groups, min_group_size=min_group_size)
     failures = (t.failure for group in groups for t in group.trajectories)
     first = next((f for f in failures if f is not None), None)
     cause = f"; the first failure was of class {first.failure_class}: {first.cause}" if first else ""

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.boundaries import FailureBudget, Supervision, WholeFailures, cancel_all
-from nemo_rl.experience.collection import grouped, jobs_of, run_training_rollouts, trajectories_of
+from nemo_rl.experience.boundaries import ConsecutiveFailureLimit, FailureBudget, Supervision, cancel_all
+from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.replay_buffer import (
     REPLAY_BUFFER,
@@ -21,8 +21,8 @@ from nemo_rl.experience.replay_buffer import (
     DroppedGroup,
     ReplayBuffer,
     ReplayBufferState,
-    Wait,
-    replay_buffer_state,
+    WaitReason,
+    extract_buffer_state,
 )
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.writer import RolloutWriter
@@ -38,13 +38,13 @@ class CollectionMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_dropped = 0
         self._clock = clock
-        self._since = clock()
-        self._waited_s = dict.fromkeys(Wait, 0.0)
+        self._window_started_at = clock()
+        self._waited_s = dict.fromkeys(WaitReason, 0.0)
         self._busy_s = 0.0
         self._busy_since: float | None = None  # None: nothing runs
 
     @contextlib.contextmanager
-    def waiting(self, cause: Wait) -> Iterator[None]:
+    def waiting(self, cause: WaitReason) -> Iterator[None]:
         """The trainer waits inside."""
         started = self._clock()
         try:
@@ -52,7 +52,7 @@ class CollectionMeter:
         finally:
             self._waited_s[cause] += self._clock() - started
 
-    def runs(self, num_tasks: int) -> None:
+    def set_num_running(self, num_tasks: int) -> None:
         """To be told how many tasks run whenever that changes."""
         now = self._clock()
         if self._busy_since is not None:
@@ -61,13 +61,13 @@ class CollectionMeter:
 
     def take(self) -> dict[str, float]:
         """Metrics by name; what follows is counted afresh."""
-        self.runs(self._busy_since is not None)
+        self.set_num_running(self._busy_since is not None)
         now = self._clock()
         metrics = {f"efficiency/exposed_wait_s/{cause}": seconds for cause, seconds in self._waited_s.items()}
-        metrics["efficiency/generation_busy_pct"] = 100 * self._busy_s / max(now - self._since, 1e-9)
+        metrics["efficiency/generation_busy_pct"] = 100 * self._busy_s / max(now - self._window_started_at, 1e-9)
         metrics["replay_buffer/dropped_groups"] = float(self.num_dropped)
-        self._since, self._busy_s, self.num_dropped = now, 0.0, 0
-        self._waited_s = dict.fromkeys(Wait, 0.0)
+        self._window_started_at, self._busy_s, self.num_dropped = now, 0.0, 0
+        self._waited_s = dict.fromkeys(WaitReason, 0.0)
         return metrics
 
 
@@ -98,7 +98,7 @@ class AsyncSource:
     ) -> None:
         """`num_steps`: of the whole training, where it is known; no group is issued that no step would train on."""
         self._loader = loader
-        self._context = replace(context, limits=_behind_other_steps(context.limits, max_age_steps))
+        self._context = replace(context, limits=_scale_generation_timeout(context.limits, max_age_steps))
         self._num_prompts = num_prompts_per_step
         self._num_generations = num_generations_per_prompt
         self._max_age = max_age_steps
@@ -107,9 +107,9 @@ class AsyncSource:
         self._writer = writer
         self._num_steps = num_steps
         self._buffer = ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
-        self._handed_out: dict[str, BufferedGroup] = {}  # at this version, by group id
+        self._delivered: dict[str, BufferedGroup] = {}  # at this version, by group id
         self._dropped: tuple[DroppedGroup, ...] = ()
-        self._whole_failures = WholeFailures(max_generation_failures)
+        self._failure_limit = ConsecutiveFailureLimit(max_generation_failures)
         self._tasks: dict[asyncio.Task[None], tuple[int, ...]] = {}  # the places that each collects
         self._weight_version: int | None = None  # None: not started
         self._is_trainer_waiting = False
@@ -129,31 +129,31 @@ class AsyncSource:
         many rollouts fail and when nothing progresses, and whatever a background task has raised. Cancelled, it leaves
         all groups where they are.
         """
-        self._tell(weight_version)
+        self._update_weight_version(weight_version)
         self._is_trainer_waiting = True
         try:
-            self._issue()
-            chosen = await self._supervised().watchdog.guard(self._choose(weight_version))
+            self._start_rollouts()
+            chosen = await self._get_supervision().watchdog.guard(self._wait_for_groups(weight_version))
         finally:
             self._is_trainer_waiting = False
         if not chosen:
             raise StopAsyncIteration
-        trajectories = trajectories_of(one.group for one in chosen)
+        trajectories = flatten_groups(one.group for one in chosen)
         budget = FailureBudget(num_rollouts=len(trajectories), max_failed_share=self._failures.max_failed_share)
         for trajectory in trajectories:
             budget.record(trajectory)
-        self._buffer.remove(one.place for one in chosen)
-        self._handed_out |= {one.group.group_id: one for one in chosen}
-        self._issue()
+        self._buffer.remove(one.prompt_index for one in chosen)
+        self._delivered |= {one.group.group_id: one for one in chosen}
+        self._start_rollouts()
         if self._writer is not None:
             self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version) | self._metrics()
         return CollectedGroups(tuple(one.group for one in chosen), metrics)
 
-    def give_back(self, groups: Iterable[TrajectoryGroup], *, next_version: int) -> list[TrajectoryGroup]:
+    def return_groups(self, groups: Iterable[TrajectoryGroup], *, next_version: int) -> list[TrajectoryGroup]:
         """Take back groups that this step does not need; returns those dropped, too old for `next_version`."""
         lost = []
-        for one in [self._handed_out.pop(group.group_id) for group in groups]:
+        for one in [self._delivered.pop(group.group_id) for group in groups]:
             if one.weight_version + self._max_age >= next_version:
                 self._buffer.restore([one])
             else:
@@ -170,11 +170,11 @@ class AsyncSource:
         self._num_holds += 1
         try:
             if until_idle and self._tasks:
-                await self._supervised().watchdog.guard(self._until_idle())
+                await self._get_supervision().watchdog.guard(self._until_idle())
             yield
         finally:
             self._num_holds -= 1
-            self._issue()
+            self._start_rollouts()
 
     async def close(self) -> None:
         """Cancel all rollouts; when it returns, none runs."""
@@ -198,66 +198,68 @@ class AsyncSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first step. Prompts in flight, or with groups of another size, are issued again as they were."""
         self._loader.load_state_dict(state)
-        buffered = replay_buffer_state(state, self._loader)
+        buffered = extract_buffer_state(state, self._loader)
         self._loader.put_back(buffered.in_flight)
         self._buffer.restore(buffered.complete)
         self._dropped = buffered.dropped
         count = self._num_generations
         others = [one for one in buffered.complete if len(one.group.trajectories) != count]
-        self._issue_again(others, f"do not have grpo.num_generations_per_prompt = {count} rollouts")
+        self._requeue(others, f"do not have grpo.num_generations_per_prompt = {count} rollouts")
 
     # ---- choosing
 
-    def _tell(self, weight_version: int) -> None:
+    def _update_weight_version(self, weight_version: int) -> None:
         """The trainer has reached a version."""
         if self._weight_version is None:
-            self._issue_again(tuple(self._buffer.unschedulable(weight_version)), "are too old by now")
+            self._requeue(tuple(self._buffer.unschedulable(weight_version)), "are too old by now")
         if weight_version != self._weight_version:
-            self._handed_out.clear()
+            self._delivered.clear()
         self._weight_version = weight_version
 
-    def _issue_again(self, groups: Sequence[BufferedGroup], reason: str) -> None:
-        places = [one.place for one in groups]
-        if places:
-            logger.info("%d groups of the checkpoint %s; their prompts are issued again", len(places), reason)
-        self._buffer.remove(places)
-        self._loader.put_back(places)
+    def _requeue(self, groups: Sequence[BufferedGroup], reason: str) -> None:
+        prompt_indices = [one.prompt_index for one in groups]
+        if prompt_indices:
+            logger.info("%d groups of the checkpoint %s; their prompts are issued again", len(prompt_indices), reason)
+        self._buffer.remove(prompt_indices)
+        self._loader.put_back(prompt_indices)
 
-    async def _choose(self, weight_version: int) -> tuple[BufferedGroup, ...]:
+    async def _wait_for_groups(self, weight_version: int) -> tuple[BufferedGroup, ...]:
         """One step's groups, as soon as they can be had; none where the data set is spent."""
         while True:
-            choice = self._choice(weight_version)
-            if not isinstance(choice, Wait):
+            choice = self._try_choose(weight_version)
+            if not isinstance(choice, WaitReason):
                 return choice
             with self._meter.waiting(choice):
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _choice(self, weight_version: int) -> tuple[BufferedGroup, ...] | Wait:
+    def _try_choose(self, weight_version: int) -> tuple[BufferedGroup, ...] | WaitReason:
         if self._error is not None:
             raise self._error
         for one in self._buffer.expired(weight_version):
             age = weight_version - one.weight_version
-            self._drop(one.place, f"{age} steps old, above grpo.async_grpo.max_trajectory_age_steps = {self._max_age}")
-        choice = self._buffer.choose(weight_version, self._num_wanted())
-        if choice is Wait.LATE and self._drops_late_groups:
-            for place in self._buffer.at_bound(weight_version):
-                self._drop(place, f"still running at the age bound, version {weight_version}")
-            choice = self._buffer.choose(weight_version, self._num_wanted())
-        self._issue()  # into the room of what was dropped
+            self._drop(
+                one.prompt_index, f"{age} steps old, above grpo.async_grpo.max_trajectory_age_steps = {self._max_age}"
+            )
+        choice = self._buffer.choose(weight_version, self._num_required())
+        if choice is WaitReason.LATE and self._drops_late_groups:
+            for prompt_index in self._buffer.running_at_age_limit(weight_version):
+                self._drop(prompt_index, f"still running at the age bound, version {weight_version}")
+            choice = self._buffer.choose(weight_version, self._num_required())
+        self._start_rollouts()  # into the room of what was dropped
         return choice
 
-    def _num_wanted(self) -> int:
+    def _num_required(self) -> int:
         return min(self._num_prompts, len(self._buffer)) if self._loader.data_exhausted else self._num_prompts
 
-    def _drop(self, place: int, reason: str) -> None:
+    def _drop(self, prompt_index: int, reason: str) -> None:
         """Give a group up, and cancel its rollouts where they run alone."""
-        group_id = self._loader.at(place).group_id
+        group_id = self._loader.at(prompt_index).group_id
         logger.warning("group %s is dropped: %s", group_id, reason)
         self._record_drop(group_id, reason)
-        self._buffer.remove([place])
-        for task, places in self._tasks.items():
-            if places == (place,):
+        self._buffer.remove([prompt_index])
+        for task, prompt_indices in self._tasks.items():
+            if prompt_indices == (prompt_index,):
                 task.cancel()
 
     def _record_drop(self, group_id: str, reason: str) -> None:
@@ -273,72 +275,74 @@ class AsyncSource:
 
     # ---- collecting
 
-    def _issue(self) -> None:
+    def _start_rollouts(self) -> None:
         """Start the groups that there is room for."""
         if self._weight_version is None or self._num_holds or self._is_closed or self._error is not None:
             return
         is_async = self._context.generation.is_async
         if self._tasks and not is_async:
             return
-        later_steps = None if self._num_steps is None else max(self._num_steps - 1 - self._weight_version, 0)
-        room = self._buffer.room(is_trainer_waiting=self._is_trainer_waiting, later_steps=later_steps)
+        num_remaining_steps = None if self._num_steps is None else max(self._num_steps - 1 - self._weight_version, 0)
+        room = self._buffer.capacity(
+            is_trainer_waiting=self._is_trainer_waiting, num_remaining_steps=num_remaining_steps
+        )
         prompts = self._loader.take(room)
         for one in prompts:
-            self._buffer.issue(one.place, self._weight_version)
+            self._buffer.issue(one.prompt_index, self._weight_version)
         for batch in [(one,) for one in prompts] if is_async else [prompts] if prompts else []:
             task = asyncio.get_running_loop().create_task(self._collect(batch))
-            self._tasks[task] = tuple(one.place for one in batch)
-            self._meter.runs(len(self._tasks))
-            self._supervised().watchdog.progressed()
+            self._tasks[task] = tuple(one.prompt_index for one in batch)
+            self._meter.set_num_running(len(self._tasks))
+            self._get_supervision().watchdog.record_progress()
 
     async def _collect(self, prompts: Sequence[LoadedPrompt]) -> None:
         """The life of a task: the rollouts of its prompts. What it raises is raised by the next `next_groups`."""
         task = asyncio.current_task()
         assert task is not None
         try:
-            self._finish(prompts, await self._groups_of(prompts))
+            self._finish(prompts, await self._collect_groups(prompts))
         except asyncio.CancelledError:
-            if not self._is_closed and any(self._buffer.is_running(one.place) for one in prompts):
+            if not self._is_closed and any(self._buffer.is_running(one.prompt_index) for one in prompts):
                 self._error = self._error or RolloutError("rollouts in the background were cancelled from within")
             raise
         except Exception as error:  # of a background task: kept for the trainer, who stops on it
             self._error = self._error or error
         finally:
             del self._tasks[task]
-            self._meter.runs(len(self._tasks))
-            self._issue_next()
+            self._meter.set_num_running(len(self._tasks))
+            self._start_rollouts_or_record_error()
             self._changed.set()
 
-    def _issue_next(self) -> None:
-        """As `_issue`, from a background task."""
+    def _start_rollouts_or_record_error(self) -> None:
+        """As `_start_rollouts`, from a background task."""
         try:
-            self._issue()
+            self._start_rollouts()
         except Exception as error:  # a prompt that cannot be read any more; the trainer would wait for ever
             self._error = self._error or error
 
-    async def _groups_of(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:
-        context = replace(self._context, supervision=self._supervised())
-        trajectories = await run_training_rollouts(jobs_of(prompts, self._num_generations), context)
-        return grouped(trajectories, self._num_generations)
+    async def _collect_groups(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:
+        context = replace(self._context, supervision=self._get_supervision())
+        trajectories = await run_training_rollouts(make_rollout_jobs(prompts, self._num_generations), context)
+        return group_trajectories(trajectories, self._num_generations)
 
     def _finish(self, prompts: Sequence[LoadedPrompt], groups: Sequence[TrajectoryGroup]) -> None:
         for one, group in zip(prompts, groups, strict=True):
-            if self._buffer.is_running(one.place):  # else it was dropped meanwhile
-                self._buffer.finish(one.place, group)
-                self._whole_failures.record(group)
+            if self._buffer.is_running(one.prompt_index):  # else it was dropped meanwhile
+                self._buffer.finish(one.prompt_index, group)
+                self._failure_limit.record(group)
 
     async def _until_idle(self) -> None:
         while self._tasks:
             self._changed.clear()
             await self._changed.wait()
 
-    def _supervised(self) -> Supervision:
+    def _get_supervision(self) -> Supervision:
         """One for all: a group that queues in the engine behind others does not stall."""
         if self._supervision is None:
             self._supervision = Supervision(self._context.limits.stall_timeout_s)
         return self._supervision
 
 
-def _behind_other_steps(limits: RolloutLimits, max_age_steps: int) -> RolloutLimits:
+def _scale_generation_timeout(limits: RolloutLimits, max_age_steps: int) -> RolloutLimits:
     """A request may queue in the engine behind those of as many steps as are collected ahead."""
     return replace(limits, generation_timeout_s=limits.generation_timeout_s * (max_age_steps + 1))

@@ -27,20 +27,20 @@ class StallWatchdog:
     """Ends the work it guards when nothing has progressed for `stall_timeout_s`, naming what is waited for.
 
     Whatever awaits a boundary says so: `with watchdog.waiting_for("environment math"): ...`. Leaving the block is
-    progress, and so is `progressed()`.
+    progress, and so is `record_progress()`.
     """
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
         self._waiting: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
-        self._progressed_at = self._loop.time()
+        self._last_progress_at = self._loop.time()
 
-    def waiting_for(self, what: str, count: int = 1) -> "_Waiting":
-        return _Waiting(self, what, count)
+    def waiting_for(self, what: str, count: int = 1) -> "_WaitScope":
+        return _WaitScope(self, what, count)
 
-    def progressed(self) -> None:
-        self._progressed_at = self._loop.time()
+    def record_progress(self) -> None:
+        self._last_progress_at = self._loop.time()
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The result of `work`. Raises RolloutError on a stall; `work` is cancelled then, and when this is."""
@@ -55,10 +55,10 @@ class StallWatchdog:
             await cancel_all((task, watch))
 
     async def _watch(self) -> None:
-        left_s = self._stall_timeout_s
-        while left_s > 0:
-            await asyncio.sleep(left_s)
-            left_s = self._progressed_at + self._stall_timeout_s - self._loop.time()
+        remaining_s = self._stall_timeout_s
+        while remaining_s > 0:
+            await asyncio.sleep(remaining_s)
+            remaining_s = self._last_progress_at + self._stall_timeout_s - self._loop.time()
         waiting = ", ".join(f"{what} ({count})" for what, count in sorted(self._waiting.items()) if count)
         raise RolloutError(
             f"no rollout has progressed for {self._stall_timeout_s:g} s (rollout.stall_timeout_s); "
@@ -66,7 +66,7 @@ class StallWatchdog:
         )
 
 
-class _Waiting:
+class _WaitScope:
     """The block of `StallWatchdog.waiting_for`."""
 
     __slots__ = ("_count", "_watchdog", "_what")
@@ -83,7 +83,7 @@ class _Waiting:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watchdog._waiting[self._what] -= self._count
-        self._watchdog.progressed()
+        self._watchdog.record_progress()
 
 
 class Supervision:
@@ -91,14 +91,14 @@ class Supervision:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self.watchdog = StallWatchdog(stall_timeout_s)
-        self._room: dict[str, asyncio.Semaphore] = {}
+        self._semaphores: dict[str, asyncio.Semaphore] = {}
 
-    def room(self, task_name: str, max_concurrency: int) -> asyncio.Semaphore:
+    def concurrency_limit(self, task_name: str, max_concurrency: int) -> asyncio.Semaphore:
         """Held by each rollout of a task while it runs; of the size that was asked for first."""
-        return self._room.setdefault(task_name, asyncio.Semaphore(max_concurrency))
+        return self._semaphores.setdefault(task_name, asyncio.Semaphore(max_concurrency))
 
 
-async def in_parallel(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """All results, in order. The first error ends the others and is raised as it is."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
@@ -128,14 +128,14 @@ class FailureBudget:
     def __init__(self, *, num_rollouts: int, max_failed_share: float) -> None:
         self._num_rollouts = num_rollouts
         self._max_failed_share = max_failed_share
-        self._first: Failure | None = None
+        self._first_failure: Failure | None = None
         self._by_class: Counter[str] = Counter()
 
     def record(self, trajectory: Trajectory) -> None:
         """Count a rollout that has ended. Raises RolloutError with the first cause above the limit."""
         if trajectory.failure is None:
             return
-        self._first = self._first or trajectory.failure
+        self._first_failure = self._first_failure or trajectory.failure
         self._by_class[trajectory.failure.failure_class] += 1
         if self._by_class.total() > self._max_failed_share * self._num_rollouts:
             raise RolloutError(
@@ -145,36 +145,40 @@ class FailureBudget:
     def summary(self) -> str:
         """Example: "3 of 4 rollouts failed (environment 2, infra 1); first cause: environment: ValueError: ..."."""
         by_class = ", ".join(f"{name} {count}" for name, count in sorted(self._by_class.items()))
-        first = f"; first cause: {self._first.failure_class}: {self._first.cause}" if self._first else ""
+        first = (
+            f"; first cause: {self._first_failure.failure_class}: {self._first_failure.cause}"
+            if self._first_failure
+            else ""
+        )
         counts = f" ({by_class})" if by_class else ""
         return f"{self._by_class.total()} of {self._num_rollouts} rollouts failed{counts}{first}"
 
 
-class WholeFailures:
-    """Stops background collection when more than `max_in_a_row` groups, one after the other, have no survivor."""
+class ConsecutiveFailureLimit:
+    """Stops background collection when more than `max_consecutive` groups, one after the other, have no survivor."""
 
-    def __init__(self, max_in_a_row: int) -> None:
-        self._max_in_a_row = max_in_a_row
-        self._num_in_a_row = 0
-        self._first: Failure | None = None
+    def __init__(self, max_consecutive: int) -> None:
+        self._max_in_a_row = max_consecutive
+        self._num_consecutive = 0
+        self._first_failure: Failure | None = None
 
     def record(self, group: TrajectoryGroup) -> None:
         """Count a group that has ended. Raises RolloutError with the first cause above the limit."""
         if group.survivors:
-            self._num_in_a_row, self._first = 0, None
+            self._num_consecutive, self._first_failure = 0, None
             return
-        self._num_in_a_row += 1
-        self._first = self._first or group.trajectories[0].failure
-        if self._num_in_a_row > self._max_in_a_row and self._first is not None:
+        self._num_consecutive += 1
+        self._first_failure = self._first_failure or group.trajectories[0].failure
+        if self._num_consecutive > self._max_in_a_row and self._first_failure is not None:
             raise RolloutError(
-                f"{self._num_in_a_row} groups in a row failed whole, more than "
+                f"{self._num_consecutive} groups in a row failed whole, more than "
                 f"grpo.async_grpo.max_generation_failures = {self._max_in_a_row} allows; "
-                f"first cause: {self._first.failure_class}: {self._first.cause}"
+                f"first cause: {self._first_failure.failure_class}: {self._first_failure.cause}"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
+class RetryPolicy:
     """How often a generation request is asked again."""
 
     max_retries: int
@@ -186,7 +190,7 @@ async def generate(
     requests: Sequence[GenerationRequest],
     *,
     timeout_s: float,
-    retries: Retries,
+    retries: RetryPolicy,
     watchdog: StallWatchdog,
 ) -> list[Completion | Failure]:
     """One result a request, in order. What fails or takes longer than `timeout_s` is asked again, then fails (infra).
@@ -201,7 +205,7 @@ async def generate(
             with watchdog.waiting_for("generation to be retried", len(pending)):
                 await asyncio.sleep(retries.backoff_s * 2 ** (attempt - 1))
         with watchdog.waiting_for("generation", len(pending)):
-            error = await _attempt(generation, pending, timeout_s, watchdog, completions, causes)
+            error = await _try_generate(generation, pending, timeout_s, watchdog, completions, causes)
         pending = [request for request in pending if request.request_id not in completions]
         if not pending:
             break
@@ -238,7 +242,7 @@ async def step_environment(
     return [Failure(FailureClass.ENVIRONMENT, f"{task_name}: {cause}")] * len(calls)
 
 
-async def _attempt(
+async def _try_generate(
     generation: Generation,
     requests: Sequence[GenerationRequest],
     timeout_s: float,
@@ -254,7 +258,7 @@ async def _attempt(
             async for result in stream:
                 num_left -= 1
                 if num_left:
-                    watchdog.progressed()
+                    watchdog.record_progress()
                     deadline.reschedule(clock() + timeout_s)
                 if isinstance(result, Completion):
                     completions[result.request_id] = result

@@ -6,11 +6,10 @@ from typing import TypeAlias
 
 from nemo_rl.data.loader import LoadedPrompt
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
-from nemo_rl.experience.boundaries import in_parallel
+from nemo_rl.experience.boundaries import gather_or_cancel
 from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import (
     RolloutContext,
-    RolloutJob,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
 )
@@ -18,15 +17,15 @@ from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.types import Trajectory, TrajectoryGroup
 
 
-def jobs_of(prompts: Iterable[LoadedPrompt], num_generations: int) -> list[RolloutJob]:
+def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int) -> list[RolloutJob]:
     """`num_generations` rollouts a prompt, one prompt after the other."""
     return [
         RolloutJob(one.prompt, one.group_id, index, one.epoch) for one in prompts for index in range(num_generations)
     ]
 
 
-def grouped(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
-    """The groups of trajectories that lie in the order of `jobs_of`."""
+def group_trajectories(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
+    """The groups of trajectories that lie in the order of `make_rollout_jobs`."""
     groups = []
     for start in range(0, len(trajectories), num_generations):
         members = tuple(trajectories[start : start + num_generations])
@@ -34,7 +33,7 @@ def grouped(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[T
     return tuple(groups)
 
 
-def trajectories_of(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
+def flatten_groups(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
@@ -55,26 +54,30 @@ async def run_rollouts(
     Scorers that share the engine's device have their turn behind the last rollout; progress is told then.
     """
     if context.scoring.turn is None:
-        return await _run_all(jobs, context, scheduler)
-    unscored = await _run_all(jobs, replace(context, progress=None), scheduler)
-    scored = await context.scoring.scored_together(unscored, stall_timeout_s=context.limits.stall_timeout_s)
+        return await _dispatch_jobs(jobs, context, scheduler)
+    unscored = await _dispatch_jobs(jobs, replace(context, progress=None), scheduler)
+    scored = await context.scoring.score_batch(unscored, stall_timeout_s=context.limits.stall_timeout_s)
     if context.progress is not None:
         for trajectory in scored:
             context.progress(trajectory)
     return scored
 
 
-async def _run_all(jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler) -> tuple[Trajectory, ...]:
+async def _dispatch_jobs(
+    jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler
+) -> tuple[Trajectory, ...]:
     runners = dict.fromkeys(context.agents, run_agent_rollouts) | dict.fromkeys(context.gyms, run_nemo_gym_rollouts)
-    places: dict[Scheduler, list[int]] = {}
-    for place, job in enumerate(jobs):
-        places.setdefault(runners.get(job.prompt.task_name, scheduler), []).append(place)
+    job_indices: dict[Scheduler, list[int]] = {}
+    for job_index, job in enumerate(jobs):
+        job_indices.setdefault(runners.get(job.prompt.task_name, scheduler), []).append(job_index)
 
     async def run(part: Scheduler) -> tuple[Trajectory, ...]:
-        return await part([jobs[place] for place in places[part]], context)
+        return await part([jobs[job_index] for job_index in job_indices[part]], context)
 
-    parts = await in_parallel(run(part) for part in places)
-    by_place = {
-        p: t for part, of_part in zip(places, parts, strict=True) for p, t in zip(places[part], of_part, strict=True)
+    parts = await gather_or_cancel(run(part) for part in job_indices)
+    by_job_index = {
+        p: t
+        for part, part_trajectories in zip(job_indices, parts, strict=True)
+        for p, t in zip(job_indices[part], part_trajectories, strict=True)
     }
-    return tuple(by_place[place] for place in range(len(jobs)))
+    return tuple(by_job_index[job_index] for job_index in range(len(jobs)))

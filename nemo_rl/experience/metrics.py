@@ -23,10 +23,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         name = trajectory.prompt.agent_name or trajectory.prompt.task_name
         by_environment.setdefault(name, []).append(trajectory)
-    metrics = _metrics_of(trajectories)
-    for environment, of_one in sorted(by_environment.items()):
-        several = _metrics_of(of_one) if len(by_environment) > 1 else {}
-        metrics |= {f"env/{environment}/{name}": value for name, value in (several | _in_brief(of_one)).items()}
+    metrics = _compute_metrics(trajectories)
+    for environment, environment_trajectories in sorted(by_environment.items()):
+        several = _compute_metrics(environment_trajectories) if len(by_environment) > 1 else {}
+        metrics |= {
+            f"env/{environment}/{name}": value
+            for name, value in (several | _brief_metrics(environment_trajectories)).items()
+        }
     return metrics
 
 
@@ -36,19 +39,19 @@ def age_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict
     return {"avg_trajectory_age": statistics.fmean(ages), "max_trajectory_age": float(max(ages))} if ages else {}
 
 
-def _metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _compute_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     survivors = [t for t in trajectories if t.failure is None]
     metrics = {"num_rollouts": float(len(trajectories))}
     metrics |= {f"failures/{name}": float(_count_failed(trajectories, name)) for name in FailureClass}
     metrics |= {
-        "natural_termination_rate": _share(trajectories, StopReason.DONE),
-        "truncation_rate": _share(trajectories, StopReason.TRUNCATED),
-        "max_turns_reached_rate": _share(trajectories, StopReason.MAX_TURNS),
+        "natural_termination_rate": _stop_reason_rate(trajectories, StopReason.DONE),
+        "truncation_rate": _stop_reason_rate(trajectories, StopReason.TRUNCATED),
+        "max_turns_reached_rate": _stop_reason_rate(trajectories, StopReason.MAX_TURNS),
     }
-    return metrics | _turns_and_tokens(survivors) | _named_rewards(survivors) if survivors else metrics
+    return metrics | _length_metrics(survivors) | _mean_named_rewards(survivors) if survivors else metrics
 
 
-def _turns_and_tokens(survivors: Sequence[Trajectory]) -> dict[str, float]:
+def _length_metrics(survivors: Sequence[Trajectory]) -> dict[str, float]:
     turns = [t.num_turns for t in survivors]
     generated = [t.num_generated_tokens for t in survivors]
     return {
@@ -69,7 +72,7 @@ def _num_environment_tokens(trajectory: Trajectory) -> int:
     return sum(length for is_generated, length in lengths[first:] if not is_generated)
 
 
-def _named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
+def _mean_named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
     """The mean of each named reward, over the rollouts that have it."""
     names = sorted({name for t in survivors for name in t.rewards})
     if len(names) < 2:
@@ -77,11 +80,11 @@ def _named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
     return {f"reward/{n}": statistics.fmean(t.rewards[n] for t in survivors if n in t.rewards) for n in names}
 
 
-def _in_brief(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _brief_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What tells environments apart at a glance."""
     survivors = [t for t in trajectories if t.failure is None]
     metrics = {
-        "truncation_rate": _share(trajectories, StopReason.TRUNCATED),
+        "truncation_rate": _stop_reason_rate(trajectories, StopReason.TRUNCATED),
         "num_failed": float(len(trajectories) - len(survivors)),
     }
     if survivors:
@@ -93,7 +96,7 @@ def _in_brief(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _share(trajectories: Sequence[Trajectory], reason: StopReason) -> float:
+def _stop_reason_rate(trajectories: Sequence[Trajectory], reason: StopReason) -> float:
     return sum(t.stop_reason is reason for t in trajectories) / len(trajectories)
 
 
@@ -108,20 +111,20 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
     Example: scores [0, 1, .5], k = 2: the maxima 1, .5, 1 average to .8333.
     """
-    shares = best_of_k_shares(len(scores), k)
+    shares = best_of_k_probabilities(len(scores), k)
     return sum(score * share for score, share in zip(sorted(scores), shares, strict=True))
 
 
 @lru_cache(maxsize=1024)
-def best_of_k_shares(num_answers: int, k: int) -> tuple[float, ...]:
+def best_of_k_probabilities(num_answers: int, k: int) -> tuple[float, ...]:
     """The share of all subsets of k in which the answer of each rank, lowest score first, is the best."""
-    _check(k, num_answers)
+    _check_k(k, num_answers)
     return tuple(comb(rank, k - 1) / comb(num_answers, k) for rank in range(num_answers))
 
 
 def pass_at_1_avg_of_k(scores: Sequence[float]) -> float:
     """The mean score: what one answer can be expected to reach."""
-    _check(1, len(scores))
+    _check_k(1, len(scores))
     return sum(scores) / len(scores)
 
 
@@ -136,12 +139,12 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
     if len(answers) != len(scores):
         raise ValueError(f"{len(scores)} scores with {len(answers)} answers")
     k = len(scores) if k is None else k
-    _check(k, len(scores))
+    _check_k(k, len(scores))
     counts = Counter(answer for answer in answers if answer is not None)
-    silent = len(answers) - counts.total()
+    num_abstentions = len(answers) - counts.total()
     # Answers that were given equally often win equally often.
     given = tuple(sorted(counts.values()))
-    wins = {count: _wins(count, given, silent, k) for count in set(given)}
+    wins = {count: _count_wins(count, given, num_abstentions, k) for count in set(given)}
     expected = sum(
         score * wins[counts[answer]] / counts[answer]
         for score, answer in zip(scores, answers, strict=True)
@@ -151,32 +154,35 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
 
 
 @lru_cache(maxsize=1 << 16)  # few ways to vote come back over the tasks of a data set
-def _wins(count: int, counts: tuple[int, ...], silent: int, k: int) -> float:
+def _count_wins(count: int, counts: tuple[int, ...], num_abstentions: int, k: int) -> float:
     """In how many subsets of k an answer given `count` times has the most votes, a tie shared; `counts` of all."""
-    if k == silent + sum(counts):  # everybody votes
+    if k == num_abstentions + sum(counts):  # everybody votes
         return (count == max(counts)) / counts.count(max(counts))
     others = list(counts)
     others.remove(count)
-    return sum(comb(count, votes) * _shared_wins(others, silent, votes, k - votes) for votes in range(1, count + 1))
+    return sum(
+        comb(count, votes) * _count_shared_wins(others, num_abstentions, votes, k - votes)
+        for votes in range(1, count + 1)
+    )
 
 
-def _shared_wins(others: Sequence[int], silent: int, votes: int, remaining: int) -> float:
+def _count_shared_wins(others: Sequence[int], num_abstentions: int, votes: int, remaining: int) -> float:
     """Ways to fill the other places so that nobody has more than `votes`, each divided by the winners it leaves.
 
     Adds one other answer after the other to a table {(places filled, ties): ways}.
     """
     if remaining < 0:
         return 0.0
-    ways = {(filled, 0): comb(silent, filled) for filled in range(min(silent, remaining) + 1)}
+    ways = {(filled, 0): comb(num_abstentions, filled) for filled in range(min(num_abstentions, remaining) + 1)}
     for count in others:
         extended: Counter[tuple[int, int]] = Counter()
         for (filled, ties), n in ways.items():
-            for cast in range(min(count, votes, remaining - filled) + 1):
-                extended[filled + cast, ties + (cast == votes)] += n * comb(count, cast)
+            for num_cast in range(min(count, votes, remaining - filled) + 1):
+                extended[filled + num_cast, ties + (num_cast == votes)] += n * comb(count, num_cast)
         ways = extended
     return sum(n / (ties + 1) for (filled, ties), n in ways.items() if filled == remaining)
 
 
-def _check(k: int, num_answers: int) -> None:
+def _check_k(k: int, num_answers: int) -> None:
     if not 1 <= k <= num_answers:
         raise ConfigError("k", k, f"must be from 1 to the number of answers, {num_answers}")

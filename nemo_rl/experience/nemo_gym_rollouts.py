@@ -14,13 +14,13 @@ from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, Gym
 from nemo_rl.errors import summarize_error
 from nemo_rl.experience.agent_rollouts import (
     Recording,
-    Selection,
-    recorded_trajectory,
-    rewarded,
-    rollout_session,
-    run_each,
+    TrajectorySelection,
+    build_recorded_trajectory,
+    open_rollout_session,
+    run_recorded_rollouts,
+    validate_rewards,
 )
-from nemo_rl.experience.agents import Sessions
+from nemo_rl.experience.agents import SessionProvider
 from nemo_rl.experience.boundaries import StallWatchdog
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
@@ -34,44 +34,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARAMETERS = "responses_create_params"
-DECIDED_BY_THE_RUN = frozenset({"model", "seed", "temperature", "top_p"})
-DECIDED_IN_METADATA = frozenset({"chat_template_kwargs", "extra_body"})  # Gym unfolds them into the call of the model
+OVERRIDDEN_PARAMETERS = frozenset({"model", "seed", "temperature", "top_p"})
+OVERRIDDEN_METADATA = frozenset({"chat_template_kwargs", "extra_body"})  # Gym unfolds them into the call of the model
 
 
-class SentRows:
+class RowPreparer:
     """Prepares rows; notes once what it leaves out of them."""
 
     def __init__(self) -> None:
-        self._noted: set[str] = set()
+        self._logged_names: set[str] = set()
 
-    def of(self, row: Mapping[str, Any], session_id: str) -> dict[str, Any]:
+    def prepare(self, row: Mapping[str, Any], session_id: str) -> dict[str, Any]:
         """The row with the session's id in the metadata of its parameters; `row` itself stays as it is.
 
         Gym passes a row's metadata on with each call of the model. Where an agent does not, its calls have no session:
         they are sampled as the run is, and found by their tokens.
         """
-        given = row.get(PARAMETERS)
-        if not isinstance(given, Mapping):
+        requested = row.get(PARAMETERS)
+        if not isinstance(requested, Mapping):
             return dict(row)  # Gym says what is wrong with it
-        parameters = {name: value for name, value in given.items() if name not in DECIDED_BY_THE_RUN}
-        metadata = given.get("metadata") or {}
-        own = {name: value for name, value in metadata.items() if name not in DECIDED_IN_METADATA}
-        left_out = {name for name in given.keys() - parameters.keys() if given[name] is not None}
-        self._note(left_out | {f"metadata.{name}" for name in metadata.keys() - own.keys()})
+        parameters = {name: value for name, value in requested.items() if name not in OVERRIDDEN_PARAMETERS}
+        metadata = requested.get("metadata") or {}
+        own = {name: value for name, value in metadata.items() if name not in OVERRIDDEN_METADATA}
+        dropped = {name for name in requested.keys() - parameters.keys() if requested[name] is not None}
+        self._log_dropped_names(dropped | {f"metadata.{name}" for name in metadata.keys() - own.keys()})
         return {**row, PARAMETERS: {**parameters, "metadata": {**own, SESSION_FIELD: session_id}}}
 
-    def _note(self, names: set[str]) -> None:
-        if fresh := sorted(names - self._noted):
-            self._noted.update(fresh)
-            logger.info("%s of NeMo Gym's rows are left out: the run decides how tokens are sampled", ", ".join(fresh))
+    def _log_dropped_names(self, names: set[str]) -> None:
+        if unlogged := sorted(names - self._logged_names):
+            self._logged_names.update(unlogged)
+            logger.info(
+                "%s of NeMo Gym's rows are left out: the run decides how tokens are sampled", ", ".join(unlogged)
+            )
 
 
-GYMS_SERVER = 0  # of the gateway: `GatewayManager.default_base_url`, which all of Gym calls
-ROW = "row"  # in a prompt's env_state: the data row as Gym wants it
-ANSWER = "extracted_answer"  # in a reply: what many of Gym's environments understood as the answer
+GYM_SERVER_INDEX = 0  # of the gateway: `GatewayManager.default_base_url`, which all of Gym calls
+GYM_ROW_KEY = "row"  # in a prompt's env_state: the data row as Gym wants it
+EXTRACTED_ANSWER_KEY = "extracted_answer"  # in a reply: what many of Gym's environments understood as the answer
 
 
-class GymAgents(Protocol):
+class GymAgentRunner(Protocol):
     """Who runs rows; `environments.nemo_gym.client.GymClient` does. Keeps its own deadline."""
 
     async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
@@ -79,7 +81,7 @@ class GymAgents(Protocol):
         ...
 
 
-class ClaimedSessions(Sessions, Protocol):
+class ClaimingSessionProvider(SessionProvider, Protocol):
     """Sessions whose calls a client reports; `gateway.manager.GatewayManager` has them."""
 
     async def finish_with_claims(self, handle: "SessionHandle", claims: Sequence[Claim]) -> "FinishedSession":
@@ -91,11 +93,11 @@ class ClaimedSessions(Sessions, Protocol):
 class GymRuntime:
     """A stack of NeMo Gym with what its rollouts need."""
 
-    client: GymAgents
-    sessions: ClaimedSessions  # of the server that Gym's model server calls
+    client: GymAgentRunner
+    sessions: ClaimingSessionProvider  # of the server that Gym's model server calls
     max_concurrency: int  # rollouts at once
-    trajectory_selection: Selection = "all"  # which histories are trained on
-    rows: SentRows = field(default_factory=SentRows)
+    trajectory_selection: TrajectorySelection = "all"  # which histories are trained on
+    rows: RowPreparer = field(default_factory=RowPreparer)
 
 
 async def run_nemo_gym_rollouts(jobs: "Sequence[RolloutJob]", context: "RolloutContext") -> tuple[Trajectory, ...]:
@@ -109,7 +111,7 @@ async def run_nemo_gym_rollouts(jobs: "Sequence[RolloutJob]", context: "RolloutC
         return await _GymRollout(job, context, watchdog).run()
 
     max_concurrency = {name: runtime.max_concurrency for name, runtime in context.gyms.items()}
-    return await run_each(jobs, context, run, max_concurrency=max_concurrency)
+    return await run_recorded_rollouts(jobs, context, run, max_concurrency=max_concurrency)
 
 
 class _GymRollout:
@@ -125,39 +127,39 @@ class _GymRollout:
         started_at = time.perf_counter()
         try:
             sessions = self._runtime.sessions
-            async with rollout_session(sessions, self._job, self._context, server=GYMS_SERVER) as handle:
-                result, recording = await self._in_session(handle)
+            async with open_rollout_session(sessions, self._job, self._context, server=GYM_SERVER_INDEX) as handle:
+                result, recording = await self._run_in_session(handle)
         except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
             result, recording = Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"), Recording()
         total_s = time.perf_counter() - started_at
         timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
         selection = self._runtime.trajectory_selection
-        return recorded_trajectory(self._job, result, recording, timings, selection=selection)
+        return build_recorded_trajectory(self._job, result, recording, timings, selection=selection)
 
-    async def _in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, Recording]:
-        reply = await self._reply(handle)
+    async def _run_in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, Recording]:
+        reply = await self._run_row(handle)
         sessions = self._runtime.sessions
         if isinstance(reply, Failure):
             finished = await sessions.finish(handle)
-            return _by_the_engine(reply, finished), Recording(finished.chains)
+            return _attribute_to_engine(reply, finished), Recording(finished.chains)
         if not reply.calls:
             await sessions.finish(handle)
-            return _without_calls(reply), Recording()
+            return _missing_calls_failure(reply), Recording()
         try:
-            finished = await sessions.finish_with_claims(handle, [_claim(call) for call in reply.calls])
+            finished = await sessions.finish_with_claims(handle, [_make_claim(call) for call in reply.calls])
         except (UnknownEcho, LogprobMismatch) as error:
             return Failure(FailureClass.AGENT, f"{self._job.prompt.agent_name}: {summarize_error(error)}"), Recording()
         recording = Recording(
-            finished.chains, is_cut=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
+            finished.chains, is_incomplete=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
         )
-        answer = reply.extras.get(ANSWER)
+        answer = reply.extras.get(EXTRACTED_ANSWER_KEY)
         reward = {self._job.prompt.task_name: reply.reward}
-        return rewarded(reward, None if answer is None else str(answer)), recording
+        return validate_rewards(reward, None if answer is None else str(answer)), recording
 
-    async def _reply(self, handle: "SessionHandle") -> GymReply | Failure:
+    async def _run_row(self, handle: "SessionHandle") -> GymReply | Failure:
         prompt = self._job.prompt
         try:
-            row = self._runtime.rows.of(prompt.env_state[ROW], handle.id)
+            row = self._runtime.rows.prepare(prompt.env_state[GYM_ROW_KEY], handle.id)
             with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
                 return await self._runtime.client.run(prompt.agent_name, row)
         except GymUnavailable as error:
@@ -169,18 +171,18 @@ class _GymRollout:
             return Failure(FailureClass.ENVIRONMENT, f"{prompt.agent_name}: {summarize_error(error)}")
 
 
-def _claim(call: GymCall) -> Claim:
+def _make_claim(call: GymCall) -> Claim:
     return Claim(Echo(call.prompt_token_ids, call.generation_token_ids), call.generation_log_probs)
 
 
-def _by_the_engine(failure: Failure, finished: "FinishedSession") -> Failure:
+def _attribute_to_engine(failure: Failure, finished: "FinishedSession") -> Failure:
     """What Gym says about a rollout whose last call the engine failed is the engine's fault."""
     if finished.engine_error is None or failure.failure_class is FailureClass.INFRA:
         return failure
     return replace(failure, failure_class=FailureClass.INFRA, cause=f"{finished.engine_error} ({failure.cause})")
 
 
-def _without_calls(reply: GymReply) -> Failure:
+def _missing_calls_failure(reply: GymReply) -> Failure:
     if reply.is_incomplete:
         return Failure(FailureClass.ENVIRONMENT, "the row's prompt leaves no room for a response")
     return Failure(FailureClass.AGENT, "the reply names no call of the model by its tokens")

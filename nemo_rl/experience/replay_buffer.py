@@ -3,7 +3,7 @@
 Pure bookkeeping of AsyncSource: no tasks, no clock. A group's deadline is the last version of the trainer that may
 train on it: the oldest weights it was, or may be, sampled under, plus the age bound A. A step takes N groups, so those
 left after a step at version v can all be trained in time exactly if, for every d, at most N (d - v) of them have a
-deadline of d or less. Groups are issued only as far as that can hold (`room`) and chosen so that it goes on holding
+deadline of d or less. Groups are issued only as far as that can hold (`capacity`) and chosen so that it goes on holding
 (`choose`).
 """
 
@@ -30,7 +30,7 @@ from nemo_rl.types import (
 )
 
 
-class Wait(StrEnum):
+class WaitReason(StrEnum):
     """Why no step can be handed out yet."""
 
     TOO_FEW = "too_few_groups"  # are complete
@@ -41,7 +41,7 @@ class Wait(StrEnum):
 class BufferedGroup:
     """A complete group."""
 
-    place: int  # of its prompt in the training order
+    prompt_index: int  # of its prompt in the training order
     weight_version: int  # the oldest that it was sampled under
     group: TrajectoryGroup
 
@@ -63,9 +63,9 @@ class ReplayBufferState:
     dropped: tuple[DroppedGroup, ...] = ()
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def prompt_indices(self) -> tuple[int, ...]:
         """Of all prompts that were drawn and not trained on."""
-        return (*(one.place for one in self.complete), *self.in_flight)
+        return (*(one.prompt_index for one in self.complete), *self.in_flight)
 
 
 class ReplayBuffer:
@@ -93,55 +93,55 @@ class ReplayBuffer:
     @property
     def complete(self) -> tuple[BufferedGroup, ...]:
         """In the training order."""
-        return tuple(self._complete[place] for place in sorted(self._complete))
+        return tuple(self._complete[prompt_index] for prompt_index in sorted(self._complete))
 
-    def is_running(self, place: int) -> bool:
-        return place in self._running
+    def is_running(self, prompt_index: int) -> bool:
+        return prompt_index in self._running
 
-    def room(self, *, is_trainer_waiting: bool, later_steps: int | None = None) -> int:
+    def capacity(self, *, is_trainer_waiting: bool, num_remaining_steps: int | None = None) -> int:
         """How many more groups may be issued: A steps' worth while the trainer trains, one more while it waits.
 
-        `later_steps`, where it is known, is how many follow the present one.
+        `num_remaining_steps`, where it is known, is how many follow the present one.
         """
-        steps_ahead = self._max_age if later_steps is None else min(self._max_age, later_steps)
+        steps_ahead = self._max_age if num_remaining_steps is None else min(self._max_age, num_remaining_steps)
         return max((steps_ahead + is_trainer_waiting) * self._num_groups - len(self), 0)
 
-    def issue(self, place: int, weight_version: int) -> None:
+    def issue(self, prompt_index: int, weight_version: int) -> None:
         """The rollouts of a prompt start; the engine holds `weight_version` or newer weights."""
-        self._running[place] = weight_version
+        self._running[prompt_index] = weight_version
 
-    def finish(self, place: int, group: TrajectoryGroup) -> None:
+    def finish(self, prompt_index: int, group: TrajectoryGroup) -> None:
         """All rollouts of a running group have ended."""
-        issued_under = self._running.pop(place)
-        self._complete[place] = BufferedGroup(place, oldest_version(group, default=issued_under), group)
+        issue_version = self._running.pop(prompt_index)
+        self._complete[prompt_index] = BufferedGroup(prompt_index, oldest_version(group, default=issue_version), group)
 
     def restore(self, groups: Iterable[BufferedGroup]) -> None:
         """Take complete groups (again): those of a checkpoint, or those of a step that did not need them."""
-        self._complete.update((one.place, one) for one in groups)
+        self._complete.update((one.prompt_index, one) for one in groups)
 
-    def remove(self, places: Iterable[int]) -> None:
+    def remove(self, prompt_indices: Iterable[int]) -> None:
         """Forget groups, whatever their state."""
-        for place in places:
-            self._running.pop(place, None)
-            self._complete.pop(place, None)
+        for prompt_index in prompt_indices:
+            self._running.pop(prompt_index, None)
+            self._complete.pop(prompt_index, None)
 
-    def choose(self, weight_version: int, count: int) -> tuple[BufferedGroup, ...] | Wait:
+    def choose(self, weight_version: int, count: int) -> tuple[BufferedGroup, ...] | WaitReason:
         """The `count` complete groups of the earliest deadlines, in the training order; or why to wait.
 
         One that still runs is passed over as long as it, and all others left, can be trained in time. Nothing changes:
         who trains on them calls `remove`.
         """
         if len(self._complete) < count:
-            return Wait.TOO_FEW
-        complete = sorted(self._complete.values(), key=lambda one: (self._deadline(one), one.place))
+            return WaitReason.TOO_FEW
+        complete = sorted(self._complete.values(), key=lambda one: (self._deadline(one), one.prompt_index))
         chosen, others = complete[:count], complete[count:]
         if not self._may_pass_over_running(chosen, others, weight_version):
-            return Wait.LATE
-        return tuple(sorted(chosen, key=lambda one: one.place))
+            return WaitReason.LATE
+        return tuple(sorted(chosen, key=lambda one: one.prompt_index))
 
-    def at_bound(self, weight_version: int) -> tuple[int, ...]:
+    def running_at_age_limit(self, weight_version: int) -> tuple[int, ...]:
         """Places of running groups that this version is the last to train on."""
-        return tuple(p for p, issued_under in self._running.items() if issued_under + self._max_age <= weight_version)
+        return tuple(p for p, issue_version in self._running.items() if issue_version + self._max_age <= weight_version)
 
     def expired(self, weight_version: int) -> tuple[BufferedGroup, ...]:
         """Complete groups above the age bound."""
@@ -153,7 +153,7 @@ class ReplayBuffer:
         None but after a resume with a smaller bound or smaller steps.
         """
         num_kept = 0
-        for one in sorted(self._complete.values(), key=lambda one: (self._deadline(one), one.place)):
+        for one in sorted(self._complete.values(), key=lambda one: (self._deadline(one), one.prompt_index)):
             if self._deadline(one) < weight_version + num_kept // self._num_groups:
                 yield one
             else:
@@ -164,7 +164,7 @@ class ReplayBuffer:
     ) -> bool:
         """Whether nothing that runs would go before those chosen, or what is left can still be trained in time."""
         last = max((self._deadline(one) for one in chosen), default=weight_version)
-        running = [issued_under + self._max_age for issued_under in self._running.values()]
+        running = [issue_version + self._max_age for issue_version in self._running.values()]
         if all(deadline >= last for deadline in running):
             return True
         left = sorted([*running, *(self._deadline(one) for one in others)])
@@ -182,20 +182,20 @@ def oldest_version(group: TrajectoryGroup, *, default: int) -> int:
 REPLAY_BUFFER = "replay_buffer"  # the key in a source's state
 
 
-def replay_buffer_state(state: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
+def extract_buffer_state(state: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
     """That of a source's state, as the source gave it or as a checkpoint holds it; empty in a synchronous run's."""
     buffered = state.get(REPLAY_BUFFER, ReplayBufferState())
-    return buffered if isinstance(buffered, ReplayBufferState) else from_plain(buffered, loader)
+    return buffered if isinstance(buffered, ReplayBufferState) else buffer_state_from_dict(buffered, loader)
 
 
-def to_plain(state: ReplayBufferState) -> dict[str, Any]:
+def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
     """Values that `checkpoint.save_state` accepts."""
-    tape = _Tape()
+    token_store = _TokenStore()
     complete = [
         {
-            "place": one.place,
+            "place": one.prompt_index,
             "weight_version": one.weight_version,
-            "trajectories": [_plain_trajectory(t, tape) for t in one.group.trajectories],
+            "trajectories": [_trajectory_to_dict(t, token_store) for t in one.group.trajectories],
         }
         for one in state.complete
     ]
@@ -203,22 +203,22 @@ def to_plain(state: ReplayBufferState) -> dict[str, Any]:
         "complete": complete,
         "in_flight": list(state.in_flight),
         "dropped": [asdict(one) for one in state.dropped],
-        "token_ids": torch.tensor(tape.token_ids, dtype=torch.int64),
-        "generation_logprobs": torch.tensor(tape.logprobs, dtype=torch.float64),
+        "token_ids": torch.tensor(token_store.token_ids, dtype=torch.int64),
+        "generation_logprobs": torch.tensor(token_store.logprobs, dtype=torch.float64),
     }
 
 
-def from_plain(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
-    """What `to_plain` was given; `loader` has the same prompts in the same order."""
-    tape = _Tape(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist())
+def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
+    """What `buffer_state_to_dict` was given; `loader` has the same prompts in the same order."""
+    token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist())
     return ReplayBufferState(
-        complete=tuple(_group(one, loader.at(one["place"]), tape) for one in plain["complete"]),
+        complete=tuple(_group_from_dict(one, loader.at(one["place"]), token_store) for one in plain["complete"]),
         in_flight=tuple(plain["in_flight"]),
         dropped=tuple(DroppedGroup(**one) for one in plain["dropped"]),
     )
 
 
-class _Tape:
+class _TokenStore:
     """Numbers of all messages in order: written at the end, read from the beginning."""
 
     def __init__(self, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
@@ -240,7 +240,7 @@ class _Tape:
         return tuple(self.logprobs[self._next_logprob - count : self._next_logprob])
 
 
-def _plain_trajectory(trajectory: Trajectory, tape: _Tape) -> dict[str, Any]:
+def _trajectory_to_dict(trajectory: Trajectory, token_store: _TokenStore) -> dict[str, Any]:
     failure = trajectory.failure
     return {
         "generation_index": trajectory.generation_index,
@@ -252,12 +252,12 @@ def _plain_trajectory(trajectory: Trajectory, tape: _Tape) -> dict[str, Any]:
         "failure": None if failure is None else [failure.failure_class.value, failure.cause],
         "timings": asdict(trajectory.timings),
         "loss_weight": float(trajectory.loss_weight),
-        "chains": [[_plain_message(message, tape) for message in log] for log in trajectory.chains],
+        "chains": [[_message_to_dict(message, token_store) for message in log] for log in trajectory.chains],
     }
 
 
-def _plain_message(tokenized: TokenizedMessage, tape: _Tape) -> dict[str, Any]:
-    tape.write(tokenized)
+def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> dict[str, Any]:
+    token_store.write(tokenized)
     message = tokenized.message
     return {
         "role": message.role,
@@ -270,15 +270,15 @@ def _plain_message(tokenized: TokenizedMessage, tape: _Tape) -> dict[str, Any]:
     }
 
 
-def _group(plain: Mapping[str, Any], loaded: LoadedPrompt, tape: _Tape) -> BufferedGroup:
-    trajectories = tuple(_trajectory(one, loaded, tape) for one in plain["trajectories"])
+def _group_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_store: _TokenStore) -> BufferedGroup:
+    trajectories = tuple(_trajectory_from_dict(one, loaded, token_store) for one in plain["trajectories"])
     group = TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories)
     return BufferedGroup(plain["place"], plain["weight_version"], group)
 
 
-def _trajectory(plain: Mapping[str, Any], loaded: LoadedPrompt, tape: _Tape) -> Trajectory:
+def _trajectory_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_store: _TokenStore) -> Trajectory:
     failure = plain["failure"]
-    message_log, *other_chains = (_message_log(chain, tape) for chain in plain["chains"])
+    message_log, *other_chains = (_message_log_from_dict(chain, token_store) for chain in plain["chains"])
     oldest, newest = plain["weight_versions"]
     return Trajectory(
         prompt=loaded.prompt,
@@ -297,16 +297,16 @@ def _trajectory(plain: Mapping[str, Any], loaded: LoadedPrompt, tape: _Tape) -> 
     )
 
 
-def _message_log(plain: Sequence[Mapping[str, Any]], tape: _Tape) -> MessageLog:
-    return tuple(_message(one, tape) for one in plain)
+def _message_log_from_dict(plain: Sequence[Mapping[str, Any]], token_store: _TokenStore) -> MessageLog:
+    return tuple(_message_from_dict(one, token_store) for one in plain)
 
 
-def _message(plain: Mapping[str, Any], tape: _Tape) -> TokenizedMessage:
+def _message_from_dict(plain: Mapping[str, Any], token_store: _TokenStore) -> TokenizedMessage:
     count = plain["num_tokens"]
     calls = tuple(ToolCall(**call) for call in plain["tool_calls"])
     return TokenizedMessage(
         Message(plain["role"], plain["content"], calls, plain["tool_call_id"]),
-        tape.read_token_ids(count),
-        tape.read_logprobs(count) if plain["is_generated"] else None,
+        token_store.read_token_ids(count),
+        token_store.read_logprobs(count) if plain["is_generated"] else None,
         tuple(WeightSpan(*span) for span in plain["weight_spans"]),
     )

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime
-from nemo_rl.experience.boundaries import Retries, Supervision, cancel_all, generate, in_parallel, step_environment
+from nemo_rl.experience.boundaries import (
+    RetryPolicy,
+    Supervision,
+    cancel_all,
+    gather_or_cancel,
+    generate,
+    step_environment,
+)
 from nemo_rl.experience.scoring import Scoring
 from nemo_rl.experience.turns import (
     EncodedPrompt,
@@ -78,7 +85,7 @@ async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: Roll
     Waits for generation and environments, all at once; unblocked by either's results. Needs an engine whose
     overlapping calls are served together. A failure is a trajectory; RolloutError is raised on a stall alone.
     """
-    run = _Run(jobs, context)
+    run = _SchedulerRun(jobs, context)
 
     async def alone(job: RolloutJob) -> Trajectory:
         rollout = run.start(job)
@@ -87,7 +94,7 @@ async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: Roll
             await run.score([rollout])
         return await rollout.trajectory()
 
-    return tuple(await run.guard(in_parallel(alone(job) for job in jobs)))
+    return tuple(await run.guard(gather_or_cancel(alone(job) for job in jobs)))
 
 
 async def run_multi_turn_rollout_async_generation(
@@ -97,17 +104,19 @@ async def run_multi_turn_rollout_async_generation(
 
     Tasks do not wait for each other. Otherwise as `run_async_multi_turn_rollout`.
     """
-    run = _Run(jobs, context)
+    run = _SchedulerRun(jobs, context)
 
     async def generate_each(live: Sequence[_Rollout]) -> None:
-        await in_parallel(run.generate([rollout]) for rollout in live)
+        await gather_or_cancel(run.generate([rollout]) for rollout in live)
 
-    async def all_tasks() -> tuple[Trajectory, ...]:
+    async def run_all_tasks() -> tuple[Trajectory, ...]:
         rollouts = [run.start(job) for job in jobs]
-        await in_parallel(run.in_turns(of_task, generate_each) for of_task in _by_task(rollouts).values())
-        return tuple(await in_parallel(rollout.trajectory() for rollout in rollouts))
+        await gather_or_cancel(
+            run.run_turns(task_rollouts, generate_each) for task_rollouts in _group_by_task(rollouts).values()
+        )
+        return tuple(await gather_or_cancel(rollout.trajectory() for rollout in rollouts))
 
-    return await run.guard(all_tasks())
+    return await run.guard(run_all_tasks())
 
 
 async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
@@ -115,12 +124,12 @@ async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutCon
 
     For engines without async generation. Otherwise as `run_async_multi_turn_rollout`.
     """
-    run = _Run(jobs, context)
+    run = _SchedulerRun(jobs, context)
 
     async def together() -> tuple[Trajectory, ...]:
         rollouts = [run.start(job) for job in jobs]
-        await run.in_turns(rollouts, run.generate)
-        return tuple(await in_parallel(rollout.trajectory() for rollout in rollouts))
+        await run.run_turns(rollouts, run.generate)
+        return tuple(await gather_or_cancel(rollout.trajectory() for rollout in rollouts))
 
     return await run.guard(together())
 
@@ -133,7 +142,7 @@ class _Rollout:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.started_at = time.perf_counter()
-        self._ending: asyncio.Future[Trajectory] | None = None
+        self._result: asyncio.Future[Trajectory] | None = None
 
     @property
     def is_live(self) -> bool:
@@ -143,19 +152,19 @@ class _Rollout:
     def task_name(self) -> str:
         return self.episode.job.prompt.task_name
 
-    def end(self, run: "_Run") -> None:
+    def end(self, run: "_SchedulerRun") -> None:
         """Stop the clock, and have the trajectory scored and reported; once, right at the end."""
-        if self._ending is None:
+        if self._result is None:
             trajectory = self.episode.trajectory(total_s=time.perf_counter() - self.started_at)
-            self._ending = run.finished(trajectory)
+            self._result = run.submit_for_scoring(trajectory)
 
     async def trajectory(self) -> Trajectory:
         """The result, once it has its scores."""
-        assert self._ending is not None
-        return await self._ending
+        assert self._result is not None
+        return await self._result
 
 
-class _Run:
+class _SchedulerRun:
     """One call of a scheduler: what its rollouts share, and the two steps that schedulers order."""
 
     def __init__(self, jobs: Sequence[RolloutJob], context: RolloutContext) -> None:
@@ -165,8 +174,8 @@ class _Run:
         self.watchdog = (context.supervision or Supervision(limits.stall_timeout_s)).watchdog
         self._context = context
         self._rules = TurnRules(limits.max_turns, limits.max_total_length, context.sampling, context.seed)
-        self._retries = Retries(limits.max_retries, limits.retry_backoff_s)
-        self._scorings: list[asyncio.Task[Trajectory]] = []
+        self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
+        self._scoring_tasks: list[asyncio.Task[Trajectory]] = []
         self._prompts: dict[int, EncodedPrompt | Failure] = {}  # by the prompt's id(): the jobs keep the prompts alive
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -174,7 +183,7 @@ class _Run:
         try:
             return await self.watchdog.guard(work)
         finally:
-            await cancel_all(self._scorings)
+            await cancel_all(self._scoring_tasks)
 
     def start(self, job: RolloutJob) -> _Rollout:
         prompt = self._prompts.get(id(job.prompt))
@@ -186,7 +195,7 @@ class _Run:
 
     async def generate(self, rollouts: Sequence[_Rollout]) -> None:
         """One engine call with all of `rollouts`, which wait for a response."""
-        requests = [_request(rollout) for rollout in rollouts]
+        requests = [_pending_request(rollout) for rollout in rollouts]
         started_at = time.perf_counter()
         results = await generate(
             self._context.generation,
@@ -197,7 +206,7 @@ class _Run:
         )
         seconds = time.perf_counter() - started_at
         for rollout, result in zip(rollouts, results, strict=True):
-            rollout.episode.take_response(result, seconds=seconds)
+            rollout.episode.apply_response(result, seconds=seconds)
         self._end(rollouts)
 
     async def score(self, rollouts: Sequence[_Rollout]) -> None:
@@ -216,32 +225,32 @@ class _Run:
         )
         seconds = time.perf_counter() - started_at
         for (rollout, _), result in zip(waiting, results, strict=True):
-            rollout.episode.take_step(result, seconds=seconds)
+            rollout.episode.apply_env_step(result, seconds=seconds)
         self._end([rollout for rollout, _ in waiting])
 
-    async def in_turns(
+    async def run_turns(
         self, rollouts: Sequence[_Rollout], generate_all: Callable[[Sequence[_Rollout]], Awaitable[None]]
     ) -> None:
         """Turn by turn, all together: generate for those that are live, then call each of their environments once."""
         live = [rollout for rollout in rollouts if rollout.is_live]
         while live:
             await generate_all(live)
-            await in_parallel(self.score(of_task) for of_task in _by_task(live).values())
+            await gather_or_cancel(self.score(task_rollouts) for task_rollouts in _group_by_task(live).values())
             live = [rollout for rollout in live if rollout.is_live]
 
-    def finished(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
+    def submit_for_scoring(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
         """The trajectory, scored while others go on; reported at once where there is nothing to score."""
-        if self._context.scoring.needs(trajectory):
-            task = asyncio.ensure_future(self._scored(trajectory))
-            self._scorings.append(task)
+        if self._context.scoring.needs_scoring(trajectory):
+            task = asyncio.ensure_future(self._score_and_report(trajectory))
+            self._scoring_tasks.append(task)
             return task
         self._report(trajectory)
         done: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         done.set_result(trajectory)
         return done
 
-    async def _scored(self, trajectory: Trajectory) -> Trajectory:
-        scored = await self._context.scoring.scored(trajectory, self.watchdog)
+    async def _score_and_report(self, trajectory: Trajectory) -> Trajectory:
+        scored = await self._context.scoring.score(trajectory, self.watchdog)
         self._report(scored)
         return scored
 
@@ -255,12 +264,12 @@ class _Run:
                 rollout.end(self)
 
 
-def _request(rollout: _Rollout) -> GenerationRequest:
+def _pending_request(rollout: _Rollout) -> GenerationRequest:
     assert isinstance(rollout.episode.action, GenerationRequest)
     return rollout.episode.action
 
 
-def _by_task(rollouts: Sequence[_Rollout]) -> dict[str, list[_Rollout]]:
+def _group_by_task(rollouts: Sequence[_Rollout]) -> dict[str, list[_Rollout]]:
     by_task: dict[str, list[_Rollout]] = {}
     for rollout in rollouts:
         by_task.setdefault(rollout.task_name, []).append(rollout)

@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any
 
 from nemo_rl.errors import DataError
-from nemo_rl.experience.boundaries import StallWatchdog, in_parallel
-from nemo_rl.experience.turns import role_and_content
+from nemo_rl.experience.boundaries import StallWatchdog, gather_or_cancel
+from nemo_rl.experience.turns import strip_tool_fields
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, ToolCall, Trajectory
 
@@ -37,18 +37,18 @@ class Scoring:
     by_task: Mapping[str, Sequence[WeightedScorer]] = field(default_factory=dict)
     turn: Callable[[], AbstractAsyncContextManager[None]] | None = None
 
-    def needs(self, trajectory: Trajectory) -> bool:
+    def needs_scoring(self, trajectory: Trajectory) -> bool:
         """Whether it is to be scored as it ends: it did not fail, and its task has scorers that need not wait."""
         return self.turn is None and self._has_scorers(trajectory)
 
-    async def scored(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
+    async def score(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
         """The trajectory with its scores, asked for at once; failed where one scorer has none for it.
 
         One that needs none is returned as it is. Each reward is `weight * score` under the scorer's name.
         """
-        return await self._scored(trajectory, watchdog) if self.needs(trajectory) else trajectory
+        return await self._score_trajectory(trajectory, watchdog) if self.needs_scoring(trajectory) else trajectory
 
-    async def scored_together(
+    async def score_batch(
         self, trajectories: Sequence[Trajectory], *, stall_timeout_s: float
     ) -> tuple[Trajectory, ...]:
         """What was left for the scorers' turn, in order; RolloutError when no score comes for `stall_timeout_s`."""
@@ -57,30 +57,30 @@ class Scoring:
         watchdog = StallWatchdog(stall_timeout_s)
 
         async def one(trajectory: Trajectory) -> Trajectory:
-            return await self._scored(trajectory, watchdog) if self._has_scorers(trajectory) else trajectory
+            return await self._score_trajectory(trajectory, watchdog) if self._has_scorers(trajectory) else trajectory
 
         async with self.turn() if self.turn is not None else nullcontext():
-            return tuple(await watchdog.guard(in_parallel(one(trajectory) for trajectory in trajectories)))
+            return tuple(await watchdog.guard(gather_or_cancel(one(trajectory) for trajectory in trajectories)))
 
     def _has_scorers(self, trajectory: Trajectory) -> bool:
         return trajectory.failure is None and bool(self.by_task.get(trajectory.prompt.task_name))
 
-    async def _scored(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
-        scorers, request = self.by_task[trajectory.prompt.task_name], score_request(trajectory)
+    async def _score_trajectory(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
+        scorers, request = self.by_task[trajectory.prompt.task_name], make_score_request(trajectory)
         started_at = time.perf_counter()
         with watchdog.waiting_for("scorers"):
-            scores = await _all_scores(scorers, request)
+            scores = await _gather_scores(scorers, request)
         timings = replace(trajectory.timings, scoring_s=time.perf_counter() - started_at)
-        return with_scores(replace(trajectory, timings=timings), scorers, scores)
+        return add_scores(replace(trajectory, timings=timings), scorers, scores)
 
 
-def score_request(trajectory: Trajectory) -> ScoreRequest:
+def make_score_request(trajectory: Trajectory) -> ScoreRequest:
     """The conversation in its text, and the prompt's own state."""
-    messages = tuple(role_and_content(message.message) for message in trajectory.message_log)
+    messages = tuple(strip_tool_fields(message.message) for message in trajectory.message_log)
     return ScoreRequest(messages, trajectory.prompt.env_state)
 
 
-def with_scores(
+def add_scores(
     trajectory: Trajectory, scorers: Sequence[WeightedScorer], scores: Sequence[float | Failure]
 ) -> Trajectory:
     """The rewards with those of `scores`; the first failure among them fails the rollout."""
@@ -93,41 +93,41 @@ def with_scores(
     return replace(trajectory, rewards=rewards)
 
 
-async def _all_scores(scorers: Sequence[WeightedScorer], request: ScoreRequest) -> list[float | Failure]:
-    results = await in_parallel(weighted.scorer.score([request]) for weighted in scorers)
+async def _gather_scores(scorers: Sequence[WeightedScorer], request: ScoreRequest) -> list[float | Failure]:
+    results = await gather_or_cancel(weighted.scorer.score([request]) for weighted in scorers)
     return [score for (score,) in results]
 
 
-AT_ONCE = 256  # lines that are scored together
+CHUNK_SIZE = 256  # lines that are scored together
 
 PromptKey = tuple[str, str]  # data set, prompt id
 
 
-async def rescored(
+async def rescore_rollouts(
     rows: Iterable[Mapping[str, Any]],
     prompts: Mapping[PromptKey, Prompt],
     scoring: Scoring,
     *,
-    scored_alone: Container[str],
+    scorer_only_tasks: Container[str],
     stall_timeout_s: float,
 ) -> AsyncIterator[dict[str, Any]]:
     """Each row with the scores of its task's scorers, in order.
 
     A scorer's reward takes the place of the one of its name, other rewards stay. A rollout that failed for want of a
-    reward is scored anew where its task is one of `scored_alone`, whose rewards are those of scorers alone: the
+    reward is scored anew where its task is one of `scorer_only_tasks`, whose rewards are those of scorers alone: the
     environment's part of a failed rollout is not stored. One that failed otherwise stays as it is. Raises DataError for
     a row whose prompt is not among `prompts`, or that is no rollout.
     """
     rows = iter(rows)
-    while part := list(islice(rows, AT_ONCE)):
-        trajectories = [_unscored(row, prompts, scoring, scored_alone) for row in part]
-        results = await scoring.scored_together(trajectories, stall_timeout_s=stall_timeout_s)
+    while part := list(islice(rows, CHUNK_SIZE)):
+        trajectories = [_to_unscored_trajectory(row, prompts, scoring, scorer_only_tasks) for row in part]
+        results = await scoring.score_batch(trajectories, stall_timeout_s=stall_timeout_s)
         for row, trajectory in zip(part, results, strict=True):
-            yield {**row, **_outcome(trajectory)}
+            yield {**row, **_outcome_fields(trajectory)}
 
 
-def _unscored(
-    row: Mapping[str, Any], prompts: Mapping[PromptKey, Prompt], scoring: Scoring, scored_alone: Container[str]
+def _to_unscored_trajectory(
+    row: Mapping[str, Any], prompts: Mapping[PromptKey, Prompt], scoring: Scoring, scorer_only_tasks: Container[str]
 ) -> Trajectory:
     """The row as a rollout without tokens, and without the rewards that its scorers will give."""
     try:
@@ -135,12 +135,12 @@ def _unscored(
         if prompt is None:
             raise DataError(f"prompt {row['prompt_id']} is not in the data set {row['dataset']!r} of the configuration")
         names = {weighted.name for weighted in scoring.by_task.get(prompt.task_name, ())}
-        failure, stop_reason = _failure(row, scored_anew=bool(names) and prompt.task_name in scored_alone)
+        failure, stop_reason = _parse_failure(row, should_rescore=bool(names) and prompt.task_name in scorer_only_tasks)
         return Trajectory(
             prompt=prompt,
             group_id=row["group_id"],
             generation_index=row["generation_index"],
-            message_log=tuple(TokenizedMessage(_message(message), ()) for message in row["messages"]),
+            message_log=tuple(TokenizedMessage(_parse_message(message), ()) for message in row["messages"]),
             stop_reason=stop_reason,
             rewards={} if failure else {name: value for name, value in row["rewards"].items() if name not in names},
             answer=row["answer"],
@@ -150,21 +150,21 @@ def _unscored(
         raise DataError(f"not a line of a rollouts file: {type(error).__name__}: {error}") from error
 
 
-def _failure(row: Mapping[str, Any], *, scored_anew: bool) -> tuple[Failure | None, StopReason]:
+def _parse_failure(row: Mapping[str, Any], *, should_rescore: bool) -> tuple[Failure | None, StopReason]:
     failure = row["failure"]
     if failure is None:
         return None, StopReason(row["stop_reason"])
-    if failure["class"] == FailureClass.REWARD and scored_anew:
+    if failure["class"] == FailureClass.REWARD and should_rescore:
         return None, StopReason.DONE  # how it ended is not stored beside its failure
     return Failure(FailureClass(failure["class"]), failure["cause"]), StopReason.FAILED
 
 
-def _message(row: Mapping[str, Any]) -> Message:
+def _parse_message(row: Mapping[str, Any]) -> Message:
     calls = tuple(ToolCall(**call) for call in row.get("tool_calls", ()))
     return Message(row["role"], row["content"], calls, row.get("tool_call_id"))
 
 
-def _outcome(trajectory: Trajectory) -> dict[str, Any]:
+def _outcome_fields(trajectory: Trajectory) -> dict[str, Any]:
     failure = trajectory.failure
     return {
         "reward": None if failure else trajectory.reward,

@@ -11,16 +11,16 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.boundaries import FailureBudget
-from nemo_rl.experience.collection import grouped, jobs_of, run_training_rollouts, trajectories_of
+from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
-from nemo_rl.experience.replay_buffer import replay_buffer_state
+from nemo_rl.experience.replay_buffer import extract_buffer_state
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
 
 
-class GiveBack(Protocol):
+class ReturnGroups(Protocol):
     """A source that can take groups back for a later step (AsyncSource.give_back)."""
 
     def __call__(self, groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
@@ -28,8 +28,8 @@ class GiveBack(Protocol):
         ...
 
 
-def keep_none(groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
-    """The `GiveBack` of a synchronous run: at the next version all would be too old."""
+def drop_all_groups(groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
+    """The `ReturnGroups` of a synchronous run: at the next version all would be too old."""
     return groups
 
 
@@ -65,11 +65,11 @@ class SyncSource:
         loaded = self._loader.take(self._num_prompts)
         if not loaded:
             raise StopAsyncIteration
-        trajectories = await self._run(jobs_of(loaded, self._num_generations))
+        trajectories = await self._run(make_rollout_jobs(loaded, self._num_generations))
         if self._writer is not None:
             self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)
-        return CollectedGroups(grouped(trajectories, self._num_generations), metrics)
+        return CollectedGroups(group_trajectories(trajectories, self._num_generations), metrics)
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict() | {"consumed_prompts": self._loader.consumed, "epoch": self._loader.epoch}
@@ -77,7 +77,7 @@ class SyncSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What an asynchronous run had in its buffer is collected afresh, before all else."""
         self._loader.load_state_dict(state)
-        self._loader.put_back(replay_buffer_state(state, self._loader).places)
+        self._loader.put_back(extract_buffer_state(state, self._loader).prompt_indices)
 
     def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
         """Nothing runs between two calls."""
@@ -99,12 +99,12 @@ class SyncSource:
 
 
 # Metrics of a background source: over the batches of a step
-SUMMED = ("efficiency/exposed_wait_s/", "replay_buffer/dropped_groups")
-AS_AT_LAST = ("efficiency/", "replay_buffer/")
+SUMMED_PREFIXES = ("efficiency/exposed_wait_s/", "replay_buffer/dropped_groups")
+LATEST_VALUE_PREFIXES = ("efficiency/", "replay_buffer/")
 
 
 @dataclass(slots=True)
-class _Filling:
+class _StepAccumulator:
     """What dynamic sampling has gathered for one step."""
 
     kept: list[TrajectoryGroup] = field(default_factory=list)
@@ -117,9 +117,9 @@ class _Filling:
         self.seen += collected.groups
         self.kept += (group for group in collected.groups if is_kept(group))
         for name, value in collected.metrics.items():
-            if name.startswith(SUMMED):
+            if name.startswith(SUMMED_PREFIXES):
                 self.background[name] = self.background.get(name, 0.0) + value
-            elif name.startswith(AS_AT_LAST):
+            elif name.startswith(LATEST_VALUE_PREFIXES):
                 self.background[name] = value
 
 
@@ -136,14 +136,14 @@ class FilteredSource:
         self,
         inner: GroupSource,
         *,
-        give_back: GiveBack | None = None,
+        return_groups: ReturnGroups | None = None,
         is_informative: Callable[[TrajectoryGroup], bool],
         num_prompts_per_step: int,
         max_gen_batches: int,
         min_group_size: int,
     ) -> None:
         self._inner = inner
-        self._give_back = give_back or keep_none
+        self._return_groups = return_groups or drop_all_groups
         self._is_informative = is_informative
         self._num_prompts = num_prompts_per_step
         self._max_gen_batches = max_gen_batches
@@ -151,15 +151,15 @@ class FilteredSource:
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
         """A full step, or what the end of the data set leaves. Raises RolloutError after `max_gen_batches` batches."""
-        filling = _Filling()
+        accumulator = _StepAccumulator()
         try:
-            await self._fill(filling, weight_version)
+            await self._fill_step(accumulator, weight_version)
         except BaseException:
-            self._give_back(filling.kept, next_version=weight_version)
+            self._return_groups(accumulator.kept, next_version=weight_version)
             raise
-        kept, surplus = filling.kept[: self._num_prompts], filling.kept[self._num_prompts :]
-        lost = self._give_back(surplus, next_version=weight_version + 1)
-        metrics = self._metrics(filling, kept, lost) | age_metrics(trajectories_of(kept), weight_version)
+        kept, surplus = accumulator.kept[: self._num_prompts], accumulator.kept[self._num_prompts :]
+        lost = self._return_groups(surplus, next_version=weight_version + 1)
+        metrics = self._metrics(accumulator, kept, lost) | age_metrics(flatten_groups(kept), weight_version)
         return CollectedGroups(tuple(kept), metrics)
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,14 +174,14 @@ class FilteredSource:
     async def close(self) -> None:
         await self._inner.close()
 
-    async def _fill(self, filling: _Filling, weight_version: int) -> None:
-        while len(filling.kept) < self._num_prompts:
-            if filling.num_batches == self._max_gen_batches:
-                raise RolloutError(self._too_few(filling))
+    async def _fill_step(self, accumulator: _StepAccumulator, weight_version: int) -> None:
+        while len(accumulator.kept) < self._num_prompts:
+            if accumulator.num_batches == self._max_gen_batches:
+                raise RolloutError(self._too_few_message(accumulator))
             try:
-                filling.add(await self._inner.next_groups(weight_version), self._is_kept)
+                accumulator.add(await self._inner.next_groups(weight_version), self._is_kept)
             except StopAsyncIteration:
-                if not filling.kept:
+                if not accumulator.kept:
                     raise
                 return
 
@@ -189,21 +189,22 @@ class FilteredSource:
         return len(group.survivors) >= self._min_group_size and self._is_informative(group)
 
     def _metrics(
-        self, filling: _Filling, kept: Sequence[TrajectoryGroup], lost: Sequence[TrajectoryGroup]
+        self, accumulator: _StepAccumulator, kept: Sequence[TrajectoryGroup], lost: Sequence[TrajectoryGroup]
     ) -> dict[str, float]:
         """Those of all rollouts, and how the filter fared: `reward` is before it, `filtered_reward` after it."""
-        return rollout_metrics(trajectories_of(filling.seen)) | {
-            **filling.background,
-            "dynamic_sampling_num_gen_batches": float(filling.num_batches),
-            "dynamic_sampling_num_discarded_valid_samples": float(len(trajectories_of(lost))),
-            "reward": _mean_reward(filling.seen),
+        return rollout_metrics(flatten_groups(accumulator.seen)) | {
+            **accumulator.background,
+            "dynamic_sampling_num_gen_batches": float(accumulator.num_batches),
+            "dynamic_sampling_num_discarded_valid_samples": float(len(flatten_groups(lost))),
+            "reward": _mean_reward(accumulator.seen),
             "filtered_reward": _mean_reward(kept),
         }
 
-    def _too_few(self, filling: _Filling) -> str:
+    def _too_few_message(self, accumulator: _StepAccumulator) -> str:
         return (
-            f"{len(filling.kept)} of a step's {self._num_prompts} groups have rewards that differ, after "
-            f"{filling.num_batches} batches (grpo.dynamic_sampling_max_gen_batches) of {len(filling.seen)} prompts: "
+            f"{len(accumulator.kept)} of a step's {self._num_prompts} groups have rewards that differ, after "
+            f"{accumulator.num_batches} batches (grpo.dynamic_sampling_max_gen_batches) of "
+            f"{len(accumulator.seen)} prompts: "
             "the task is too easy or too hard for the policy, or grpo.num_generations_per_prompt is too small"
         )
 
@@ -223,7 +224,7 @@ RESPONSE = "answer"  # of a prompt's state: what its row has in `output_key`, or
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedResponses:
+class RecordedResponseSource:
     """Satisfies interfaces.GroupSource.
 
     A response is what the model would have to write, its end included; beyond `max_total_length` it is cut. It has
@@ -258,23 +259,23 @@ class RecordedResponses:
 
     def _group(self, loaded: LoadedPrompt) -> TrajectoryGroup:
         prompt = loaded.prompt
-        asked = self.encoder.encode_prompt(prompt.messages, prompt.tools)
-        response = Message("assistant", response_of(prompt))
+        prompt_log = self.encoder.encode_prompt(prompt.messages, prompt.tools)
+        response = Message("assistant", get_recorded_response(prompt))
         token_ids = self.encoder.encode_answer(response, prompt.tools)
-        room = self.max_total_length - sum(len(message.token_ids) for message in asked)
-        cut = token_ids[:room]
+        max_response_tokens = self.max_total_length - sum(len(message.token_ids) for message in prompt_log)
+        cut = token_ids[:max_response_tokens]
         trajectory = Trajectory(
             prompt=prompt,
             group_id=loaded.group_id,
             generation_index=0,
-            message_log=(*asked, TokenizedMessage(response, cut, (0.0,) * len(cut))),
+            message_log=(*prompt_log, TokenizedMessage(response, cut, (0.0,) * len(cut))),
             stop_reason=StopReason.DONE if len(cut) == len(token_ids) else StopReason.TRUNCATED,
             num_turns=1,
         )
         return TrajectoryGroup(loaded.group_id, prompt, (trajectory,))
 
 
-def response_of(prompt: Prompt) -> str:
+def get_recorded_response(prompt: Prompt) -> str:
     """Raises DataError for a prompt whose row had none."""
     response = prompt.env_state.get(RESPONSE)
     if not isinstance(response, str) or not response:

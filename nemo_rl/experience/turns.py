@@ -88,8 +88,8 @@ def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, t
 class Episode:
     """A rollout under way.
 
-    `action` is what it waits for: a GenerationRequest, answered through `take_response`, or an EnvironmentCall,
-    answered through `take_step`. It is None once the rollout has ended; then `trajectory` gives the result.
+    `action` is what it waits for: a GenerationRequest, answered through `apply_response`, or an EnvironmentCall,
+    answered through `apply_env_step`. It is None once the rollout has ended; then `trajectory` gives the result.
 
     A turn is a response and what the environment says to it. After it the rollout ends as
     - truncated, if the token limit cut the response (it is scored all the same),
@@ -108,7 +108,7 @@ class Episode:
         self._encoder = encoder
         self._rules = rules
         self._message_log: list[TokenizedMessage] = []
-        self._conversation = [role_and_content(m) for m in job.prompt.messages]
+        self._conversation = [strip_tool_fields(m) for m in job.prompt.messages]
         self._context: tuple[int, ...] = ()  # what the last response was generated from
         self._response: tuple[int, ...] = ()
         self._state: Mapping[str, Any] = {}
@@ -124,7 +124,7 @@ class Episode:
         self._environment_s = 0.0
         self._begin(prompt)
 
-    def take_response(self, result: Completion | Failure, *, seconds: float = 0.0) -> None:
+    def apply_response(self, result: Completion | Failure, *, seconds: float = 0.0) -> None:
         """Append what was sampled and ask for its score. `seconds` is how long it took."""
         request = self.action
         assert isinstance(request, GenerationRequest)
@@ -132,7 +132,7 @@ class Episode:
         if isinstance(result, Failure):
             self._end(StopReason.FAILED, result)
             return
-        if problem := _problem_of_response(result, request):
+        if problem := _find_response_problem(result, request):
             self.fail(FailureClass.INFRA, problem)
             return
         text = self._encoder.decode(result.token_ids) if result.text is None else result.text
@@ -147,14 +147,14 @@ class Episode:
         state = {**self._state, RESPONSE_TRUNCATED: self._response_truncated}
         self.action = EnvironmentCall(tuple(self._conversation), state)
 
-    def take_step(self, result: EnvStep | Failure, *, seconds: float = 0.0) -> None:
+    def apply_env_step(self, result: EnvStep | Failure, *, seconds: float = 0.0) -> None:
         """Add the rewards of the turn, then go on or end. `seconds` is how long the environment took."""
         assert isinstance(self.action, EnvironmentCall)
         self._environment_s += seconds
         if isinstance(result, Failure):
             self._end(StopReason.FAILED, result)
             return
-        if problem := problem_of_step(result):
+        if problem := find_step_problem(result):
             self.fail(FailureClass.ENVIRONMENT, problem)
             return
         if problem := self._add_rewards(result.rewards):
@@ -202,9 +202,9 @@ class Episode:
         if length >= limit:
             self.fail(FailureClass.ENVIRONMENT, f"a prompt of {length} tokens leaves no room in {limit}")
         else:
-            self._ask_for_response()
+            self._request_response()
 
-    def _ask_for_response(self) -> None:
+    def _request_response(self) -> None:
         job, sampling = self.job, self._rules.sampling
         room = self._rules.max_total_length - len(self._context)
         session_id = f"{job.group_id}:{job.generation_index}"
@@ -222,7 +222,7 @@ class Episode:
 
     def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:
         """Add a turn's rewards by name, or say what is wrong with one."""
-        if problem := problem_of_rewards(rewards):
+        if problem := find_reward_problem(rewards):
             return problem
         for name, value in rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
@@ -244,13 +244,13 @@ class Episode:
             return
         room = self._rules.max_total_length - len(self._context) - len(self._response)
         if sum(len(m.token_ids) for m in bridge) >= room:
-            self._message_log += _cut(bridge, room)
+            self._message_log += _truncate_messages(bridge, room)
             self._end(StopReason.TRUNCATED)
             return
         self._message_log += bridge
-        self._conversation += (role_and_content(m) for m in observation)
+        self._conversation += (strip_tool_fields(m) for m in observation)
         self._context = (*self._context, *self._response, *flat_token_ids(bridge))
-        self._ask_for_response()
+        self._request_response()
 
     def _encode_turn(self, observation: Sequence[Message]) -> MessageLog:
         """Nothing said: the next response goes on right behind the last one."""
@@ -264,14 +264,14 @@ class Episode:
         self._failure = failure
 
 
-def role_and_content(message: Message) -> Message:
+def strip_tool_fields(message: Message) -> Message:
     """A message as environments see it."""
     if not message.tool_calls and message.tool_call_id is None:
         return message
     return Message(message.role, message.content)
 
 
-def _cut(messages: MessageLog, room: int) -> list[TokenizedMessage]:
+def _truncate_messages(messages: MessageLog, room: int) -> list[TokenizedMessage]:
     """The messages with their first `room` tokens; a message behind them keeps its text alone."""
     kept = []
     for message in messages:
@@ -281,23 +281,23 @@ def _cut(messages: MessageLog, room: int) -> list[TokenizedMessage]:
     return kept
 
 
-def _problem_of_response(result: Completion, request: GenerationRequest) -> str | None:
+def _find_response_problem(result: Completion, request: GenerationRequest) -> str | None:
     """How an engine broke its contract, or None."""
     count, limit = len(result.token_ids), request.sampling.max_new_tokens
     if count != len(result.logprobs):
         return f"the engine gave {count} tokens with {len(result.logprobs)} log-probs"
     if count > limit:
         return f"the engine gave {count} tokens where {limit} were allowed"
-    return None if _are_whole(result.weight_spans, count) else "the engine gave weight spans with gaps"
+    return None if _are_contiguous(result.weight_spans, count) else "the engine gave weight spans with gaps"
 
 
-def _are_whole(spans: Sequence[WeightSpan], count: int) -> bool:
+def _are_contiguous(spans: Sequence[WeightSpan], count: int) -> bool:
     """Whether the spans follow each other from 0 to `count`; so do none at all."""
     ends = [0, *(span.end for span in spans)]
     return not spans or ([span.start for span in spans] == ends[:-1] and ends[-1] == count)
 
 
-def problem_of_rewards(rewards: Mapping[str, Any]) -> str | None:
+def find_reward_problem(rewards: Mapping[str, Any]) -> str | None:
     """Which reward is no finite number, or None."""
     for name, value in rewards.items():
         try:
@@ -309,7 +309,7 @@ def problem_of_rewards(rewards: Mapping[str, Any]) -> str | None:
     return None
 
 
-def problem_of_step(result: object) -> str | None:
+def find_step_problem(result: object) -> str | None:
     """How an environment broke its contract, or None; rewards are looked at apart."""
     if not isinstance(result, EnvStep):
         return f"the environment gave a {type(result).__name__}, not an EnvStep"

@@ -25,7 +25,7 @@ def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dic
     message also holds token_ids and, where sampled, generation_logprobs.
     """
     prompt, failure = trajectory.prompt, trajectory.failure
-    others = [[_message(message, write_token_ids) for message in log] for log in trajectory.other_chains]
+    others = [[_message_to_dict(message, write_token_ids) for message in log] for log in trajectory.other_chains]
     return {
         "group_id": trajectory.group_id,
         "prompt_id": prompt.prompt_id,
@@ -42,12 +42,12 @@ def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dic
         "num_generated_tokens": trajectory.num_generated_tokens,
         "weight_versions": list(trajectory.weight_versions),
         "timings": asdict(trajectory.timings),
-        "messages": [_message(message, write_token_ids) for message in trajectory.message_log],
+        "messages": [_message_to_dict(message, write_token_ids) for message in trajectory.message_log],
         **({"other_chains": others} if others else {}),
     }
 
 
-def _message(tokenized: TokenizedMessage, write_token_ids: bool) -> dict[str, Any]:
+def _message_to_dict(tokenized: TokenizedMessage, write_token_ids: bool) -> dict[str, Any]:
     message = tokenized.message
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.distributed.cluster import node_ip
-from nemo_rl.distributed.machine import connections_below, raise_file_limit
+from nemo_rl.distributed.machine import max_connections, raise_file_limit
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
@@ -66,7 +66,7 @@ class GatewayManager:
         """
         async with AsyncExitStack() as started:
             servers = []
-            for settings in server_settings(section, connections_below(raise_file_limit())):
+            for settings in server_settings(section, max_connections(raise_file_limit())):
                 servers.append(await GatewayServer.start(generation, codec, rules, settings))
                 started.push_async_callback(servers[-1].close)
             started.pop_all()

@@ -13,11 +13,11 @@ from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 START_S = 300.0
 CLOSE_S = 60.0
-ANSWER_S = CONTROL_S + 30.0  # the engine itself says what took too long, unless its actor stands still
+CALL_TIMEOUT_S = CONTROL_S + 30.0  # the engine itself says what took too long, unless its actor stands still
 MAX_CONCURRENCY = 10_000  # calls at once: more than requests ever are
 
 
-class VllmInActor:
+class VllmActor:
     """What lives in the actor."""
 
     def __init__(self, section: GenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str):
@@ -83,17 +83,17 @@ class VllmActorGeneration:
         dtype: str,
         max_model_len: int,
         device: str,
-        seat: Any = None,
+        slot: Any = None,
         num_replicas: int = 1,
     ) -> "VllmActorGeneration":
         """Start actor and engine; raises GenerationError when they do not start.
 
-        It stands on `seat`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
+        It stands on `slot`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
         """
-        placed = {} if seat is None else {"seat": seat}
-        needs_gpus = device == "cuda" and seat is None
+        placed = {} if slot is None else {"seat": slot}
+        needs_gpus = device == "cuda" and slot is None
         actor = spawn_actor(
-            VllmInActor,
+            VllmActor,
             section,
             model_path,
             dtype,
@@ -136,7 +136,7 @@ class VllmActorGeneration:
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         try:
-            refusal = await self._actor.call("update_weights", manifest, weight_version, timeout_s=ANSWER_S)
+            refusal = await self._actor.call("update_weights", manifest, weight_version, timeout_s=CALL_TIMEOUT_S)
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error
         if refusal is not None:
@@ -162,6 +162,6 @@ class VllmActorGeneration:
 
     async def _call(self, name: str, **arguments: bool) -> None:
         try:
-            await self._actor.call(name, timeout_s=ANSWER_S, **arguments)
+            await self._actor.call(name, timeout_s=CALL_TIMEOUT_S, **arguments)
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error

@@ -9,11 +9,11 @@ from nemo_rl.errors import GenerationError
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
-Answer = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
+AnswerRequest = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
 
 
-async def as_they_finish(
-    requests: Sequence[GenerationRequest], answer: Answer
+async def as_completed(
+    requests: Sequence[GenerationRequest], answer: AnswerRequest
 ) -> AsyncIterator[Completion | FailedRequest]:
     """One answer a request; closing the iterator cancels what is left, and returns when it has ended."""
     if len(requests) == 1:  # without a task, which costs more than the rest of this
@@ -39,13 +39,13 @@ async def make_generation(
     dtype: str,
     max_model_len: int,
     device: str,
-    seats: Sequence[Any] = (),
+    slots: Sequence[Any] = (),
     trust_remote_code: bool = False,
 ) -> Generation:
     """Start the engine; takes seconds. `dtype` and `max_model_len` hold where the section says nothing else.
 
     `trust_remote_code` is the hf engine's; vLLM has it among its `vllm_kwargs`.
-    `seats` are the places of the replicas in a cluster (distributed/cluster.py), one a replica; without them
+    `slots` are the places of the replicas in a cluster (distributed/cluster.py), one a replica; without them
     `section.num_replicas` engines stand on this machine. Several are in actors, behind a router.
     Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
     """
@@ -62,8 +62,8 @@ async def make_generation(
         return HFGeneration(
             model_path, dtype=dtype, device=device, max_model_len=max_model_len, trust_remote_code=trust_remote_code
         )
-    places = list(seats) or [None] * (section.num_replicas or 1)
-    if len(places) == 1 and places[0] is None and not section.in_actor:
+    slots_or_none = list(slots) or [None] * (section.num_replicas or 1)
+    if len(slots_or_none) == 1 and slots_or_none[0] is None and not section.in_actor:
         from nemo_rl.generation.vllm import VllmGeneration
 
         return await VllmGeneration.create(section, **model)
@@ -72,14 +72,16 @@ async def make_generation(
     from nemo_rl.generation.router import ReplicatedGeneration
 
     async def start(index: int) -> Generation:
-        return await VllmActorGeneration.create(section, **model, seat=places[index], num_replicas=len(places))
+        return await VllmActorGeneration.create(
+            section, **model, slot=slots_or_none[index], num_replicas=len(slots_or_none)
+        )
 
-    if len(places) == 1:
+    if len(slots_or_none) == 1:
         return await start(0)
-    return ReplicatedGeneration(await start_all(start, len(places)), restart=start)
+    return ReplicatedGeneration(await start_engines(start, len(slots_or_none)), restart=start)
 
 
-async def start_all(start: Callable[[int], Awaitable[Generation]], count: int) -> list[Generation]:
+async def start_engines(start: Callable[[int], Awaitable[Generation]], count: int) -> list[Generation]:
     """All engines, started together; when one does not start, the others are closed and its error is raised."""
     outcomes = await asyncio.gather(*(start(index) for index in range(count)), return_exceptions=True)
     started = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

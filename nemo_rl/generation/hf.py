@@ -36,7 +36,7 @@ class Row:
         return self.stopped or len(self.token_ids) >= self.max_new_tokens
 
     def completion(self) -> Completion:
-        spans = spans_of(self.versions)
+        spans = to_weight_spans(self.versions)
         return Completion(
             self.request.request_id,
             tuple(self.token_ids),
@@ -89,8 +89,8 @@ class HFGeneration(Generation):
         self._weight_version = 0
         self._tokenizer: Any = None  # loaded when a request has stop strings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-generation")
-        self._free = asyncio.Lock()  # held while a batch is computed, and while paused
-        self._pausing = threading.Event()
+        self._compute_lock = asyncio.Lock()  # held while a batch is computed, and while paused
+        self._is_pausing = threading.Event()
         self._num_pauses = 0  # those that forget keys and values
 
     @property
@@ -103,9 +103,9 @@ class HFGeneration(Generation):
             yield FailedRequest(request_id, cause)
         accepted = [request for request in requests if request.request_id not in refused]
         for start in range(0, len(accepted), self._max_batch_size):
-            batch = Batch([self._row(request) for request in accepted[start : start + self._max_batch_size]])
+            batch = Batch([self._make_row(request) for request in accepted[start : start + self._max_batch_size]])
             while not batch.is_done:
-                async with self._free:
+                async with self._compute_lock:
                     await self._run_cancellable(batch)
             for row in batch.rows:
                 yield row.completion()
@@ -136,7 +136,7 @@ class HFGeneration(Generation):
         """Sample on until each row is done, or a pause; finished rows are computed on, so that shapes stay the same."""
         if batch.next_logits is None or batch.pauses != self._num_pauses:
             batch.next_logits, batch.pauses = self._forward(batch.rows), self._num_pauses
-        while not (batch.is_done or cancelled.is_set() or self._pausing.is_set()):
+        while not (batch.is_done or cancelled.is_set() or self._is_pausing.is_set()):
             logits = next(batch.next_logits)  # [B, V] on the CPU
             if logits.isnan().any():
                 raise GenerationError("the model's logits are not numbers")
@@ -144,7 +144,7 @@ class HFGeneration(Generation):
                 if not row.is_done:
                     self._extend(row, row_logits)
 
-    def _row(self, request: GenerationRequest) -> Row:
+    def _make_row(self, request: GenerationRequest) -> Row:
         room = self._max_model_len - len(request.token_ids)
         generator = torch.Generator().manual_seed(request.seed & MAX_SEED)
         return Row(request, min(request.sampling.max_new_tokens, room), generator)
@@ -176,7 +176,7 @@ class HFGeneration(Generation):
 
     def _extend(self, row: Row, logits: torch.Tensor) -> None:
         sampling = row.request.sampling
-        token, logprob = draw(logits, sampling, row.generator)
+        token, logprob = sample_token(logits, sampling, row.generator)
         row.token_ids.append(token)
         row.logprobs.append(logprob)
         row.versions.append(self._weight_version)
@@ -191,15 +191,15 @@ class HFGeneration(Generation):
         return any(stop in text for stop in row.request.sampling.stop_strings)
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        self._pausing.set()
+        self._is_pausing.set()
         try:
-            await self._free.acquire()
+            await self._compute_lock.acquire()
         finally:  # behind it the lock holds whatever runs; a pause that was cancelled must hold nothing
-            self._pausing.clear()
+            self._is_pausing.clear()
         self._num_pauses += not keep_cache
 
     async def resume(self) -> None:
-        self._free.release()
+        self._compute_lock.release()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load, manifest)
@@ -221,7 +221,7 @@ class HFGeneration(Generation):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def spans_of(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
+def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
     """Where the version of one token after the other changes."""
     spans: list[WeightSpan] = []
     for version, same in groupby(versions):
@@ -230,18 +230,18 @@ def spans_of(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
     return tuple(spans)
 
 
-def draw(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
+def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
     """A token of [V] logits and its log-prob, under what temperature, top-k and top-p leave of the distribution."""
     if sampling.temperature == 0:
         token = int(logits.argmax())
         return token, float(logits.log_softmax(-1)[token])
-    logits = kept(logits / sampling.temperature, sampling)
+    logits = filter_logits(logits / sampling.temperature, sampling)
     logprobs = logits.log_softmax(-1)
     token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
     return token, float(logprobs[token])
 
 
-def kept(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def filter_logits(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Logits with -inf for what is not among the `top_k` best, or not in the smallest set of probability `top_p`."""
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000  # remembered; the one that was silent for longest is forgotten first
 
 
-class Seats:
+class LoadBalancer:
     """Counts each replica's running requests and remembers the replica of each session."""
 
     def __init__(self, replicas: Iterable[int], *, max_sessions: int = MAX_SESSIONS) -> None:
@@ -30,8 +30,8 @@ class Seats:
     def replicas(self) -> tuple[int, ...]:
         return tuple(self._running)
 
-    def take(self, session_id: str) -> int:
-        """The replica for a request of `session_id`, counted as running there until `leave`.
+    def acquire(self, session_id: str) -> int:
+        """The replica for a request of `session_id`, counted as running there until `release`.
 
         The least busy has the fewest running requests, among equals the fewest sessions, then the lowest number.
         Raises LookupError when there is no replica.
@@ -48,7 +48,7 @@ class Seats:
         self._running[replica] += 1
         return replica
 
-    def leave(self, replica: int) -> None:
+    def release(self, replica: int) -> None:
         """One request of `replica` has ended; nothing when the replica was removed meanwhile."""
         if replica in self._running:
             self._running[replica] -= 1
@@ -92,7 +92,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Call:
+class GenerateCall:
     """One call of `generate`: its results as they come, and the tasks that bring them."""
 
     results: "asyncio.Queue[Completion | FailedRequest | BaseException]" = field(default_factory=asyncio.Queue)
@@ -118,9 +118,9 @@ class ReplicatedGeneration:
     ) -> None:
         if not engines:
             raise ValueError("no engine")
-        self._living = dict(enumerate(engines))
+        self._live_engines = dict(enumerate(engines))
         self._num_replicas = len(engines)
-        self._seats = Seats(self._living, max_sessions=max_sessions)
+        self._load_balancer = LoadBalancer(self._live_engines, max_sessions=max_sessions)
         self._restart = restart
         self._control_s = control_s
         self._restarted: dict[int, Generation] = {}  # waiting for weights
@@ -131,16 +131,16 @@ class ReplicatedGeneration:
     @property
     def replicas(self) -> tuple[Generation, ...]:
         """The engines that live."""
-        return tuple(self._living.values())
+        return tuple(self._live_engines.values())
 
     @property
     def is_async(self) -> bool:
-        return all(engine.is_async for engine in self._living.values())
+        return all(engine.is_async for engine in self._live_engines.values())
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        call = Call()
+        call = GenerateCall()
         try:
-            self._hand_out([Attempt(request) for request in requests], call)
+            self._dispatch([Attempt(request) for request in requests], call)
             for _ in requests:
                 result = await call.results.get()
                 if isinstance(result, BaseException):
@@ -151,41 +151,41 @@ class ReplicatedGeneration:
                 task.cancel()
             await asyncio.gather(*call.tasks, return_exceptions=True)
 
-    def _hand_out(self, attempts: Sequence[Attempt], call: Call) -> None:
+    def _dispatch(self, attempts: Sequence[Attempt], call: GenerateCall) -> None:
         """Start each attempt on its session's replica: one call of the engine for all that go there."""
-        if self._closed or not self._seats.replicas:
-            raise self._none_left()
+        if self._closed or not self._load_balancer.replicas:
+            raise self._no_replica_error()
         parts: dict[int, list[Attempt]] = {}
         for attempt in attempts:
-            parts.setdefault(self._seats.take(attempt.original.session_id), []).append(attempt)
+            parts.setdefault(self._load_balancer.acquire(attempt.original.session_id), []).append(attempt)
         for index, part in parts.items():
-            task = asyncio.create_task(self._serve(index, self._living[index], part, call))
+            task = asyncio.create_task(self._serve(index, self._live_engines[index], part, call))
             call.tasks.add(task)
             task.add_done_callback(call.tasks.discard)
 
-    async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: Call) -> None:
+    async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: GenerateCall) -> None:
         """Ask `engine`, replica `index` by then; what is not answered when it dies is handed out again."""
         waiting = {attempt.request.request_id: attempt for attempt in attempts}
         try:
             async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
-                    self._seats.leave(index)
+                    self._load_balancer.release(index)
                     if isinstance(result, FailedRequest):  # should it be tried again, another replica may do better
-                        self._seats.forget(attempt.original.session_id)
+                        self._load_balancer.forget(attempt.original.session_id)
                     call.results.put_nowait(replace(result, request_id=attempt.original.request_id))
             if waiting:
                 raise GenerationError(f"no result for {len(waiting)} of {len(attempts)} requests")
         except GenerationError as error:
-            self._take_out(index, engine, error)
-            self._ask_again(list(waiting.values()), error, call)
+            self._remove_replica(index, engine, error)
+            self._retry(list(waiting.values()), error, call)
         except Exception as error:  # a bug: whoever iterates must see it
             call.results.put_nowait(error)
         finally:
             for _ in waiting:
-                self._seats.leave(index)
+                self._load_balancer.release(index)
 
-    def _ask_again(self, attempts: Sequence[Attempt], error: GenerationError, call: Call) -> None:
+    def _retry(self, attempts: Sequence[Attempt], error: GenerationError, call: GenerateCall) -> None:
         again = []
         for attempt in attempts:
             if attempt.num_deaths + 1 < MAX_DEATHS:
@@ -195,28 +195,28 @@ class ReplicatedGeneration:
                 call.results.put_nowait(FailedRequest(attempt.original.request_id, cause))
         try:
             if again:
-                self._hand_out(again, call)
+                self._dispatch(again, call)
         except GenerationError as none_left:
             call.results.put_nowait(none_left)
 
-    def _take_out(self, index: int, engine: Generation, error: GenerationError) -> None:
+    def _remove_replica(self, index: int, engine: Generation, error: GenerationError) -> None:
         """Once an engine; its process is ended, and started anew where that was asked for."""
-        if self._living.get(index) is not engine or self._closed:
+        if self._live_engines.get(index) is not engine or self._closed:
             return
-        del self._living[index]
-        self._seats.remove(index)
+        del self._live_engines[index]
+        self._load_balancer.remove(index)
         self._last_death = error
         logger.warning(
             "engine replica %d is taken out, %d of %d go on: %s",
             index,
-            len(self._living),
+            len(self._live_engines),
             self._num_replicas,
             summarize_error(error),
         )
-        self._in_background(self._replace(index, engine))
+        self._spawn_background(self._replace(index, engine))
 
     async def _replace(self, index: int, engine: Generation) -> None:
-        await close_within(engine, CLOSE_S)
+        await close_with_deadline(engine, CLOSE_S)
         if self._restart is None:
             return
         try:
@@ -226,38 +226,38 @@ class ReplicatedGeneration:
         else:
             logger.info("engine replica %d was started anew and serves from the next refit on", index)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _none_left(self) -> GenerationError:
+    def _no_replica_error(self) -> GenerationError:
         if self._closed:
             return GenerationError("the engines are closed")
         return GenerationError(f"no engine replica is left of {self._num_replicas}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
         """Those that were started anew are paused and loaded with the others from here on, but serve nothing yet."""
-        self._living.update(self._restarted)
+        self._live_engines.update(self._restarted)
         self._restarted.clear()
-        await self._on_all(lambda engine: engine.pause(keep_cache=keep_cache))
+        await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
 
     async def resume(self) -> None:
-        await self._on_all(lambda engine: engine.resume())
+        await self._for_all_engines(lambda engine: engine.resume())
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         """Load them into all replicas; those that were started anew serve from here on."""
-        await self._on_all(lambda engine: engine.update_weights(manifest, weight_version))
-        for index in self._living.keys() - set(self._seats.replicas):
-            self._seats.add(index)
+        await self._for_all_engines(lambda engine: engine.update_weights(manifest, weight_version))
+        for index in self._live_engines.keys() - set(self._load_balancer.replicas):
+            self._load_balancer.add(index)
 
     async def sleep(self) -> None:
-        await self._on_all(lambda engine: engine.sleep())
+        await self._for_all_engines(lambda engine: engine.sleep())
 
     async def wake(self) -> None:
-        await self._on_all(lambda engine: engine.wake())
+        await self._for_all_engines(lambda engine: engine.wake())
 
-    async def _on_all(self, control: Callable[[Generation], Awaitable[None]]) -> None:
+    async def _for_all_engines(self, control: Callable[[Generation], Awaitable[None]]) -> None:
         """Await it on all living replicas, whatever one of them raises; then raise the first error that is no death."""
 
         async def on_one(index: int, engine: Generation) -> None:
@@ -265,18 +265,18 @@ class ReplicatedGeneration:
                 async with asyncio.timeout(self._control_s):
                     await control(engine)
             except TimeoutError:
-                self._take_out(index, engine, GenerationError(f"did not answer within {self._control_s:g} s"))
+                self._remove_replica(index, engine, GenerationError(f"did not answer within {self._control_s:g} s"))
             except GenerationError as error:
-                self._take_out(index, engine, error)
+                self._remove_replica(index, engine, error)
 
         outcomes = await asyncio.gather(
-            *(on_one(index, engine) for index, engine in self._living.items()), return_exceptions=True
+            *(on_one(index, engine) for index, engine in self._live_engines.items()), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        if not self._living:
-            raise self._none_left()
+        if not self._live_engines:
+            raise self._no_replica_error()
 
     async def close(self) -> None:
         """End all replicas, those that do not end in time are left behind with a warning. May be called twice."""
@@ -286,13 +286,13 @@ class ReplicatedGeneration:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        engines = [*self._living.values(), *self._restarted.values()]
-        await asyncio.gather(*(close_within(engine, CLOSE_S) for engine in engines))
-        self._living.clear()
+        engines = [*self._live_engines.values(), *self._restarted.values()]
+        await asyncio.gather(*(close_with_deadline(engine, CLOSE_S) for engine in engines))
+        self._live_engines.clear()
         self._restarted.clear()
 
 
-async def close_within(engine: Generation, deadline_s: float) -> None:
+async def close_with_deadline(engine: Generation, deadline_s: float) -> None:
     try:
         async with asyncio.timeout(deadline_s):
             await engine.close()

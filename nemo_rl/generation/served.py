@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from nemo_rl.data.chat import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
-from nemo_rl.generation.engines import as_they_finish
+from nemo_rl.generation.engines import as_completed
 from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest
 
@@ -20,15 +20,15 @@ Api: TypeAlias = Literal["completions", "chat"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_SEED = 2**63 - 1  # servers keep seeds in an int64
-CHARACTERS_A_TOKEN = 4  # for `tokens_per_minute`, where only the text of a prompt is known
+CHARACTERS_PER_TOKEN = 4  # for `tokens_per_minute`, where only the text of a prompt is known
 FINISH_REASONS = ("stop", "length")
 
 # What a server is asked, and what is read of its answer.
-Ask: TypeAlias = Callable[[GenerationRequest], dict[str, Any]]
-Read: TypeAlias = Callable[[GenerationRequest, Mapping[str, Any]], Completion]
+BuildBody: TypeAlias = Callable[[GenerationRequest], dict[str, Any]]
+ParseResponse: TypeAlias = Callable[[GenerationRequest, Mapping[str, Any]], Completion]
 
 
-class MalformedAnswer(GenerationError):
+class MalformedResponse(GenerationError):
     """A server answered, but not with what it was asked for."""
 
 
@@ -42,8 +42,8 @@ class ServedGeneration(Generation):
         """`limit_key` is what the server calls the limit of a chat answer's tokens. Closes the endpoint at the end."""
         self._endpoint = endpoint
         self._path = COMPLETIONS if api == "completions" else CHAT
-        self._read: Read = token_completion if api == "completions" else chat_completion
-        self._ask: Ask = (
+        self._parse_response: ParseResponse = token_completion if api == "completions" else chat_completion
+        self._build_body: BuildBody = (
             (lambda request: completion_body(request, model))
             if api == "completions"
             else (lambda request: chat_body(request, model, limit_key))
@@ -54,17 +54,17 @@ class ServedGeneration(Generation):
         return True
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        return as_they_finish(requests, self._answer)
+        return as_completed(requests, self._answer)
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
-        body = self._ask(request)
-        estimated = len(request.token_ids) + sum(len(m.content) for m in request.messages) // CHARACTERS_A_TOKEN
+        body = self._build_body(request)
+        estimated = len(request.token_ids) + sum(len(m.content) for m in request.messages) // CHARACTERS_PER_TOKEN
         try:
             answer = await self._endpoint.post(self._path, body, num_tokens=estimated)
-            completion = self._read(request, answer)
-        except (EndpointError, MalformedAnswer) as error:
+            completion = self._parse_response(request, answer)
+        except (EndpointError, MalformedResponse) as error:
             return FailedRequest(request.request_id, str(error))
-        self._endpoint.used(_total_tokens(answer, estimated), estimated=estimated)
+        self._endpoint.correct_token_estimate(_total_tokens(answer, estimated), estimated=estimated)
         return completion
 
     async def pause(self, *, keep_cache: bool = False) -> None:
@@ -124,9 +124,9 @@ def token_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> C
     choice = _choice(answer)
     token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if not isinstance(token_ids, list):
-        raise MalformedAnswer("the server gave no token_ids: server.api=chat is for servers without return_token_ids")
+        raise MalformedResponse("the server gave no token_ids: server.api=chat is for servers without return_token_ids")
     if not isinstance(logprobs, list) or len(logprobs) != len(token_ids):
-        raise MalformedAnswer(f"the server gave {len(token_ids)} tokens without a log-prob each")
+        raise MalformedResponse(f"the server gave {len(token_ids)} tokens without a log-prob each")
     return Completion(
         request.request_id,
         tuple(token_ids),
@@ -141,7 +141,7 @@ def chat_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> Co
     message = choice.get("message") or {}
     text = message.get("content") or ""
     for call in message.get("tool_calls") or ():
-        text += _call_text(call)
+        text += _render_tool_call(call)
     count = (answer.get("usage") or {}).get("completion_tokens")
     count = min(count, request.sampling.max_new_tokens) if isinstance(count, int) and count >= 0 else 0
     return Completion(
@@ -158,15 +158,15 @@ def _choice(answer: Mapping[str, Any]) -> dict[str, Any]:
     try:
         choice = dict(answer["choices"][0])
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise MalformedAnswer(f"the server gave no choice: {str(answer)[:200]}") from error
+        raise MalformedResponse(f"the server gave no choice: {str(answer)[:200]}") from error
     if choice.get("finish_reason") == "tool_calls":
         choice["finish_reason"] = "stop"
     if choice.get("finish_reason") not in FINISH_REASONS:
-        raise MalformedAnswer(f"the server ended it with {choice.get('finish_reason')!r}")
+        raise MalformedResponse(f"the server ended it with {choice.get('finish_reason')!r}")
     return choice
 
 
-def _call_text(call: Mapping[str, Any]) -> str:
+def _render_tool_call(call: Mapping[str, Any]) -> str:
     """A call that the server took out of the text, as models write it and environments read it (hermes)."""
     function = call.get("function") or {}
     try:

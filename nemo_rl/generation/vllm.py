@@ -20,7 +20,7 @@ import torch
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
-from nemo_rl.generation.engines import as_they_finish
+from nemo_rl.generation.engines import as_completed
 from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "nemo_rl.generation.vllm_loading.WeightFileLoading"  # by name: vLLM's worker imports it
+WORKER_EXTENSION = "nemo_rl.generation.vllm_loading.WeightLoadingExtension"  # by name: vLLM's worker imports it
 CPU_KV_CACHE_BYTES = 512 * 2**20
 MIN_CPU_BATCHED_TOKENS = 8192
 
-QUIET = {
+QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONWARNINGS": "ignore",  # of vLLM's imports in the engine's process
@@ -44,7 +44,7 @@ QUIET = {
 # On a CPU, compiling takes longer than it saves, and the executor in the engine's own process is the quicker one.
 # A refit copies and packs every matrix: glibc keeps that memory, instead of giving it back to the kernel and asking for
 # it page by page each time.
-CPU_ONLY = {
+CPU_ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "MALLOC_MMAP_THRESHOLD_": str(2**33),
@@ -58,7 +58,7 @@ def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
 
     Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to.
     """
-    wanted = {**QUIET, **(CPU_ONLY if device == "cpu" else {})}
+    wanted = {**QUIET_ENV, **(CPU_ENV if device == "cpu" else {})}
     if device == "cpu" and num_replicas > 1:
         num_threads = max(1, len(os.sched_getaffinity(0)) // num_replicas)
         wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -153,8 +153,8 @@ def needs_sleep(section: GenerationConfig, on_cpu: bool) -> bool:
 
 def has_tokenizer(model_path: str) -> bool:
     """Whether the model comes with a tokenizer; only requests with stop strings need one."""
-    folder = Path(model_path)
-    return not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
+    directory = Path(model_path)
+    return not directory.is_dir() or any(directory.glob("tokenizer*")) or (directory / "vocab.json").exists()
 
 
 MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
@@ -183,19 +183,19 @@ class VllmGeneration:
         self._engine = engine
         self._timeout_s = section.timeout_s
         self._control_s = control_s
-        self._seeds_requests = section.vllm_cfg.seed_requests
-        self._sleeps = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
+        self._uses_request_seeds = section.vllm_cfg.seed_requests
+        self._can_sleep = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
         self._sampling_params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
         self._tokens_input = tokens_input
-        self._refusals = (VLLMClientError, ValueError)
-        self._death = EngineDeadError
+        self._refusal_errors = (VLLMClientError, ValueError)
+        self._dead_error_type = EngineDeadError
         self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
         self._weight_version = 0
         self._num_running = 0
         self._paused_engine = False
-        self._admits = asyncio.Event()
-        self._admits.set()
+        self._admission_open = asyncio.Event()
+        self._admission_open.set()
         self._closed = False
 
     @classmethod
@@ -212,8 +212,8 @@ class VllmGeneration:
             )
             generation = cls(engine, section, device=device)
             try:
-                async with generation._answers_in_time("start"):
-                    await engine.collective_rpc("stand_apart")
+                async with generation._engine_deadline("start"):
+                    await engine.collective_rpc("detach_from_terminal")
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
@@ -225,12 +225,12 @@ class VllmGeneration:
         return True
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        return as_they_finish(requests, self._answer)
+        return as_completed(requests, self._answer)
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
         """One request from admission to its end; its cancellation aborts it in the engine."""
-        while not self._admits.is_set():  # a second pause may come before this task goes on
-            await self._admits.wait()
+        while not self._admission_open.is_set():  # a second pause may come before this task goes on
+            await self._admission_open.wait()
         if self._closed:
             raise GenerationError("the engine is closed")
         version = self._weight_version
@@ -240,13 +240,13 @@ class VllmGeneration:
                 output = await self._sample(request)
         except TimeoutError:
             return FailedRequest(request.request_id, f"not answered within {self._timeout_s:g} s")
-        except self._death as error:
-            raise _dead() from error
-        except self._refusals as error:
+        except self._dead_error_type as error:
+            raise _engine_dead_error() from error
+        except self._refusal_errors as error:
             return FailedRequest(request.request_id, one_line(error))
         finally:
             self._num_running -= 1
-        return completion_of(request.request_id, output, version)
+        return to_completion(request.request_id, output, version)
 
     async def _sample(self, request: GenerationRequest) -> "RequestOutput":
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
@@ -263,7 +263,7 @@ class VllmGeneration:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=request.seed & MAX_SEED if self._seeds_requests else None,
+            seed=request.seed & MAX_SEED if self._uses_request_seeds else None,
             stop_token_ids=list(sampling.stop_token_ids),
             stop=list(sampling.stop_strings),
             detokenize=bool(sampling.stop_strings),
@@ -276,64 +276,64 @@ class VllmGeneration:
 
     async def pause(self, *, keep_cache: bool = False) -> None:
         """Kept: also what prompts of new requests have in common with those of requests that run."""
-        self._admits.clear()
+        self._admission_open.clear()
         if self._num_running:
             # Not AsyncLLM.pause_generation, which sleeps another 20 ms so that outputs under way arrive first.
-            async with self._answers_in_time("pause"):
+            async with self._engine_deadline("pause"):
                 await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
             self._paused_engine = True
 
     async def resume(self) -> None:
         if self._paused_engine:
-            async with self._answers_in_time("go on"):
+            async with self._engine_deadline("go on"):
                 await self._engine.resume_generation()
             self._paused_engine = False
-        self._admits.set()
+        self._admission_open.set()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        async with self._answers_in_time("load weights"):
+        async with self._engine_deadline("load weights"):
             try:
                 await self._load(manifest, weight_version)
-            except (WeightSyncError, self._death):
+            except (WeightSyncError, self._dead_error_type):
                 raise
             except Exception as error:  # what failed in the worker arrives as a plain Exception
                 raise WeightSyncError(f"vLLM could not load the weights: {one_line(error)}") from error
         self._weight_version = weight_version
 
     async def _load(self, weights: Weights, weight_version: int) -> None:
-        method, arguments = await asyncio.to_thread(loading_call, weights)
+        method, arguments = await asyncio.to_thread(weight_loading_call, weights)
         await self._engine.collective_rpc(method, args=arguments)
         if not self._paused_engine and not await self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
         await self._engine.update_weight_version(str(weight_version))
 
     async def sleep(self) -> None:
-        if self._sleeps:
-            async with self._answers_in_time("sleep"):
+        if self._can_sleep:
+            async with self._engine_deadline("sleep"):
                 await self._engine.sleep(level=1)
 
     async def wake(self) -> None:
-        if self._sleeps:
-            async with self._answers_in_time("wake"):
+        if self._can_sleep:
+            async with self._engine_deadline("wake"):
                 await self._engine.wake_up()
 
     @asynccontextmanager
-    async def _answers_in_time(self, what: str) -> AsyncIterator[None]:
+    async def _engine_deadline(self, what: str) -> AsyncIterator[None]:
         """A death of the engine inside, or no end before the deadline, is a GenerationError."""
         try:
             async with asyncio.timeout(self._control_s):
                 yield
         except TimeoutError as error:
             raise GenerationError(f"vLLM did not {what} within {self._control_s:g} s") from error
-        except self._death as error:
-            raise _dead() from error
+        except self._dead_error_type as error:
+            raise _engine_dead_error() from error
 
     async def close(self) -> None:
         """End the engine's process; requests that still run fail. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        self._admits.set()
+        self._admission_open.set()
         output_handler = self._engine.output_handler
         if output_handler is not None:  # else it reports the engine's end as a death
             output_handler.cancel()
@@ -341,18 +341,18 @@ class VllmGeneration:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
-def _dead() -> GenerationError:
+def _engine_dead_error() -> GenerationError:
     return GenerationError("vLLM's engine process has died; its log tells why")
 
 
-def loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
+def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
     """The worker's method that loads them (vllm_loading.py) and its arguments; fetches them from the object store."""
     if isinstance(weights, WeightChunks):
         from nemo_rl.generation.weight_reading import (
-            write_once,  # here, since a run without a cluster need not import Ray
+            write_node_file,  # here, since a run without a cluster need not import Ray
         )
 
-        weights = write_once(weights)
+        weights = write_node_file(weights)
     if isinstance(weights, WeightStream):
         return "load_weight_stream", astuple(weights)
     entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in weights.entries]
@@ -361,7 +361,7 @@ def loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
     return "load_weight_file", (weights.path, entries)
 
 
-def completion_of(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:
+def to_completion(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:
     """The request's result; `version` is that of the weights at its start, for engines that do not say."""
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):

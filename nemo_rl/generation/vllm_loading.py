@@ -21,11 +21,11 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 PlainEntry = tuple[str, str, list[int], int]  # what the engine's calls can carry
 
 
-def entries_of(plain: list[PlainEntry]) -> tuple[WeightEntry, ...]:
+def to_weight_entries(plain: list[PlainEntry]) -> tuple[WeightEntry, ...]:
     return tuple(WeightEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain)
 
 
-class WeightFileLoading:
+class WeightLoadingExtension:
     """Methods that vLLM mixes into its worker; called by `collective_rpc("load_weight_file", ...)`."""
 
     model_runner: Any
@@ -34,7 +34,7 @@ class WeightFileLoading:
     device: torch.device
     _stream: TensorStream | None = None
 
-    def stand_apart(self) -> None:
+    def detach_from_terminal(self) -> None:
         """Ctrl-C in a terminal goes to the trainer alone, which ends the engine; a killed trainer takes it along."""
         os.setpgid(0, 0)
         if sys.platform == "linux":
@@ -42,11 +42,11 @@ class WeightFileLoading:
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""
-        self._load(map_weights(WeightManifest(path, entries_of(entries))))
+        self._load(map_weights(WeightManifest(path, to_weight_entries(entries))))
 
     def load_device_weights(self, handle: bytes, entries: list[PlainEntry]) -> None:
         """The same from memory of this worker's CUDA device, which the policy's process holds."""
-        self._load(device_weights(DeviceWeights(handle, entries_of(entries)), self.device))
+        self._load(device_weights(DeviceWeights(handle, to_weight_entries(entries)), self.device))
 
     def load_weight_stream(self, host: str, port: int, group: int, size: int, backend: str, timeout_s: float) -> None:
         """The same from a broadcast; joins its group where that has not been done."""

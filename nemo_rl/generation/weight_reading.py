@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.distributed.actors import get_bytes
-from nemo_rl.distributed.machine import default_directory, remove_leftovers
+from nemo_rl.distributed.machine import default_directory, remove_stale_weight_files
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import DeviceWeights, WeightChunks, WeightEntry, WeightManifest
 
@@ -50,12 +50,12 @@ def device_weights(weights: DeviceWeights, device: torch.device) -> Iterator[tup
 
 FETCH_S = 600.0  # for one chunk to come from another machine
 ATTEMPTS = 5  # to write a file that another run removes before it is locked
-MARK_BYTES = 8  # behind the weights: the number of the refit that wrote them
+TRAILER_BYTES = 8  # behind the weights: the number of the refit that wrote them
 
 _HELD: dict[Path, int] = {}  # files that this process reads; the lock keeps others from removing them
 
 
-def write_once(weights: WeightChunks) -> WeightManifest:
+def write_node_file(weights: WeightChunks) -> WeightManifest:
     """The manifest of a file with these weights; raises WeightSyncError, or WorkerError when they cannot be had.
 
     The file is locked while it is written, and shared afterwards until this process writes it again or releases it.
@@ -63,26 +63,26 @@ def write_once(weights: WeightChunks) -> WeightManifest:
     """
     path = default_directory() / weights.name
     if not _HELD:
-        remove_leftovers(path.parent)
+        remove_stale_weight_files(path.parent)
     for _ in range(ATTEMPTS):
-        file = reopened(path)
+        file = open_or_create(path)
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            if not holds(file, weights):
+            if not contains_weights(file, weights):
                 write(file, weights)
         except OSError as error:
             raise WeightSyncError(f"{path}: the weights could not be written: {error}") from error
         finally:
             fcntl.flock(file, fcntl.LOCK_SH)
-        if lies_at(file, path):
+        if is_linked_at(file, path):
             return WeightManifest(str(path), weights.entries)
     raise WeightSyncError(f"{path} is removed again and again by another run")
 
 
-def reopened(path: Path) -> int:
+def open_or_create(path: Path) -> int:
     """The open file of that name; one that was removed meanwhile is made anew."""
     if (held := _HELD.pop(path, None)) is not None:
-        if lies_at(held, path):
+        if is_linked_at(held, path):
             _HELD[path] = held
             return held
         os.close(held)
@@ -90,7 +90,7 @@ def reopened(path: Path) -> int:
     return _HELD[path]
 
 
-def lies_at(file: int, path: Path) -> bool:
+def is_linked_at(file: int, path: Path) -> bool:
     """Whether nobody has taken the file for a leftover, in a moment in which it was not locked."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
@@ -98,10 +98,10 @@ def lies_at(file: int, path: Path) -> bool:
         return False
 
 
-def holds(file: int, weights: WeightChunks) -> bool:
+def contains_weights(file: int, weights: WeightChunks) -> bool:
     size = os.fstat(file).st_size
-    mark = os.pread(file, MARK_BYTES, size - MARK_BYTES) if size >= MARK_BYTES else b""
-    return mark == weights.transfer.to_bytes(MARK_BYTES)
+    trailer = os.pread(file, TRAILER_BYTES, size - TRAILER_BYTES) if size >= TRAILER_BYTES else b""
+    return trailer == weights.transfer.to_bytes(TRAILER_BYTES)
 
 
 def write(file: int, weights: WeightChunks) -> None:
@@ -112,7 +112,7 @@ def write(file: int, weights: WeightChunks) -> None:
         while content:
             written = os.pwrite(file, content, offset)
             content, offset = content[written:], offset + written
-    os.pwrite(file, weights.transfer.to_bytes(MARK_BYTES), offset)
+    os.pwrite(file, weights.transfer.to_bytes(TRAILER_BYTES), offset)
 
 
 def release(name: str | None = None) -> None:

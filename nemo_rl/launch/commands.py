@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 import nemo_rl.quickstart
-from nemo_rl.collect.compare import compare
-from nemo_rl.collect.profile import Profile, profile
-from nemo_rl.collect.profile_report import comparison_table, summary_table, write_profile
 from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.evaluation import EvalRunConfig
 from nemo_rl.config.loading import (
@@ -35,6 +30,7 @@ from nemo_rl.launch.model_names import check_model_names
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.loop import TrainingProgress
+    from nemo_rl.collect.profile import Profile
     from nemo_rl.launch.collect import CollectionResult
 
 EXIT_FAILED = 1
@@ -116,18 +112,29 @@ DISTILLATION_JOB = Job(load_distillation_config, _train_on_rollouts, _plan)
 SFT_JOB = Job(load_sft_config, _train_on_conversations, _plan)
 
 
+COLLECT_DESCRIPTION = """`nemo-rl collect`: rollouts of a model over datasets, stored as they end; exact resume.
+
+nemo-rl collect                                     the quickstart: 1,066 words, four rollouts each
+nemo-rl collect collect.seeds=0,2,5..7 collect.chunk=0/4
+nemo-rl collect --config RECIPE server.address=http://127.0.0.1:8000
+nemo-rl collect --config RECIPE --dry-run           resolve and validate the configuration only
+"""
 QUICKSTART = Path(nemo_rl.quickstart.__path__[0]) / "collect.yaml"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """The exit code: 1 where rollouts failed each time or something broke, 2 for a bad configuration, 130 after
+def run_collect(arguments: Sequence[str]) -> int:
+    """Run `nemo-rl collect`; return 1 where rollouts failed or something broke, 2 for a bad configuration, 130 after
     Ctrl-C."""
     return run_command(
-        arguments, description=__doc__ or "", default_config=QUICKSTART, job=COLLECT_JOB, program="nemo-rl collect"
+        arguments,
+        description=COLLECT_DESCRIPTION,
+        default_config=QUICKSTART,
+        job=COLLECT_JOB,
+        program="nemo-rl collect",
     )
 
 
-def _plan_of_collect_command(config: CollectRunConfig) -> str:
+def _collect_plan(config: CollectRunConfig) -> str:
     from nemo_rl.launch.placement import collection_placement_plan  # torch looks for devices
 
     return f"\n{collection_placement_plan(config)}\n"
@@ -162,7 +169,7 @@ def report(result: "CollectionResult") -> str:
     return "\n".join(lines)
 
 
-COLLECT_JOB = Job(load_collect_config, _collect, _plan_of_collect_command)
+COLLECT_JOB = Job(load_collect_config, _collect, _collect_plan)
 
 
 def _train(config: RewardModelRunConfig, command: str) -> int:
@@ -178,7 +185,7 @@ REWARD_MODEL_JOB = Job(load_reward_model_config, _train)
 LOG_COLUMNS = 160  # in a log, where there is no width to fit
 
 
-def _plan_of_evaluate(config: EvalRunConfig) -> str:
+def _evaluation_plan(config: EvalRunConfig) -> str:
     from nemo_rl.launch.placement import collection_placement_plan  # torch looks for devices
 
     return f"\n{collection_placement_plan(*config.models)}\n"
@@ -186,6 +193,10 @@ def _plan_of_evaluate(config: EvalRunConfig) -> str:
 
 def _evaluate(config: EvalRunConfig, command: str) -> int:
     """One model after the other, each in the folder that its name gives it, then the tables."""
+    from rich.console import Console
+
+    from nemo_rl.collect.compare import compare
+    from nemo_rl.collect.profile_report import comparison_table, summary_table, write_profile
     from nemo_rl.launch.collect import run_collection  # torch and the engine load only for a valid configuration
 
     collections = []
@@ -207,11 +218,13 @@ def _evaluate(config: EvalRunConfig, command: str) -> int:
     return 0 if all(result.is_complete for result in collections) else EXIT_FAILED
 
 
-def _make_profile(config: EvalRunConfig, result: "CollectionResult") -> Profile:
+def _make_profile(config: EvalRunConfig, result: "CollectionResult") -> "Profile":
+    from nemo_rl.collect.profile import profile
+
     return profile(result.directory, seeds=[config.eval.seed], ks=sorted({1, config.eval.k}))
 
 
-def headline(config: EvalRunConfig, result: "CollectionResult", measured: Profile) -> str:
+def headline(config: EvalRunConfig, result: "CollectionResult", measured: "Profile") -> str:
     """Example: "pass@4 0.9150 +- 0.0197 of checkpoints/step_50 over 200 tasks: evaluations/..."."""
     name = config.eval.score_name
     score = measured.summaries[0].scores.get(name)
@@ -223,4 +236,4 @@ def headline(config: EvalRunConfig, result: "CollectionResult", measured: Profil
     return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{failed}: {where}"
 
 
-EVAL_JOB = Job(load_eval_config, _evaluate, _plan_of_evaluate)
+EVAL_JOB = Job(load_eval_config, _evaluate, _evaluation_plan)

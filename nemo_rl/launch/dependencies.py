@@ -17,7 +17,7 @@ from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.environments.registry import import_path, make_environment
 from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, TaskAgent
+from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
 from nemo_rl.experience.rollouts import RolloutContext
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
@@ -28,7 +28,7 @@ from nemo_rl.interfaces import Agent, Environment, Generation
 from nemo_rl.launch.rollouts import make_sampling
 
 if TYPE_CHECKING:
-    from nemo_rl.distributed.cluster import Seat
+    from nemo_rl.distributed.cluster import ReservedSlot
     from nemo_rl.gateway.manager import GatewayManager
 
 CALLS_PER_RUN = 16  # at once, of all runs on average; above it calls are answered 429
@@ -53,7 +53,7 @@ def make_agent(name: str, section: AgentConfig) -> Agent:
     if not callable(function):
         raise ConfigError(key, section.function, "not a function")
     if section.in_tasks:
-        return TaskAgent(name, section.function)
+        return IsolatedFunctionAgent(name, section.function)
     return FunctionAgent(name, function, max_threads=section.max_concurrency)
 
 
@@ -188,16 +188,18 @@ async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: A
 
     `layout` is the run's; None where no policy runs beside the scorers.
     """
-    seats = await _reserve_pool(config, layout, stack) if config.reward_model.enable_resource_pool else ()
+    slots = await _reserve_pool(config, layout, stack) if config.reward_model.enable_resource_pool else ()
     scorers: dict[str, WeightedScorer] = {}
     for name, section in config.scorers.items():
-        scorer = make_scorer(name, section, seats=seats)
+        scorer = make_scorer(name, section, slots=slots)
         stack.push_async_callback(scorer.close)
         scorers[name] = WeightedScorer(name, scorer, section.weight)
     return Scoring({task: tuple(scorers[name] for name in section.scorers) for task, section in config.env.items()})
 
 
-async def _reserve_pool(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> "Sequence[Seat]":
+async def _reserve_pool(
+    config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack
+) -> "Sequence[ReservedSlot]":
     """A seat a GPU of the pool, on a CPU a seat a process."""
     from nemo_rl.distributed.cluster import cluster_address, connect, reserve  # loads Ray
 
@@ -213,7 +215,7 @@ async def _reserve_pool(config: RolloutRunConfig, layout: Layout | None, stack: 
         keys="reward_model.nnodes, reward_model.n_gpus_per_node",
     )
     stack.callback(reservation.release)
-    return [reservation.seat(place) for place in pool.engines]
+    return [reservation.slot(device_slot) for device_slot in pool.engines]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.launch.model_names import checkpoint_weights, quickstart_model
 from nemo_rl.observability.loggers import CompositeLogger
 from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.fsdp2 import LocalPolicy
 from nemo_rl.policy.ranks import PolicyThread
 from nemo_rl.quickstart.models import (
     Recipe,
@@ -81,7 +81,7 @@ async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interr
     samples = encode_set(ChatEncoder(tokenizer), conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
     _check(interrupt)
     config = _config(recipe, str(scratch / "fresh"))
-    policy = FSDP2Policy(
+    policy = LocalPolicy(
         config.policy,
         model_path=config.policy.model_name,
         temperature=1.0,

@@ -11,7 +11,7 @@ from nemo_rl.config.environment import RewardModelEnvironmentConfig
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.data.sources import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.scoring import PromptKey, rescored
+from nemo_rl.experience.scoring import PromptKey, rescore_rollouts
 from nemo_rl.launch.dependencies import open_scorers
 from nemo_rl.launch.rollouts import load_prompts
 from nemo_rl.types import Prompt
@@ -68,7 +68,7 @@ async def _write(
         scoring = await open_scorers(config, None, stack)
         alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentConfig)}
         limit_s = config.rollout.stall_timeout_s
-        async for row in rescored(rows, prompts, scoring, scored_alone=alone, stall_timeout_s=limit_s):
+        async for row in rescore_rollouts(rows, prompts, scoring, scorer_only_tasks=alone, stall_timeout_s=limit_s):
             file.write(encode_json_line(row))
             mean.add(row)
 

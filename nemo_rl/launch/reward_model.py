@@ -20,8 +20,8 @@ from nemo_rl.config.reward_model import PreferenceDatasetConfig, RewardModelRunC
 from nemo_rl.data.preferences import Preference, read_preferences
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.machine import resolve_device
-from nemo_rl.environments.scorers.classifier import load_classifier, max_tokens
-from nemo_rl.environments.scorers.classify import ConversationTokens, ConversationTooLong
+from nemo_rl.environments.scorers.classifier import clamp_to_positions, load_classifier
+from nemo_rl.environments.scorers.classify import ConversationTokenizer, ConversationTooLong
 from nemo_rl.errors import CheckpointError, DataError
 from nemo_rl.interfaces import Logger
 from nemo_rl.launch.models import resolve_model
@@ -92,7 +92,7 @@ def save_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         raise CheckpointError(f"{directory} cannot be written: {error}") from error
 
 
-def _open_model(config: RewardModelRunConfig) -> tuple[PreTrainedModel, ConversationTokens]:
+def _open_model(config: RewardModelRunConfig) -> tuple[PreTrainedModel, ConversationTokenizer]:
     policy = config.policy
     device = resolve_device(policy.device)
     if policy.model_name == FRESH_MODEL:
@@ -103,7 +103,7 @@ def _open_model(config: RewardModelRunConfig) -> tuple[PreTrainedModel, Conversa
         torch.manual_seed(config.rm.seed)  # of the fresh head
         model = load_classifier("policy.model_name", path, fresh_head=True)
         tokenizer = load_tokenizer(policy.tokenizer, path)
-    tokens = ConversationTokens(tokenizer, max_length=max_tokens(model, policy.max_total_sequence_length))
+    tokens = ConversationTokenizer(tokenizer, max_length=clamp_to_positions(model, policy.max_total_sequence_length))
     return model.to(device), tokens  # pyright: ignore[reportArgumentType]
 
 
@@ -112,7 +112,7 @@ async def _resolve_model_path(model_name: str) -> str:
         return await resolve_model(model_name)
 
 
-def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: ConversationTokens) -> list[TokenPair]:
+def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: ConversationTokenizer) -> list[TokenPair]:
     """The pairs as tokens; those that are too long are left out, and counted in the log."""
     preferences = _load_preferences(name, dataset)[: dataset.size]
     pairs = []

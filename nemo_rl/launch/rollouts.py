@@ -18,7 +18,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
 from nemo_rl.experience.scoring import Scoring
-from nemo_rl.experience.sources import FilteredSource, RecordedResponses, SyncSource, prompts_per_batch
+from nemo_rl.experience.sources import FilteredSource, RecordedResponseSource, SyncSource, prompts_per_batch
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import Environment, Generation, GroupSource
 from nemo_rl.policy.hf_model import load_config
@@ -140,7 +140,7 @@ def make_source(
     """Collection before each step or in the background, filtered where dynamic sampling is on; or what was recorded."""
     algorithm = config.algorithm
     if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
-        return RecordedResponses(
+        return RecordedResponseSource(
             _make_loader(config, inputs),
             inputs.encoder,
             num_prompts_per_step=algorithm.num_prompts_per_step,
@@ -155,7 +155,7 @@ def make_source(
         return source
     return FilteredSource(
         source,
-        give_back=source.give_back if isinstance(source, AsyncSource) else None,
+        return_groups=source.return_groups if isinstance(source, AsyncSource) else None,
         is_informative=is_informative,
         min_group_size=config.min_group_size,
         num_prompts_per_step=grpo.num_prompts_per_step,

@@ -166,12 +166,12 @@ async def _open_teacher(
         return teacher
     from nemo_rl.policy.group import TeacherGroup  # loads Ray
 
-    seats = [reservation.seat(slot) for slot in layout.teachers[key]]
+    slots = [reservation.slot(slot) for slot in layout.teachers[key]]
     group = await TeacherGroup.create(
-        section, seats=seats, timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, **arguments
+        section, slots=slots, timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, **arguments
     )
     stack.push_async_callback(group.close)
-    await stack.enter_async_context(group.ends_this_task())
+    await stack.enter_async_context(group.cancel_task_on_worker_death())
     return group
 
 
@@ -283,7 +283,8 @@ def make_cross_tokenizer_loss(
         raise ConfigError(
             "loss_fn.cross_tokenizer.unmatched_weight",
             section.unmatched_weight,
-            f"{', '.join(sorted(target_builders))} have vocabularies of their own, and each leaves other tokens unmatched; "
+            f"{', '.join(sorted(target_builders))} have vocabularies of their own, and each leaves other tokens "
+            "unmatched; "
             "allowed: 0, or matching: prefix",
         )
     return CrossTokenizerLoss(

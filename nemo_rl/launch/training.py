@@ -95,8 +95,8 @@ def write_summary(
 ) -> None:
     """What a run shows when it has ended: `results`, of the file of its metrics, where things are, how to continue.
 
-    `command` is how it was started; `resume_overrides(step)` is what it needs besides to go on behind `step`, None where
-    nothing is left to do.
+    `command` is how it was started; `resume_overrides(step)` returns the overrides that continue it after
+    `step`, None where nothing is left to do.
     """
     latest = run.checkpoints.latest() if run.checkpoints else None
     resume_command = None
@@ -115,7 +115,7 @@ def make_algorithm(
     teachers: Teachers | None = None,
     target_builders: Mapping[str, TeacherTargetBuilder] | None = None,
 ) -> Algorithm:
-    """Loads nothing: policy and teachers are there already; `target_builders` are for teachers with other tokenizers."""
+    """Return the algorithm; loads nothing. `target_builders` are for teachers with other tokenizers."""
     if isinstance(config, GRPORunConfig):
         return _make_grpo(config, inputs, policy, placement, teachers)
     if isinstance(config, DistillationRunConfig) and teachers is not None:

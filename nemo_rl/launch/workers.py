@@ -15,14 +15,12 @@ from nemo_rl.config.layout import Device, Layout, make_layout, make_policy_layou
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.distributed.cluster import Reservation, Seat, cluster_address, connect, reserve
 from nemo_rl.distributed.machine import resolve_device
 from nemo_rl.generation.engines import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.rollouts import Inputs
 from nemo_rl.launch.teachers import open_teachers
-from nemo_rl.policy.fsdp2 import FSDP2Policy
-from nemo_rl.policy.group import PolicyGroup
+from nemo_rl.policy.fsdp2 import LocalPolicy
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.lora import check_modules
 from nemo_rl.policy.megatron.checks import check_megatron
@@ -30,54 +28,9 @@ from nemo_rl.policy.sharding import check_tensor_parallel
 from nemo_rl.weight_sync.make import choose_transport
 
 if TYPE_CHECKING:
-    from nemo_rl.distributed.cluster import Reservation, Seat
+    from nemo_rl.distributed.cluster import Reservation, ReservedSlot
 
 logger = logging.getLogger(__name__)
-
-
-async def open_reservation(
-    config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
-) -> Reservation:
-    """Join or start a cluster and set aside what the layout needs; `stack` gives it back."""
-    connect(config.cluster.address)
-    reservation = await _reserve(config, layout)
-    stack.callback(reservation.release)
-    return reservation
-
-
-async def open_ranks(
-    config: TrainingRunConfig | SFTRunConfig,
-    layout: Layout,
-    reservation: Reservation,
-    arguments: dict[str, Any],
-    *,
-    log_dir: Path,
-    stack: AsyncExitStack,
-) -> tuple[PolicyGroup, list[Seat]]:
-    """The policy's ranks, and the engines' seats; `arguments` are those of a policy rank.
-
-    `stack` ends them. From here to its end the death of a rank ends the current task with WorkerError.
-    """
-    policy = await PolicyGroup.create(
-        config.policy.model_copy(update={"device": layout.device}),
-        seats=[reservation.seat(slot) for slot in layout.ranks],
-        timeout_s=config.cluster.start_timeout_s,
-        log_dir=log_dir,
-        **arguments,
-    )
-    stack.push_async_callback(policy.close)
-    await stack.enter_async_context(policy.ends_this_task())
-    pids = ", ".join(map(str, await policy.pids()))
-    logger.info("%d policy ranks are ready (processes %s), their output in %s", policy.num_ranks, pids, log_dir)
-    return policy, [reservation.seat(slot) for slot in layout.engines]
-
-
-async def _reserve(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> Reservation:
-    return await reserve(
-        layout,
-        timeout_s=config.cluster.start_timeout_s,
-        may_grow=cluster_address(config.cluster.address) is not None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +92,7 @@ async def open_policy(
         "seed": config.sft.seed,
         "tokenizer": tokenizer,
     }
-    reservation = await _reserve_of_workers(config, layout, stack)
+    reservation = await _open_cluster(config, layout, stack)
     rank_config = config.model_copy(update={"policy": section})
     policy, _ = await _open_ranks(rank_config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
     return policy
@@ -164,10 +117,10 @@ async def open_workers(
         "seed": config.seed,
         "tokenizer": inputs.tokenizer,
     }
-    reservation = await _reserve_of_workers(config, layout, stack)
+    reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(config, teacher_paths, layout, reservation, log_dir=log_dir, stack=stack)
-    policy, seats = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
-    generation = await _open_generation(config, model_path, layout, seats)
+    policy, slots = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    generation = await _open_generation(config, model_path, layout, slots)
     stack.push_async_callback(generation.close)
     teacher_slots = teachers.by_key.values() if teachers else ()
     placement = Placement(
@@ -180,15 +133,22 @@ async def open_workers(
     return Workers(policy, generation, placement, teachers)
 
 
-async def _reserve_of_workers(
+async def _open_cluster(
     config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
 ) -> "Reservation | None":
-    """None where this process is enough."""
+    """Join or start a cluster and reserve what the layout needs, released with `stack`; None: one process is enough."""
     if not layout.needs_cluster:
         return None
-    from nemo_rl.launch.workers import open_reservation  # loads Ray
+    from nemo_rl.distributed.cluster import cluster_address, connect, reserve  # loads Ray
 
-    return await open_reservation(config, layout, stack)
+    connect(config.cluster.address)
+    reservation = await reserve(
+        layout,
+        timeout_s=config.cluster.start_timeout_s,
+        may_grow=cluster_address(config.cluster.address) is not None,
+    )
+    stack.callback(reservation.release)
+    return reservation
 
 
 async def _open_ranks(
@@ -199,15 +159,29 @@ async def _open_ranks(
     *,
     log_dir: Path,
     stack: AsyncExitStack,
-) -> "tuple[Policy, Sequence[Seat]]":
-    """The policy, in this process or on ranks of a cluster, and the engines' seats there."""
+) -> "tuple[Policy, Sequence[ReservedSlot]]":
+    """Start the policy, in this process or as one worker per rank of a cluster; return it with the engines' slots.
+
+    `stack` ends the workers. From here to its end the death of a worker cancels the current task with WorkerError.
+    """
     if reservation is None:
-        policy = FSDP2Policy(config.policy, **arguments)
+        policy = LocalPolicy(config.policy, **arguments)
         stack.push_async_callback(policy.close)
         return policy, ()
-    from nemo_rl.launch.workers import open_ranks
+    from nemo_rl.policy.group import PolicyGroup  # loads Ray
 
-    return await open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+    group = await PolicyGroup.create(
+        config.policy.model_copy(update={"device": layout.device}),
+        slots=[reservation.slot(slot) for slot in layout.ranks],
+        timeout_s=config.cluster.start_timeout_s,
+        log_dir=log_dir,
+        **arguments,
+    )
+    stack.push_async_callback(group.close)
+    await stack.enter_async_context(group.cancel_task_on_worker_death())
+    pids = ", ".join(map(str, await group.pids()))
+    logger.info("%d policy ranks are ready (processes %s), their output in %s", group.num_ranks, pids, log_dir)
+    return group, [reservation.slot(slot) for slot in layout.engines]
 
 
 def engine_dtype(config: TrainingRunConfig) -> str:
@@ -217,7 +191,7 @@ def engine_dtype(config: TrainingRunConfig) -> str:
 
 
 async def _open_generation(
-    config: TrainingRunConfig, model_path: str, layout: Layout, seats: "Sequence[Seat]"
+    config: TrainingRunConfig, model_path: str, layout: Layout, slots: "Sequence[ReservedSlot]"
 ) -> Generation:
     section = config.policy.generation
     return await make_generation(
@@ -226,7 +200,7 @@ async def _open_generation(
         dtype=engine_dtype(config),
         max_model_len=section.vllm_cfg.max_model_len or config.policy.max_total_sequence_length,
         device=layout.device,
-        seats=seats,
+        slots=slots,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichBars
 from rich.table import Table
 from rich.text import Text
@@ -118,7 +118,8 @@ class Progress:
     def _time_left(self) -> str:
         if not self._total or not self._step_durations_s:
             return "ETA unknown"
-        return f"ETA {format_duration((self._total - self._step) * sum(self._step_durations_s) / len(self._step_durations_s))}"
+        mean_step_s = sum(self._step_durations_s) / len(self._step_durations_s)
+        return f"ETA {format_duration((self._total - self._step) * mean_step_s)}"
 
     def _show(self, table: Table) -> None:
         logger.info("%s", render_table(table))

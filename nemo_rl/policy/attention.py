@@ -15,43 +15,43 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nemo_rl.errors import ConfigError
 
-WITHIN_SEQUENCES = "nemo_rl_within_sequences"
+PACKED_ATTENTION = "nemo_rl_within_sequences"
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class PackedSequences:
     """Where the sequences of right-padded rows [B, T] lie in one row of N tokens, one behind the other."""
 
     lengths: tuple[int, ...]  # [B]
     bounds: torch.Tensor  # [B + 1] int32: where each begins, then N
-    is_inside: torch.Tensor  # [B, T] bool: no padding
+    is_not_padding: torch.Tensor  # [B, T] bool: no padding
     positions: torch.Tensor  # [1, N] int64: of each token in its sequence
 
     @classmethod
-    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> "Pack":
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> "PackedSequences":
         """Rows of `width` columns; each has at least one token."""
         sizes = torch.tensor(lengths)
         columns = torch.arange(width)
-        is_inside = columns < sizes.unsqueeze(1)
-        positions = columns.expand(len(lengths), width)[is_inside].unsqueeze(0)
+        is_not_padding = columns < sizes.unsqueeze(1)
+        positions = columns.expand(len(lengths), width)[is_not_padding].unsqueeze(0)
         bounds = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
-        return cls(tuple(lengths), bounds.to(device), is_inside.to(device), positions.to(device))
+        return cls(tuple(lengths), bounds.to(device), is_not_padding.to(device), positions.to(device))
 
     def model_inputs(self, token_ids: torch.Tensor) -> dict[str, Any]:
         """What a model is called with for [B, T] tokens."""
         return {
-            "input_ids": token_ids[self.is_inside].unsqueeze(0),
+            "input_ids": token_ids[self.is_not_padding].unsqueeze(0),
             "position_ids": self.positions,
             "pack": self,  # handed through to the attention
         }
 
-    def places_of(self, mask: torch.Tensor) -> torch.Tensor:
+    def packed_positions(self, mask: torch.Tensor) -> torch.Tensor:
         """[M] int64: where the M true entries of [B, T] lie in the pack; none of them is padding."""
-        return mask[self.is_inside].nonzero().squeeze(1)
+        return mask[self.is_not_padding].nonzero().squeeze(1)
 
 
-def attend_within_sequences(model: PreTrainedModel, key: str) -> None:
-    """Change the model's attention to one that gets a `Pack`.
+def use_packed_attention(model: PreTrainedModel, key: str) -> None:
+    """Change the model's attention to one that gets a `PackedSequences`.
 
     Raises:
         ConfigError: under `key`: packed sequences would not have the outputs that they have alone.
@@ -64,28 +64,28 @@ def attend_within_sequences(model: PreTrainedModel, key: str) -> None:
     sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
     with torch.no_grad():
         alone = torch.cat([model(input_ids=s.unsqueeze(0), use_cache=False).logits[0] for s in sequences])
-        model.set_attn_implementation(WITHIN_SEQUENCES)
-        pack = Pack.of((5, 3), 5, model.device)
+        model.set_attn_implementation(PACKED_ATTENTION)
+        pack = PackedSequences.of((5, 3), 5, model.device)
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         together = model(**pack.model_inputs(rows), use_cache=False).logits[0]
     if not torch.allclose(together.float(), alone.float(), rtol=1e-4, atol=1e-4):
         raise ConfigError(key, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
 
 
-def within_sequences(
+def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    pack: Pack,
+    pack: PackedSequences,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, N, width] to [1, N, heads, width], causal within each sequence, as transformers calls it."""
-    if has_kernel(query, value):
-        return by_kernel(query, key, value, pack, sliding_window, options.get("scaling")), None
+    if has_varlen_kernel(query, value):
+        return varlen_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
     results = []
     for q, k, v in parts:
@@ -98,11 +98,11 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
     """[length, length] bool of a sequence that is longer than the window; None: causal is enough."""
     if sliding_window is None or length <= sliding_window:
         return None
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril() & everything.triu(1 - sliding_window)
+    all_pairs = torch.ones(length, length, dtype=torch.bool, device=device)
+    return all_pairs.tril() & all_pairs.triu(1 - sliding_window)
 
 
-def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the device has PyTorch's kernel for sequences of any length."""
     return (
         query.is_cuda
@@ -112,11 +112,11 @@ def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def by_kernel(
+def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pack: Pack,
+    pack: PackedSequences,
     sliding_window: int | None = None,
     scaling: float | None = None,
 ) -> torch.Tensor:
@@ -138,4 +138,4 @@ def by_kernel(
     return result.unsqueeze(0)
 
 
-AttentionInterface.register(WITHIN_SEQUENCES, within_sequences)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

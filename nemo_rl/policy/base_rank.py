@@ -1,4 +1,4 @@
-"""`BaseRank`: what a rank of the policy offers, whichever backend computes: `RankPolicy` or `MegatronRank`."""
+"""`PolicyWorker`: one rank of the policy, whichever backend computes."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.machine import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn, RequiredScores, TokenScores, TopK
-from nemo_rl.policy.logprobs import LOGPROBS_ALONE
+from nemo_rl.policy.logprobs import LOGPROBS_ONLY
 from nemo_rl.policy.micro_batches import MicroBatching, expected_optimizer_steps, micro_batches, split_optimizer_steps
 from nemo_rl.policy.ranks import RankLayout, join
-from nemo_rl.policy.saving import BackgroundSave, load_schedule, save_schedule, use_on_first_rank, weight_copies
-from nemo_rl.policy.training import OptimizerStep, over_optimizer_steps
+from nemo_rl.policy.saving import BackgroundSave, call_on_rank0, copy_weights_to_cpu, load_schedule, save_schedule
+from nemo_rl.policy.training import OptimizerStep, reduce_over_optimizer_steps
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable
     return float(6 * num_parameters * sum(lengths) + attention)
 
 
-class ReadingRank(ABC):
+class ScoringWorker(ABC):
     """A model on one rank of a layout, which shares the rows of a batch with the others.
 
     Every method is collective: it is called on all ranks, in the same order, with the same arguments, and a batch is
@@ -71,7 +71,7 @@ class ReadingRank(ABC):
     _model: PreTrainedModel  # Hugging Face's, for its configuration; its weights need not be there
 
     @abstractmethod
-    def _scores(
+    def _iter_scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
         """This rank's rows and their scores, without gradients, a micro-batch at a time."""
@@ -98,11 +98,11 @@ class ReadingRank(ABC):
             raise PolicyError(f"the {k} most likely of {size} tokens")
         shape = (*batch[keys.TOKEN_IDS].shape, k)
         ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for rows, scores in self._scores(self.module, batch, RequiredScores(topk=k)):
+        for rows, scores in self._iter_scores(self.module, batch, RequiredScores(topk=k)):
             assert scores.topk is not None
             length = scores.logprobs.shape[1]
             ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
-        return TopK(self._of_all_ranks(ids), self._of_all_ranks(logprobs))
+        return TopK(self._sum_over_ranks(ids), self._sum_over_ranks(logprobs))
 
     def offload(self) -> None:
         """Move everything off the accelerator. Nothing on a CPU, or where it lives on the CPU anyway."""
@@ -113,17 +113,17 @@ class ReadingRank(ABC):
 
     def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> torch.Tensor:
         result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
-        for rows, scores in self._scores(module, batch, LOGPROBS_ALONE):
+        for rows, scores in self._iter_scores(module, batch, LOGPROBS_ONLY):
             result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
-        return self._of_all_ranks(result)
+        return self._sum_over_ranks(result)
 
-    def _of_all_ranks(self, result: torch.Tensor) -> torch.Tensor:
+    def _sum_over_ranks(self, result: torch.Tensor) -> torch.Tensor:
         """The rows of every rank, each of which has filled in its own."""
-        return self.layout.summed(result if self.layout.speaks_for_its_row else result.zero_())
+        return self.layout.all_reduce_sum(result if self.layout.is_dp_leader else result.zero_())
 
 
 @torch.no_grad()
-def scores_in_parts(
+def score_micro_batches(
     module: nn.Module,
     batch: TrainingBatch,
     wanted: RequiredScores,
@@ -145,13 +145,13 @@ def scores_in_parts(
 ResultT = TypeVar("ResultT")
 
 
-class StepsOptimizer(Protocol):
+class SupportsOptimizerStep(Protocol):
     """Learns from some rows of a batch once; what is reported is the same on every rank."""
 
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> OptimizerStep: ...
 
 
-class BaseRank(ReadingRank):
+class PolicyWorker(ScoringWorker):
     """The model on one rank of a layout.
 
     Every method is collective: it is called on all ranks, in the same order, with the same arguments, and a batch is
@@ -177,7 +177,7 @@ class BaseRank(ReadingRank):
     _num_matmul_parameters: int  # of the whole model
     _optimizer: Optimizer
     _scheduler: LRScheduler | None
-    _trainer: StepsOptimizer
+    _trainer: SupportsOptimizerStep
 
     def __init__(
         self,
@@ -198,10 +198,10 @@ class BaseRank(ReadingRank):
         self._tokenizer = tokenizer
         self._saving = BackgroundSave()
         torch.manual_seed(seed)
-        self._make(model_path, temperature=temperature, needs_reference=needs_reference, seed=seed)
+        self._build_model(model_path, temperature=temperature, needs_reference=needs_reference, seed=seed)
 
     @abstractmethod
-    def _make(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
+    def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         """The model, its reference, and what trains it: the last step of the constructor."""
 
     @abstractmethod
@@ -213,10 +213,10 @@ class BaseRank(ReadingRank):
         """Those of a checkpoint. Raises CheckpointError: no weights there, or of another model."""
 
     @abstractmethod
-    def _begin_saving_optimizer(self, folder: Path) -> None: ...
+    def _start_optimizer_save(self, directory: Path) -> None: ...
 
     @abstractmethod
-    def _load_optimizer(self, folder: Path) -> None:
+    def _load_optimizer(self, directory: Path) -> None:
         """Raises CheckpointError: the state of another optimizer or model."""
 
     def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
@@ -243,7 +243,7 @@ class BaseRank(ReadingRank):
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
-        return {**over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
+        return {**reduce_over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
 
     def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on the first rank; the others help to gather them and get None.
@@ -252,28 +252,28 @@ class BaseRank(ReadingRank):
         keep.
         """
         dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
-        return use_on_first_rank(use, self._named_weights(dtype), is_first=self._is_first)
+        return call_on_rank0(use, self._named_weights(dtype), is_rank0=self._is_rank0)
 
     def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to write `weights/` in float32 (config.json names the policy's precision, which loaders follow),
         `tokenizer/` and, if asked, `optimizer/`. Returns once all is copied, so that training may go on; an earlier
         save is finished first."""
         self.finish_save()
-        self._begin_saving_weights(path)
-        if self._is_first and self._tokenizer is not None:
+        self._start_weights_save(path)
+        if self._is_rank0 and self._tokenizer is not None:
             self._tokenizer.save_pretrained(path / "tokenizer")
         if not save_optimizer:
             return
         join(self.layout, self.device)
-        if self._is_first:
+        if self._is_rank0:
             save_schedule(self._scheduler, path / "optimizer")
-        self._begin_saving_optimizer(path / "optimizer")
+        self._start_optimizer_save(path / "optimizer")
 
-    def _begin_saving_weights(self, path: Path) -> None:
-        copies = weight_copies(self._named_weights(torch.float32), is_first=self._is_first)
-        if self._is_first:
+    def _start_weights_save(self, path: Path) -> None:
+        copies = copy_weights_to_cpu(self._named_weights(torch.float32), is_rank0=self._is_rank0)
+        if self._is_rank0:
             self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
-        if self._is_first and self._tokenizer is not None:
+        if self._is_rank0 and self._tokenizer is not None:
             self._tokenizer.save_pretrained(path / "weights")
 
     def finish_save(self) -> None:
@@ -293,16 +293,18 @@ class BaseRank(ReadingRank):
         """
         self.finish_save()
         self._load_weights(path)
-        folder = path / "optimizer"
-        seen = self.layout.gathered_of_all(folder.exists())  # on a shared disk not all need see the same
+        directory = path / "optimizer"
+        seen = self.layout.all_gather_object(directory.exists())  # on a shared disk not all need see the same
         if any(seen) and not all(seen):
-            raise CheckpointError(f"{folder} is not there for ranks {[r for r, there in enumerate(seen) if not there]}")
+            raise CheckpointError(
+                f"{directory} is not there for ranks {[r for r, there in enumerate(seen) if not there]}"
+            )
         if not any(seen):
-            logger.warning("%s does not exist: optimizer and schedule start afresh", folder)
+            logger.warning("%s does not exist: optimizer and schedule start afresh", directory)
             return
         join(self.layout, self.device)
-        self._load_optimizer(folder)
-        load_schedule(self._scheduler, folder)
+        self._load_optimizer(directory)
+        load_schedule(self._scheduler, directory)
 
     def close(self) -> None:
         """Finish what is being saved. The process stays in its group."""
@@ -313,5 +315,5 @@ class BaseRank(ReadingRank):
         return train_flops(self._num_matmul_parameters, self._model.config, batch[keys.LENGTHS].tolist())
 
     @property
-    def _is_first(self) -> bool:
+    def _is_rank0(self) -> bool:
         return self.layout.rank == 0

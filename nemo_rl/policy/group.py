@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.cluster import Seat
+from nemo_rl.distributed.cluster import ReservedSlot
 from nemo_rl.distributed.worker_group import WorkerGroup
 from nemo_rl.errors import WorkerError
 from nemo_rl.interfaces import LossFn, TopK
-from nemo_rl.policy.base_rank import BaseRank
-from nemo_rl.policy.fsdp2 import RankPolicy
+from nemo_rl.policy.base_rank import PolicyWorker
+from nemo_rl.policy.fsdp2 import FSDP2PolicyWorker
 from nemo_rl.policy.ranks import RankLayout
-from nemo_rl.policy.teacher import BaseTeacher, RankTeacher
+from nemo_rl.policy.teacher import FSDP2TeacherWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
 if TYPE_CHECKING:
-    from nemo_rl.policy.megatron.rank import MegatronRank, MegatronTeacher
+    from nemo_rl.policy.megatron.rank import MegatronPolicyWorker, MegatronTeacherWorker
 
 logger = logging.getLogger(__name__)
 
 
-def megatron_rank() -> "type[MegatronRank]":
+def megatron_policy_worker() -> "type[MegatronPolicyWorker]":
     """The class of a policy's rank; to be called before CUDA is used."""
     with _quiet_import():
-        from nemo_rl.policy.megatron.rank import MegatronRank
-    return MegatronRank
+        from nemo_rl.policy.megatron.rank import MegatronPolicyWorker
+    return MegatronPolicyWorker
 
 
-def megatron_teacher() -> "type[MegatronTeacher]":
+def megatron_teacher_worker() -> "type[MegatronTeacherWorker]":
     """The same of a teacher's rank."""
     with _quiet_import():
-        from nemo_rl.policy.megatron.rank import MegatronTeacher
-    return MegatronTeacher
+        from nemo_rl.policy.megatron.rank import MegatronTeacherWorker
+    return MegatronTeacherWorker
 
 
 @contextmanager
@@ -75,18 +75,18 @@ class PolicyGroup:
         cls,
         config: PolicyConfig,
         *,
-        seats: Sequence[Seat],
+        slots: Sequence[ReservedSlot],
         timeout_s: float,
         log_dir: Path | None = None,
         **arguments: Any,
     ) -> "PolicyGroup":
-        """A rank on each seat; `arguments` are those of `BaseRank` but its layout.
+        """A rank on each seat; `arguments` are those of `PolicyWorker` but its layout.
 
         Ranks write to `log_dir/policy_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """
-        make = _MakeRank(config)
+        factory = _TeacherWorkerFactory(config)
         workers = await WorkerGroup.create(
-            make, seats=seats, role="policy", timeout_s=timeout_s, log_dir=log_dir, **arguments
+            factory, slots=slots, role="policy", timeout_s=timeout_s, log_dir=log_dir, **arguments
         )
         return cls(workers)
 
@@ -94,9 +94,9 @@ class PolicyGroup:
     def num_ranks(self) -> int:
         return self._workers.num_workers
 
-    def ends_this_task(self) -> AbstractAsyncContextManager[None]:
+    def cancel_task_on_worker_death(self) -> AbstractAsyncContextManager[None]:
         """Inside, the death of a rank ends the task that entered, also while it waits for something else."""
-        return self._workers.ends_this_task()
+        return self._workers.cancel_task_on_worker_death()
 
     async def pids(self) -> list[int]:
         """The ranks' process ids on their machines."""
@@ -152,7 +152,7 @@ def _absolute(path: Path) -> Path:
     return Path(path).absolute()
 
 
-class _MakeRank:
+class _TeacherWorkerFactory:
     """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -160,12 +160,12 @@ class _MakeRank:
 
     def __call__(
         self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
-    ) -> BaseRank:
+    ) -> PolicyWorker:
         address = f"{master_address}:{master_port}"
-        layout = RankLayout.of_worker(self._config, rank=rank, world_size=world_size, address=address)
+        layout = RankLayout.for_worker(self._config, rank=rank, world_size=world_size, address=address)
         if not self._config.megatron_cfg.enabled:
-            return RankPolicy(self._config, layout=layout, **arguments)
-        return megatron_rank()(self._config, layout=layout, **arguments)
+            return FSDP2PolicyWorker(self._config, layout=layout, **arguments)
+        return megatron_policy_worker()(self._config, layout=layout, **arguments)
 
 
 class TeacherGroup:
@@ -184,18 +184,18 @@ class TeacherGroup:
         config: TeacherConfig,
         *,
         section: str,
-        seats: Sequence[Seat],
+        slots: Sequence[ReservedSlot],
         timeout_s: float,
         log_dir: Path | None = None,
         **arguments: Any,
     ) -> "TeacherGroup":
-        """A rank on each seat; `arguments` are those of `BaseTeacher` but its layout.
+        """A rank on each seat; `arguments` are those of `TeacherWorker` but its layout.
 
         Ranks write to `log_dir/<section>_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """
         workers = await WorkerGroup.create(
             _MakeRank_of_teacher_group(config),
-            seats=seats,
+            slots=slots,
             role=section,
             timeout_s=timeout_s,
             log_dir=log_dir,
@@ -204,9 +204,9 @@ class TeacherGroup:
         )
         return cls(workers)
 
-    def ends_this_task(self) -> AbstractAsyncContextManager[None]:
+    def cancel_task_on_worker_death(self) -> AbstractAsyncContextManager[None]:
         """Inside, the death of a rank ends the task that entered, also while it waits for something else."""
-        return self._workers.ends_this_task()
+        return self._workers.cancel_task_on_worker_death()
 
     async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         return await self._call("logprobs", batch)
@@ -236,8 +236,8 @@ class _MakeRank_of_teacher_group:
 
     def __call__(
         self, *, rank: int, world_size: int, master_address: str, master_port: int, **arguments: Any
-    ) -> BaseTeacher:
+    ) -> TeacherWorker:
         address = f"{master_address}:{master_port}"
-        layout = RankLayout.of_worker(self._config, rank=rank, world_size=world_size, address=address)
-        teacher = megatron_teacher() if self._config.megatron_cfg.enabled else RankTeacher
+        layout = RankLayout.for_worker(self._config, rank=rank, world_size=world_size, address=address)
+        teacher = megatron_teacher_worker() if self._config.megatron_cfg.enabled else FSDP2TeacherWorker
         return teacher(self._config, layout=layout, **arguments)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
-from nemo_rl.policy.attention import Pack, attend_within_sequences
+from nemo_rl.policy.attention import PackedSequences, use_packed_attention
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,16 @@ def logprobs_and_entropy(
     Returns:
         [N, K] and [N], float32.
     """
-    return _Scores.apply(logits, ids, entropy)  # type: ignore[return-value]
+    return _LogprobsAndEntropy.apply(logits, ids, entropy)  # type: ignore[return-value]
 
 
-class _Scores(torch.autograd.Function):
+class _LogprobsAndEntropy(torch.autograd.Function):
     """With lp = log_softmax(z) and p = exp(lp): d lp_k / dz = 1_k - p, and d H / dz = -p (lp + H)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, wants_entropy: bool) -> Any:
         log_total, entropy = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
-        for rows in _blocks(logits):
+        for rows in _row_blocks(logits):
             total = log_total[rows] = logits[rows].logsumexp(-1)
             if wants_entropy:
                 logprobs = logits[rows] - total.unsqueeze(1)
@@ -58,28 +58,28 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
         logits, ids, log_total, entropy = ctx.saved_tensors
         gradient = logits.detach()  # the same memory; autograd refuses a second pass through it
-        for rows in _blocks(logits):
+        for rows in _row_blocks(logits):
             logprobs = gradient[rows].sub_(log_total[rows].unsqueeze(1))
-            factor = -of_logprobs[rows].sum(-1, keepdim=True)
+            factor = -grad_logprobs[rows].sum(-1, keepdim=True)
             if ctx.wants_entropy:
-                factor = factor - of_entropy[rows].unsqueeze(1) * (logprobs + entropy[rows].unsqueeze(1))
-            logprobs.exp_().mul_(factor).scatter_add_(1, ids[rows], of_logprobs[rows])
+                factor = factor - grad_entropy[rows].unsqueeze(1) * (logprobs + entropy[rows].unsqueeze(1))
+            logprobs.exp_().mul_(factor).scatter_add_(1, ids[rows], grad_logprobs[rows])
         return gradient, None, None
 
 
-def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
     size = max(1, BLOCK // logits.shape[1])
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
-LOGPROBS_ALONE = RequiredScores()
+LOGPROBS_ONLY = RequiredScores()
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
+class ScoreQuery:
     """What is asked of N distributions."""
 
     targets: torch.Tensor  # [N] int64: tokens whose log-probs are wanted
@@ -87,33 +87,35 @@ class Questions:
     entropy: bool = False
     topk: int = 0
 
-    def split(self, size: int) -> list["Questions"]:
+    def split(self, size: int) -> list["ScoreQuery"]:
         """The same of `size` distributions at a time."""
         targets = self.targets.split(size)
         candidates = [None] * len(targets) if self.candidate_ids is None else self.candidate_ids.split(size)
-        return [Questions(t, c, entropy=self.entropy, topk=self.topk) for t, c in zip(targets, candidates, strict=True)]
+        return [
+            ScoreQuery(t, c, entropy=self.entropy, topk=self.topk) for t, c in zip(targets, candidates, strict=True)
+        ]
 
 
-def answered(logits: torch.Tensor, questions: Questions) -> TokenScores:
+def score_logits(logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
     """From [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
 
     The logits are spent: their gradient is written over them.
     """
-    given, topk = questions.candidate_ids, None
-    ids = [questions.targets.unsqueeze(1)]
+    given, topk = score_query.candidate_ids, None
+    ids = [score_query.targets.unsqueeze(1)]
     if given is not None:
         ids.append(given.clamp(min=0))
-    if questions.topk:
-        ids.append(logits.detach().topk(questions.topk, dim=-1).indices)
-    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=questions.entropy)
+    if score_query.topk:
+        ids.append(logits.detach().topk(score_query.topk, dim=-1).indices)
+    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=score_query.entropy)
     parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
-    if questions.topk:
+    if score_query.topk:
         topk = TopK(ids[-1], parts[-1])
     candidates = None if given is None else parts[1].masked_fill(given < 0, 0.0)
-    return TokenScores(parts[0].squeeze(1), candidates, entropy if questions.entropy else None, topk)
+    return TokenScores(parts[0].squeeze(1), candidates, entropy if score_query.entropy else None, topk)
 
 
-def concatenated(parts: list[TokenScores]) -> TokenScores:
+def concatenate_scores(parts: list[TokenScores]) -> TokenScores:
     """The answers of chunk after chunk as one."""
     first = parts[0]
     topk = None
@@ -128,18 +130,18 @@ def concatenated(parts: list[TokenScores]) -> TokenScores:
     )
 
 
-def scattered(answers: TokenScores, needed: torch.Tensor) -> TokenScores:
+def scatter_scores(scores: TokenScores, needed: torch.Tensor) -> TokenScores:
     """[N] and [N, K] answers at their places in [B, T] and [B, T, K], 0 elsewhere; N places of `needed` are true."""
-    topk = answers.topk
+    topk = scores.topk
     return TokenScores(
-        _placed(answers.logprobs, needed),
-        None if answers.candidates is None else _placed(answers.candidates, needed),
-        None if answers.entropy is None else _placed(answers.entropy, needed),
-        None if topk is None else TopK(_placed(topk.ids, needed), _placed(topk.logprobs, needed)),
+        _scatter(scores.logprobs, needed),
+        None if scores.candidates is None else _scatter(scores.candidates, needed),
+        None if scores.entropy is None else _scatter(scores.entropy, needed),
+        None if topk is None else TopK(_scatter(topk.ids, needed), _scatter(topk.logprobs, needed)),
     )
 
 
-def _placed(values: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+def _scatter(values: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
     width = values.shape[1:]
     zeros = torch.zeros((*needed.shape, *width), dtype=values.dtype, device=values.device)
     mask = needed if not width else needed.unsqueeze(-1).expand(*needed.shape, *width)
@@ -203,7 +205,7 @@ class CausalLogprobs(nn.Module):
         self.temperature = temperature
         self.chunk_size = chunk_size
         self.head = LogitsHead.of(model)
-        self.is_chunked = self._head_is_known()
+        self.is_chunked = self._supports_chunked_logits()
         if not self.is_chunked:
             logger.warning(
                 "%s computes its logits in a way of its own: they are held for whole micro-batches, and "
@@ -212,13 +214,13 @@ class CausalLogprobs(nn.Module):
             )
         self.is_packed = packing_key is not None
         if packing_key is not None:
-            attend_within_sequences(self.model, packing_key)
+            use_packed_attention(self.model, packing_key)
 
     def forward(
         self,
         token_ids: torch.Tensor,
         needed: torch.Tensor,
-        wanted: RequiredScores = LOGPROBS_ALONE,
+        wanted: RequiredScores = LOGPROBS_ONLY,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> TokenScores:
@@ -237,7 +239,7 @@ class CausalLogprobs(nn.Module):
         """
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        questions = Questions(
+        score_query = ScoreQuery(
             token_ids.flatten()[at],
             None if candidate_ids is None else candidate_ids.flatten(0, 1).index_select(0, at),
             entropy=wanted.entropy,
@@ -245,33 +247,35 @@ class CausalLogprobs(nn.Module):
         )
         inputs: dict[str, Any] = {"input_ids": token_ids}
         if self.is_packed:
-            pack = Pack.of(lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device)
+            pack = PackedSequences.of(
+                lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device
+            )
             inputs = pack.model_inputs(token_ids)
-            at = pack.places_of(needed)
+            at = pack.packed_positions(needed)
         if self.is_chunked:
             hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at - 1)
-            answers = answered_in_chunks(self._of_hidden, hidden, questions, size=self.chunk_size)
+            scores = score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size)
         else:
             logits = self.model(**inputs, use_cache=False).logits
-            answers = self._of_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), questions)
-        return scattered(answers, needed)
+            scores = self._score_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), score_query)
+        return scatter_scores(scores, needed)
 
     def _hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor:
         return self.model.base_model(**inputs, use_cache=False).last_hidden_state
 
-    def _of_hidden(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
-        return self._of_logits(self._logits(hidden), questions)
+    def _score_hidden(self, hidden: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
+        return self._score_logits(self._logits(hidden), score_query)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(cast(nn.Module, self.model.get_output_embeddings()), hidden)
 
-    def _of_logits(self, logits: torch.Tensor, questions: Questions) -> TokenScores:
+    def _score_logits(self, logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return answered(logits, questions)
+        return score_logits(logits, score_query)
 
     @torch.no_grad()
-    def _head_is_known(self) -> bool:
+    def _supports_chunked_logits(self) -> bool:
         """Whether base model, output layer and `LogitsHead` make the logits that the model itself makes."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
@@ -280,21 +284,21 @@ class CausalLogprobs(nn.Module):
         return torch.allclose(self._logits(self._hidden_states({"input_ids": probe})), logits, rtol=1e-4, atol=1e-4)
 
 
-def answered_in_chunks(
-    of_hidden: Callable[[torch.Tensor, Questions], TokenScores],
+def score_in_chunks(
+    score_hidden: Callable[[torch.Tensor, ScoreQuery], TokenScores],
     hidden: torch.Tensor,
-    questions: Questions,
+    score_query: ScoreQuery,
     *,
     size: int | None,
 ) -> TokenScores:
-    """`of_hidden` of [N, H] hidden states, at most `size` of them at a time; None: all. Their logits are not kept."""
+    """Return `score_hidden` of [N, H] hidden states, `size` of them at a time (None: all), without keeping logits."""
     size = size or max(len(hidden), 1)
     if len(hidden) <= size:
-        return of_hidden(hidden, questions)
-    parts = zip(hidden.split(size), questions.split(size), strict=True)
-    return concatenated([recomputed(of_hidden, h, q) for h, q in parts])
+        return score_hidden(hidden, score_query)
+    parts = zip(hidden.split(size), score_query.split(size), strict=True)
+    return concatenate_scores([call_with_recompute(score_hidden, h, q) for h, q in parts])
 
 
-def recomputed(function: Callable[..., ResultT], *args: Any) -> ResultT:
+def call_with_recompute(function: Callable[..., ResultT], *args: Any) -> ResultT:
     """The function's result; what it computes on the way is not kept for the backward pass but computed again."""
     return cast(ResultT, checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False))

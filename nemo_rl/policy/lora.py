@@ -24,7 +24,7 @@ from nemo_rl.config.policy import KEY, LoraAdapterConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.sharding import whole
 
-FOLDER = "adapter"  # of a checkpoint
+DIRECTORY = "adapter"  # of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 _A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."  # in the names of peft's layers
@@ -46,7 +46,7 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, section: LoraAdapterConfig, *, base: str, seed: int) -> None:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
 
-        names = adapted_modules(model, section)
+        names = select_adapted_modules(model, section)
         self._model = model
         self._config = LoraConfig(
             task_type=TaskType.CAUSAL_LM,
@@ -61,10 +61,10 @@ class Adapters:
         self.scale = section.alpha / section.dim
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers:
-            _initialise(layer.lora_A["default"].weight, section.lora_A_init, generator)
+            _initialize_lora_a(layer.lora_A["default"].weight, section.lora_A_init, generator)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Inside, the model is the one that training began with."""
         for layer in self._layers:
             layer.enable_adapters(False)
@@ -82,33 +82,33 @@ class Adapters:
             if name.endswith((_A, _B)):
                 yield _PREFIX + name.replace(".default.", "."), whole(tensor.detach())
 
-    def save(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write what `tensors` gave."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), folder / WEIGHTS_FILE)
-        self._config.save_pretrained(str(folder))
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), directory / WEIGHTS_FILE)
+        self._config.save_pretrained(str(directory))
 
-    def load(self, folder: Path) -> None:
+    def load(self, directory: Path) -> None:
         """Raises CheckpointError: no adapter there, or one of other layers or sizes."""
         try:
-            saved = load_file(folder / WEIGHTS_FILE)
-            config = json.loads((folder / CONFIG_FILE).read_text())
+            saved = load_file(directory / WEIGHTS_FILE)
+            config = json.loads((directory / CONFIG_FILE).read_text())
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{folder} holds no adapter: {error}") from error
+            raise CheckpointError(f"{directory} holds no adapter: {error}") from error
         own = {n: t.shape for n, t in self._model.state_dict(keep_vars=True).items() if n.endswith((_A, _B))}
         given: dict[str, Any] = {
             n.removeprefix(_PREFIX).replace(".weight", ".default.weight"): t for n, t in saved.items()
         }
         if own != {n: t.shape for n, t in given.items()}:
-            raise CheckpointError(f"{folder} holds the adapter of other layers or of another dim")
+            raise CheckpointError(f"{directory} holds the adapter of other layers or of another dim")
         if config.get("lora_alpha") != self._config.lora_alpha:
             raise CheckpointError(
-                f"{folder} holds an adapter of alpha {config.get('lora_alpha')}, not {self._config.lora_alpha}"
+                f"{directory} holds an adapter of alpha {config.get('lora_alpha')}, not {self._config.lora_alpha}"
             )
         set_model_state_dict(self._model, given, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
-class WithoutAdapters(nn.Module):
+class AdaptersDisabled(nn.Module):
     """A module over a model with adapters, called as if there were none."""
 
     def __init__(self, module: nn.Module, adapters: Adapters) -> None:
@@ -117,12 +117,12 @@ class WithoutAdapters(nn.Module):
         self._adapters = adapters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._adapters.off():
+        with self._adapters.disabled():
             return self._module(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class LazyMergedWeight:
     """W + scale B A, computed when it is asked for, so that one such tensor exists at a time and W stays as it is."""
 
     base: torch.Tensor  # W [out, in]
@@ -139,13 +139,15 @@ class Merged:
         return torch.addmm(whole(self.base), whole(self.b), whole(self.a), alpha=self.scale)
 
 
-def merged_tensors(tensors: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor | Merged]:
-    """A state dict of a model with adapters under the plain model's names, the adapted weights as `Merged`."""
-    merged: dict[str, torch.Tensor | Merged] = {}
+def merge_adapter_weights(
+    tensors: Mapping[str, torch.Tensor], scale: float
+) -> dict[str, torch.Tensor | LazyMergedWeight]:
+    """Return the state dict under the plain model's names, adapted weights as `LazyMergedWeight`."""
+    merged: dict[str, torch.Tensor | LazyMergedWeight] = {}
     for name, tensor in tensors.items():
         layer, is_weight = name.removesuffix(f"{_BASE}weight"), name.endswith(f"{_BASE}weight")
         if is_weight:
-            merged[f"{layer}.weight"] = Merged(tensor, tensors[layer + _A], tensors[layer + _B], scale)
+            merged[f"{layer}.weight"] = LazyMergedWeight(tensor, tensors[layer + _A], tensors[layer + _B], scale)
         elif not name.endswith((_A, _B)):
             merged[name.replace(_BASE, ".")] = tensor
     return merged
@@ -155,10 +157,10 @@ def check_modules(section: LoraAdapterConfig, model_config: PreTrainedConfig) ->
     """Raise ConfigError for names of layers that a model of this configuration does not have; needs no weights."""
     if section.enabled:
         with torch.device("meta"):
-            adapted_modules(AutoModelForCausalLM.from_config(model_config), section)
+            select_adapted_modules(AutoModelForCausalLM.from_config(model_config), section)
 
 
-def adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -> list[str]:
+def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -> list[str]:
     """Whole names of the layers that get an adapter, in the model's order.
 
     Raises:
@@ -200,7 +202,7 @@ def _short_names(model: nn.Module, names: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def _initialise(a: torch.Tensor, how: str, generator: torch.Generator) -> None:
+def _initialize_lora_a(a: torch.Tensor, how: str, generator: torch.Generator) -> None:
     if how == "xavier":
         nn.init.xavier_normal_(a, generator=generator)
     else:

@@ -16,13 +16,13 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Normalizer
-from nemo_rl.policy.ranks import ALONE, RankLayout
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.types import TrainingBatch
 
 Packs = list[list[int]]  # indices of the sequences in each pack
 
 
-def packs_of_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ranks: int = 1) -> list[Packs]:
+def pack_for_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ranks: int = 1) -> list[Packs]:
     """The packs of each rank: every index is in one pack, and no pack has more than `capacity` tokens.
 
     The algorithm says how many packs are needed; their number is then a multiple of the ranks, all of which have as
@@ -33,9 +33,9 @@ def packs_of_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ra
     """
     fitted = ALGORITHMS[algorithm](lengths, capacity)
     number = -(-len(fitted) // num_ranks) * num_ranks
-    packs = levelled(lengths, number)
+    packs = balance(lengths, number)
     if any(_tokens(pack, lengths) > capacity for pack in packs):
-        packs = split_to(number, fitted, lengths)
+        packs = split_packs(number, fitted, lengths)
     packs.sort(key=lambda pack: _tokens(pack, lengths), reverse=True)
     ranks: list[Packs] = [[] for _ in range(num_ranks)]
     for start in range(0, number, num_ranks):
@@ -45,18 +45,18 @@ def packs_of_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ra
     return ranks
 
 
-def levelled(lengths: Sequence[int], number: int) -> Packs:
+def balance(lengths: Sequence[int], number: int) -> Packs:
     """So many packs of nearly the same tokens: the longest sequence left goes to the pack with the fewest."""
     packs: Packs = [[] for _ in range(number)]
     heap = [(0, pack) for pack in range(number)]
-    for index in _decreasing(lengths):
+    for index in _longest_first(lengths):
         tokens, pack = heap[0]
         packs[pack].append(index)
         heapq.heapreplace(heap, (tokens + lengths[index], pack))
     return packs
 
 
-def split_to(number: int, packs: Packs, lengths: Sequence[int]) -> Packs:
+def split_packs(number: int, packs: Packs, lengths: Sequence[int]) -> Packs:
     """At least as many packs, by halving the fullest that have several sequences; empty ones where none is left."""
     packs = list(packs)
     while len(packs) < number:
@@ -65,7 +65,7 @@ def split_to(number: int, packs: Packs, lengths: Sequence[int]) -> Packs:
             packs.append([])
             continue
         packs.remove(fullest)
-        packs += [[fullest[i] for i in half] for half in levelled([lengths[i] for i in fullest], 2)]
+        packs += [[fullest[i] for i in half] for half in balance([lengths[i] for i in fullest], 2)]
     return packs
 
 
@@ -84,7 +84,7 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
     """Longest first, each into the first pack with room."""
-    return _first_fit(_decreasing(lengths), lengths, capacity)
+    return _first_fit(_longest_first(lengths), lengths, capacity)
 
 
 def first_fit_shuffle(lengths: Sequence[int], capacity: int) -> Packs:
@@ -97,7 +97,7 @@ def first_fit_shuffle(lengths: Sequence[int], capacity: int) -> Packs:
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
     """Sequences above half the capacity get a pack each, and what fits best beside them is found by size class:
     medium above a third, small above a sixth. The rest is packed first-fit-decreasing."""
-    ascending = [(lengths[i], i) for i in reversed(_decreasing(lengths))]
+    ascending = [(lengths[i], i) for i in reversed(_longest_first(lengths))]
     large = [e for e in ascending if 2 * e[0] > capacity]
     medium = [e for e in ascending if 3 * e[0] > capacity >= 2 * e[0]]
     small = [e for e in ascending if 6 * e[0] > capacity >= 3 * e[0]]
@@ -105,8 +105,8 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Pack
     packs = [[index] for _, index in reversed(large)]
     free = [capacity - length for length, _ in reversed(large)]
 
-    def move(source: list[tuple[int, int]], place: int, pack: int) -> None:
-        length, index = source.pop(place)
+    def move(source: list[tuple[int, int]], position: int, pack: int) -> None:
+        length, index = source.pop(position)
         packs[pack].append(index)
         free[pack] -= length
 
@@ -135,7 +135,7 @@ ALGORITHMS: dict[str, Callable[[Sequence[int], int], Packs]] = {
 }
 
 
-def _decreasing(lengths: Sequence[int]) -> list[int]:
+def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
 
@@ -171,12 +171,12 @@ def split_optimizer_steps(group_id: torch.Tensor, num_steps: int) -> list[torch.
 
     Example: groups of 3, 3, 2 and 4 rows in two steps: rows 0..5 and 6..11.
     """
-    rows_of: dict[int, list[int]] = {}
+    rows_by_group: dict[int, list[int]] = {}
     for row, group in enumerate(group_id.tolist()):
-        rows_of.setdefault(group, []).append(row)
+        rows_by_group.setdefault(group, []).append(row)
     steps: list[list[int]] = [[] for _ in range(num_steps)]
     start = 0
-    for rows in rows_of.values():
+    for rows in rows_by_group.values():
         middle = start + len(rows) / 2
         steps[min(int(middle * num_steps / len(group_id)), num_steps - 1)].extend(rows)
         start += len(rows)
@@ -211,7 +211,7 @@ class SampleCount:
     length_multiple: int = 1
 
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-        return _dealt_out(lengths, num_ranks, lambda longest: self.size)
+        return _partition(lengths, num_ranks, lambda longest: self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class PaddedTokens:
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
         """Raises ConfigError for a sample that is longer than a micro-batch."""
         _check_longest(lengths, self.tokens, self.key)
-        return _dealt_out(lengths, num_ranks, lambda longest: max(1, self.tokens // self._padded(longest)))
+        return _partition(lengths, num_ranks, lambda longest: max(1, self.tokens // self._padded(longest)))
 
     def _padded(self, length: int) -> int:
         return -(-max(length, 1) // self.length_multiple) * self.length_multiple
@@ -243,26 +243,28 @@ class PackedTokens:
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
         """Raises ConfigError for a sample that is longer than a pack."""
         _check_longest(lengths, self.tokens, self.key)
-        return packs_of_ranks(lengths, self.tokens, self.algorithm, num_ranks)
+        return pack_for_ranks(lengths, self.tokens, self.algorithm, num_ranks)
 
 
-def training_batches(policy: PolicyConfig) -> MicroBatching:
+def training_micro_batching(policy: PolicyConfig) -> MicroBatching:
     """What one forward and backward holds."""
-    return _by_config(policy, policy.train_micro_batch_size, "train_mb_tokens", policy.max_total_sequence_length)
+    return _micro_batching_from_config(
+        policy, policy.train_micro_batch_size, "train_mb_tokens", policy.max_total_sequence_length
+    )
 
 
-def scoring_batches(policy: PolicyConfig) -> MicroBatching:
+def scoring_micro_batching(policy: PolicyConfig) -> MicroBatching:
     """What one pass without gradients holds."""
     num_samples = policy.logprob_batch_size or policy.train_micro_batch_size
-    return _by_config(policy, num_samples, "logprob_mb_tokens", policy.max_total_sequence_length)
+    return _micro_batching_from_config(policy, num_samples, "logprob_mb_tokens", policy.max_total_sequence_length)
 
 
-def teacher_batches(teacher: TeacherConfig, section: str) -> MicroBatching:
+def teacher_micro_batching(teacher: TeacherConfig, section: str) -> MicroBatching:
     """What one pass of the teacher of this section holds, which names its tokens where it counts them."""
-    return _by_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
+    return _micro_batching_from_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
 
 
-def _by_config(
+def _micro_batching_from_config(
     config: PolicyConfig | TeacherConfig, num_samples: int, name: str, longest: int, section: str = "policy"
 ) -> MicroBatching:
     packing, dynamic = config.sequence_packing, config.dynamic_batching
@@ -277,7 +279,7 @@ def _by_config(
 
 
 def micro_batches(
-    batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching | int, layout: RankLayout = ALONE
+    batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching | int, layout: RankLayout = SINGLE_RANK
 ) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
     """This rank's parts of these rows, each cut to its longest: (rows, part). An int is a number of samples.
 
@@ -289,15 +291,15 @@ def micro_batches(
     lengths = batch[keys.LENGTHS][rows].tolist()
     for indices in batching.parts(lengths, layout.data_parallel_size)[layout.data_parallel_rank]:
         part = rows[indices]
-        yield part, trim(batch[part], batching.length_multiple) if indices else _nothing_needed()
+        yield part, trim(batch[part], batching.length_multiple) if indices else _empty_micro_batch()
 
 
-def _dealt_out(lengths: Sequence[int], num_ranks: int, size_of: Callable[[int], int]) -> list[list[list[int]]]:
-    """Longest first and in turn to the ranks; each round, every rank gets at most `size_of` its longest."""
+def _partition(lengths: Sequence[int], num_ranks: int, micro_batch_size: Callable[[int], int]) -> list[list[list[int]]]:
+    """Longest first and in turn to the ranks; each round, every rank gets at most `micro_batch_size` its longest."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     while order:
-        number = size_of(lengths[order[0]]) * num_ranks
+        number = micro_batch_size(lengths[order[0]]) * num_ranks
         together, order = order[:number], order[number:]
         for rank, parts in enumerate(ranks):
             parts.append(together[rank::num_ranks])
@@ -310,7 +312,7 @@ def _check_longest(lengths: Sequence[int], tokens: int, key: str) -> None:
         raise ConfigError(key, tokens, f"a sample has {longest} tokens; allowed: at least as many")
 
 
-def _nothing_needed() -> TrainingBatch:
+def _empty_micro_batch() -> TrainingBatch:
     shape = (1, 2)
     content = {
         keys.TOKEN_IDS: torch.zeros(shape, dtype=torch.int64),

@@ -54,7 +54,7 @@ class PolicyThread:
 
 ValueT = TypeVar("ValueT")
 
-WRITING_TIMEOUT_S = 1800.0  # of a checkpoint: what a slow network disk may take for a large model
+CHECKPOINT_TIMEOUT_S = 1800.0  # of a checkpoint: what a slow network disk may take for a large model
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RankLayout:
             raise ValueError(f"{self.world_size} ranks need an init_method to find each other")
 
     @classmethod
-    def of_worker(cls, model: ParallelModelConfig, *, rank: int, world_size: int, address: str) -> "RankLayout":
+    def for_worker(cls, model: ParallelModelConfig, *, rank: int, world_size: int, address: str) -> "RankLayout":
         """The place of one of `world_size` processes that compute a model; `address` is that of rank 0, host:port."""
         return cls(
             rank=rank,
@@ -96,21 +96,21 @@ class RankLayout:
         return self.rank // self.tensor_parallel_size % self.data_parallel_size
 
     @property
-    def speaks_for_its_row(self) -> bool:
+    def is_dp_leader(self) -> bool:
         """One of the ranks that hold the same samples, of the last stage: what is summed over all is counted once."""
-        return self.rank % self.tensor_parallel_size == 0 and self.rank >= self._first_of_last_stage
+        return self.rank % self.tensor_parallel_size == 0 and self.rank >= self._last_stage_first_rank
 
-    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of a tensor on the CPU, in place; the same on every rank."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def gathered(self, value: ValueT) -> list[ValueT]:
+    def all_gather_data_parallel(self, value: ValueT) -> list[ValueT]:
         """Each data-parallel rank's value, of the last stage, in their order; the same on every rank."""
-        return self.gathered_of_all(value)[self._first_of_last_stage :: self.tensor_parallel_size]
+        return self.all_gather_object(value)[self._last_stage_first_rank :: self.tensor_parallel_size]
 
-    def gathered_of_all(self, value: ValueT) -> list[ValueT]:
+    def all_gather_object(self, value: ValueT) -> list[ValueT]:
         """Each rank's value, in their order; the same on every rank."""
         if self.world_size == 1:
             return [value]
@@ -119,11 +119,11 @@ class RankLayout:
         return cast(list[ValueT], values)
 
     @property
-    def _first_of_last_stage(self) -> int:
+    def _last_stage_first_rank(self) -> int:
         return (self.pipeline_parallel_size - 1) * self.data_parallel_size * self.tensor_parallel_size
 
 
-ALONE = RankLayout()
+SINGLE_RANK = RankLayout()
 
 
 def join(layout: RankLayout, device: torch.device) -> None:
@@ -152,7 +152,7 @@ def join(layout: RankLayout, device: torch.device) -> None:
         raise PolicyError(
             f"rank {layout.rank} of {layout.world_size} cannot join {layout.init_method}: {error}"
         ) from error
-    atexit.register(_leave)
+    atexit.register(_destroy_process_group)
 
 
 def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
@@ -163,7 +163,7 @@ def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
 @lru_cache
 def checkpoint_group() -> dist.ProcessGroup:
     """All ranks once more, on the CPU: a save goes on in the background while training uses the other groups."""
-    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITING_TIMEOUT_S)))
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=CHECKPOINT_TIMEOUT_S)))
 
 
 @lru_cache
@@ -171,6 +171,6 @@ def _mesh(device_type: str, data_parallel_size: int, tensor_parallel_size: int) 
     return init_device_mesh(device_type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=("dp", "tp"))
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -31,8 +31,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl.errors import CheckpointError, ConfigError, summarize_error
 from nemo_rl.policy.hf_model import load_model
-from nemo_rl.policy.lora import Merged, merged_tensors
-from nemo_rl.policy.ranks import WRITING_TIMEOUT_S, checkpoint_group
+from nemo_rl.policy.lora import LazyMergedWeight, merge_adapter_weights
+from nemo_rl.policy.ranks import CHECKPOINT_TIMEOUT_S, checkpoint_group
 from nemo_rl.policy.sharding import whole
 
 logger = logging.getLogger(__name__)
@@ -49,58 +49,62 @@ def named_weights(
     copied: these are the weights themselves. Adapters, which `adapter_scale` belongs to, are merged into copies.
     """
     own = _persistent_tensors(model)
-    tensors = own if adapter_scale is None else merged_tensors(own, adapter_scale)
+    tensors = own if adapter_scale is None else merge_adapter_weights(own, adapter_scale)
     is_shared = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in own.values())
-    made_later = is_shared or adapter_scale is not None  # each when its turn comes
-    if not made_later or _are_converted(model, tensors):  # experts: of several tensors the files make others
-        tensors = revert_weight_conversion(model, {name: _made(tensor) for name, tensor in tensors.items()})
+    is_materialized_lazily = is_shared or adapter_scale is not None  # each when its turn comes
+    if not is_materialized_lazily or _needs_weight_conversion(
+        model, tensors
+    ):  # experts: of several tensors the files make others
+        tensors = revert_weight_conversion(model, {name: _materialize(tensor) for name, tensor in tensors.items()})
     for name, one in tensors.items():
-        tensor = one.whole() if isinstance(one, Merged) else one
+        tensor = one.whole() if isinstance(one, LazyMergedWeight) else one
         yield name, whole(tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def use_on_first_rank(
+def call_on_rank0(
     use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT],
     weights: Iterator[tuple[str, torch.Tensor]],
     *,
-    is_first: bool,
+    is_rank0: bool,
 ) -> ResultT | None:
     """The result of `use` on the first rank, None on the others, which only take part in gathering.
 
     All weights are gathered, also when `use` stops before the last one or raises.
     """
     try:
-        return use(weights) if is_first else None
+        return use(weights) if is_rank0 else None
     finally:
         for _ in weights:
             pass
 
 
-def weight_copies(weights: Iterator[tuple[str, torch.Tensor]], *, is_first: bool = True) -> dict[str, torch.Tensor]:
+def copy_weights_to_cpu(
+    weights: Iterator[tuple[str, torch.Tensor]], *, is_rank0: bool = True
+) -> dict[str, torch.Tensor]:
     """All weights as they are, on the CPU of the first rank; nothing on the others, which help to gather them."""
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
-        if is_first:
+        if is_rank0:
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return copies
 
 
 def save_weights(
-    tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, folder: Path, *, config_dtype: str
+    tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, directory: Path, *, config_dtype: str
 ) -> None:
-    """Write config.json, generation_config.json and safetensors files of what `weight_copies` gave.
+    """Write config.json, generation_config.json and safetensors files of what `copy_weights_to_cpu` gave.
 
     The tensors are float32, so that training goes on exactly; `config_dtype` is what config.json names, which is what
     transformers and vLLM load them as unless told otherwise.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(dict(tensors), folder)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(dict(tensors), directory)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [_architecture(model)]
     config.dtype = config_dtype
-    config.save_pretrained(folder)
+    config.save_pretrained(directory)
     if model.generation_config is not None:
-        (folder / "generation_config.json").write_text(model.generation_config.to_json_string() + "\n")
+        (directory / "generation_config.json").write_text(model.generation_config.to_json_string() + "\n")
 
 
 def copy_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
@@ -122,11 +126,11 @@ def _persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _made(tensor: torch.Tensor | Merged) -> torch.Tensor:
-    return tensor.whole() if isinstance(tensor, Merged) else whole(tensor)
+def _materialize(tensor: torch.Tensor | LazyMergedWeight) -> torch.Tensor:
+    return tensor.whole() if isinstance(tensor, LazyMergedWeight) else whole(tensor)
 
 
-def _are_converted(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor | Merged]) -> bool:
+def _needs_weight_conversion(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyMergedWeight]) -> bool:
     """Whether the files hold other tensors than the model; asked of tensors without values."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     converted = revert_weight_conversion(model, dict(shapes))
@@ -153,29 +157,29 @@ class BackgroundSave:
         self._running: list[tuple[Path, Future[Any]]] = []
 
     def begin_weights(
-        self, copies: Mapping[str, torch.Tensor], model: PreTrainedModel, folder: Path, *, config_dtype: str
+        self, copies: Mapping[str, torch.Tensor], model: PreTrainedModel, directory: Path, *, config_dtype: str
     ) -> None:
         """Let this rank write them all."""
-        future = self._writer.submit(save_weights, copies, model, folder, config_dtype=config_dtype)
-        self._running.append((folder, future))
+        future = self._writer.submit(save_weights, copies, model, directory, config_dtype=config_dtype)
+        self._running.append((directory, future))
 
     def begin_files(
         self,
         write: Callable[[Mapping[str, torch.Tensor], Path], None],
         copies: Mapping[str, torch.Tensor],
-        folder: Path,
+        directory: Path,
     ) -> None:
         """Let this rank write them in another way."""
-        self._running.append((folder, self._writer.submit(write, copies, folder)))
+        self._running.append((directory, self._writer.submit(write, copies, directory)))
 
-    def begin_optimizer(self, module: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+    def begin_optimizer(self, module: nn.Module, optimizer: Optimizer, directory: Path) -> None:
         """Let every rank write its part."""
-        self.begin_state(get_optimizer_state_dict(module, optimizer), folder)
+        self.begin_state(get_optimizer_state_dict(module, optimizer), directory)
 
-    def begin_state(self, state: Mapping[str, Any], folder: Path) -> None:
+    def begin_state(self, state: Mapping[str, Any], directory: Path) -> None:
         """Let every rank write what it holds of an optimizer's state, by names of weights as torch has it."""
-        future: Any = dcp.async_save({"optimizer": state}, checkpoint_id=folder, process_group=checkpoint_group())
-        self._running.append((folder, future))
+        future: Any = dcp.async_save({"optimizer": state}, checkpoint_id=directory, process_group=checkpoint_group())
+        self._running.append((directory, future))
 
     def finish(self) -> None:
         """Return once all that was begun is on the disk, whichever rank wrote it.
@@ -184,11 +188,11 @@ class BackgroundSave:
             CheckpointError: something could not be written.
         """
         running, self._running = self._running, []
-        for folder, future in running:
+        for directory, future in running:
             try:
-                future.result(timeout=WRITING_TIMEOUT_S)
+                future.result(timeout=CHECKPOINT_TIMEOUT_S)
             except (Exception, CheckpointException) as error:  # a writer's, here or on another rank
-                raise CheckpointError(f"{folder} cannot be written: {error}") from error
+                raise CheckpointError(f"{directory} cannot be written: {error}") from error
 
     def close(self) -> None:
         try:
@@ -197,45 +201,45 @@ class BackgroundSave:
             self._writer.shutdown()
 
 
-def load_weights(model: PreTrainedModel, folder: Path) -> None:
+def load_weights(model: PreTrainedModel, directory: Path) -> None:
     """Raises CheckpointError: no weights there, or of another model."""
     try:
-        saved = load_model(str(folder), {})
+        saved = load_model(str(directory), {})
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise CheckpointError(f"{directory}: {error}") from error
     try:
         copy_weights(saved, model)
     except (KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} holds another model: {error}") from error
+        raise CheckpointError(f"{directory} holds another model: {error}") from error
 
 
-def load_optimizer(module: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+def load_optimizer(module: nn.Module, optimizer: Optimizer, directory: Path) -> None:
     """Raises CheckpointError: the state of another optimizer or model."""
-    state = load_state(get_optimizer_state_dict(module, optimizer), folder)
+    state = load_state(get_optimizer_state_dict(module, optimizer), directory)
     set_optimizer_state_dict(module, optimizer, state)
 
 
-def load_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def load_state(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     """What was saved in the place of what is asked for; raises CheckpointError where it is not all there."""
     asked = {"optimizer": state}
     try:
-        dcp.load(asked, checkpoint_id=folder, process_group=checkpoint_group())
+        dcp.load(asked, checkpoint_id=directory, process_group=checkpoint_group())
     except CheckpointException as error:  # what any rank raised
         causes = "; ".join(sorted({summarize_error(failure[0]) for failure in error.failures.values()}))
-        raise CheckpointError(f"{folder} cannot be read, or is of another optimizer: {causes}") from error
+        raise CheckpointError(f"{directory} cannot be read, or is of another optimizer: {causes}") from error
     return asked["optimizer"]
 
 
-def save_schedule(scheduler: LRScheduler | None, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"scheduler": scheduler.state_dict() if scheduler is not None else None}, folder / SCHEDULE_FILE)
+def save_schedule(scheduler: LRScheduler | None, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save({"scheduler": scheduler.state_dict() if scheduler is not None else None}, directory / SCHEDULE_FILE)
 
 
-def load_schedule(scheduler: LRScheduler | None, folder: Path) -> None:
+def load_schedule(scheduler: LRScheduler | None, directory: Path) -> None:
     """Raises CheckpointError: nothing there that can be read."""
     try:
-        state = torch.load(folder / SCHEDULE_FILE, map_location="cpu", weights_only=True)["scheduler"]
+        state = torch.load(directory / SCHEDULE_FILE, map_location="cpu", weights_only=True)["scheduler"]
     except Exception as error:  # torch raises many types here: pickle's, zip's, its own
-        raise CheckpointError(f"{folder / SCHEDULE_FILE} cannot be read: {error}") from error
+        raise CheckpointError(f"{directory / SCHEDULE_FILE} cannot be read: {error}") from error
     if scheduler is not None and state is not None:
         scheduler.load_state_dict(state)

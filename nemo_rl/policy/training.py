@@ -17,7 +17,7 @@ from nemo_rl import batch as keys
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, TokenScores
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches
-from nemo_rl.policy.ranks import ALONE, RankLayout
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.sharding import num_holders
 from nemo_rl.types import TrainingBatch
 
@@ -46,7 +46,7 @@ class Trainer:
     optimizer: Optimizer
     batching: MicroBatching
     max_grad_norm: float | None
-    layout: RankLayout = ALONE
+    layout: RankLayout = SINGLE_RANK
 
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> OptimizerStep:
         """Learn from these rows once; what is reported is the same on every rank.
@@ -69,7 +69,7 @@ class Trainer:
             candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
             scores = self.module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, candidate_ids, lengths)
             for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
-                metrics[name] = reduced(metric, metrics.get(name))
+                metrics[name] = accumulate_metric(metric, metrics.get(name))
                 reductions[name] = metric.reduction
         grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm, self.layout)
         is_skipped = not math.isfinite(grad_norm)
@@ -79,7 +79,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         values = {name: float(value) for name, value in metrics.items()}
-        values, reductions = over_ranks(self.layout.gathered((values, reductions)))
+        values, reductions = reduce_over_ranks(self.layout.all_gather_data_parallel((values, reductions)))
         return OptimizerStep(values, reductions, normalizer, grad_norm, is_skipped)
 
     def _backward(
@@ -95,17 +95,17 @@ class Trainer:
         return {**metrics, "loss": Metric(loss)}
 
 
-def reduced(metric: Metric, so_far: torch.Tensor | None) -> torch.Tensor:
+def accumulate_metric(metric: Metric, accumulated: torch.Tensor | None) -> torch.Tensor:
     """A metric of one more micro-batch; stays on its device, so that nothing waits for it."""
     value = metric.value.detach()
-    if so_far is None:
+    if accumulated is None:
         return value
     if metric.reduction in ("sum", "count"):
-        return so_far + value
-    return torch.minimum(so_far, value) if metric.reduction == "min" else torch.maximum(so_far, value)
+        return accumulated + value
+    return torch.minimum(accumulated, value) if metric.reduction == "min" else torch.maximum(accumulated, value)
 
 
-def over_ranks(
+def reduce_over_ranks(
     parts: list[tuple[dict[str, float], dict[str, Reduction]]],
 ) -> tuple[dict[str, float], dict[str, Reduction]]:
     """Metrics of all ranks from those of each, and their reductions; a rank without a sample has none."""
@@ -121,12 +121,14 @@ def over_ranks(
     return {name: combine[reductions[name]](values) for name, values in collected.items()}, reductions
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None, layout: RankLayout = ALONE) -> float:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, layout: RankLayout = SINGLE_RANK
+) -> float:
     """The gradients' norm over all ranks before they are scaled to at most `max_norm`; None: measured only."""
     with_gradient = [p for p in parameters if p.grad is not None]
     norm = _total_norm(with_gradient, layout)
     if max_norm is not None:
-        for part in _by_mesh(with_gradient):
+        for part in _group_by_mesh(with_gradient):
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return float(norm)
 
@@ -142,10 +144,10 @@ def _total_norm(parameters: list[nn.Parameter], layout: RankLayout) -> torch.Ten
     if layout.world_size == 1:
         return norms.get(1, torch.zeros(()))
     square = sum(float(norm) ** 2 / holders for holders, norm in norms.items())
-    return layout.summed(torch.tensor(square, dtype=torch.float64)).sqrt().float()
+    return layout.all_reduce_sum(torch.tensor(square, dtype=torch.float64)).sqrt().float()
 
 
-def _by_mesh(parameters: list[nn.Parameter]) -> Collection[list[nn.Parameter]]:
+def _group_by_mesh(parameters: list[nn.Parameter]) -> Collection[list[nn.Parameter]]:
     """With tensor parallelism some lie on both dimensions of the mesh and some on one; torch scales them apart."""
     parts: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -153,7 +155,7 @@ def _by_mesh(parameters: list[nn.Parameter]) -> Collection[list[nn.Parameter]]:
     return parts.values()
 
 
-def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
+def reduce_over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
     """One training step's metrics: sums are averaged over optimizer steps, counts and extremes are of all."""
     collected: dict[str, list[float]] = defaultdict(list)
     reductions: dict[str, Reduction] = {}
@@ -161,7 +163,7 @@ def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
         reductions.update(step.reductions)
         for name, value in step.metrics.items():
             collected[name].append(value)
-    metrics = {name: _over_steps(values, reductions[name]) for name, values in collected.items()}
+    metrics = {name: _reduce_over_steps(values, reductions[name]) for name, values in collected.items()}
     norms = [s.grad_norm for s in steps if s.grad_norm is not None]
     finite = [n for n in norms if math.isfinite(n)]
     return {
@@ -174,7 +176,7 @@ def over_optimizer_steps(steps: list[OptimizerStep]) -> dict[str, float]:
     }
 
 
-def _over_steps(values: list[float], reduction: str) -> float:
+def _reduce_over_steps(values: list[float], reduction: str) -> float:
     if reduction in ("min", "max"):
         return min(values) if reduction == "min" else max(values)
     return sum(values) if reduction == "count" else sum(values) / len(values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_rl.distributed.cluster import node_ip
-from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
+from nemo_rl.distributed.tensor_stream import Rendezvous, TensorStream
 from nemo_rl.errors import WeightSyncError, WorkerError
 from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, engine_replicas
 
@@ -25,23 +25,23 @@ class SendWeights:
     stream: WeightStream
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        place = (self.stream.host, self.stream.port)
-        joined = _STREAMS.get(place)
+        address = (self.stream.host, self.stream.port)
+        joined = _STREAMS.get(address)
         if joined is None or joined.group != self.stream.group:
-            joined = _STREAMS[place] = TensorStream(
+            joined = _STREAMS[address] = TensorStream(
                 self.stream.host,
                 self.stream.port,
                 group=self.stream.group,
                 size=self.stream.size,
                 backend=self.stream.backend,
                 timeout_s=self.stream.timeout_s,
-                device=device_of(self.stream.backend),
+                device=device_for_backend(self.stream.backend),
                 is_sender=True,
             )
         joined.send(weights)
 
 
-def device_of(backend: str) -> torch.device:
+def device_for_backend(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
@@ -52,15 +52,17 @@ class Broadcast:
         self._backend = backend
         self._workers_per_engine = workers_per_engine
         self._timeout_s = timeout_s
-        self._meeting: MeetingPoint | None = None
+        self._rendezvous: Rendezvous | None = None
         self._members: tuple[Generation, ...] = ()
         self._group = 0
 
     async def stage(self, policy: Policy) -> WeightStream:
         """Only says where the members meet: nothing can be sent before the engines receive."""
-        if self._meeting is None:
-            self._meeting = MeetingPoint(node_ip())
-        return WeightStream(self._meeting.host, self._meeting.port, self._group, 0, self._backend, self._timeout_s)
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(node_ip())
+        return WeightStream(
+            self._rendezvous.host, self._rendezvous.port, self._group, 0, self._backend, self._timeout_s
+        )
 
     async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
         assert isinstance(staged, WeightStream)
@@ -82,4 +84,4 @@ class Broadcast:
 
     def close(self) -> None:
         """The groups end with their processes."""
-        self._meeting = None
+        self._rendezvous = None

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_rl.interfaces import DeviceWeights, Generation, Policy, WeightEntry, Weights
-from nemo_rl.weight_sync.transport import ALIGNMENT, entry_of
+from nemo_rl.weight_sync.transport import ALIGNMENT, make_weight_entry
 
 _HELD: dict[str, torch.Tensor] = {}  # in the policy's process: what an engine may be reading
 
@@ -26,7 +26,7 @@ class HoldWeights:
         entries: list[WeightEntry] = []
         end = 0
         for name, tensor in tensors:
-            entries.append(entry_of(name, tensor, end))
+            entries.append(make_weight_entry(name, tensor, end))
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         held = torch.empty(end, dtype=torch.uint8, device=tensors[0][1].device)
         for entry, (_, tensor) in zip(entries, tensors, strict=True):

@@ -9,7 +9,7 @@ import torch
 from nemo_rl.distributed.actors import put_bytes
 from nemo_rl.distributed.machine import PREFIX, SUFFIX
 from nemo_rl.interfaces import Generation, Policy, WeightChunks, WeightEntry, Weights
-from nemo_rl.weight_sync.transport import ALIGNMENT, entry_of
+from nemo_rl.weight_sync.transport import ALIGNMENT, make_weight_entry
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -28,8 +28,8 @@ class PutWeights:
         parts: list[torch.Tensor] = []
         start = end = 0  # of the chunk, in the file
         for name, tensor in weights:
-            content = as_bytes(tensor)
-            entries.append(entry_of(name, tensor, end))
+            content = to_bytes(tensor)
+            entries.append(make_weight_entry(name, tensor, end))
             parts += [content, torch.zeros(-len(content) % ALIGNMENT, dtype=torch.uint8)]
             end += len(content) + len(parts[-1])
             if end - start >= self.chunk_bytes:
@@ -40,7 +40,7 @@ class PutWeights:
         return WeightChunks(self.name, self.transfer, tuple(chunks), tuple(entries))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

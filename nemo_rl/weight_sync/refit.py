@@ -38,8 +38,8 @@ async def verify_weights(
         GenerationRequest(f"verify-{weight_version}-{index}", probe, sampling, seed=index, session_id="verify")
         for index, probe in enumerate(probes)
     ]
-    completions = await completions_of(generation, requests)
-    batch = batch_of(requests, completions)
+    completions = await collect_completions(generation, requests)
+    batch = to_logprob_batch(requests, completions)
     logprobs = (await policy.logprobs(batch)).cpu() * batch[keys.TOKEN_MASK]  # [B, T]
     difference = (logprobs - batch[keys.GENERATION_LOGPROBS]).abs().nan_to_num(nan=torch.inf)
     largest = float(difference.max())
@@ -57,7 +57,7 @@ async def verify_weights(
     )
 
 
-async def completions_of(generation: Generation, requests: Sequence[GenerationRequest]) -> list[Completion]:
+async def collect_completions(generation: Generation, requests: Sequence[GenerationRequest]) -> list[Completion]:
     try:
         answers = {answer.request_id: answer async for answer in generation.generate(requests)}
     except GenerationError as error:
@@ -69,7 +69,7 @@ async def completions_of(generation: Generation, requests: Sequence[GenerationRe
     return [answer for answer in ordered if isinstance(answer, Completion)]
 
 
-def batch_of(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TensorDict:
+def to_logprob_batch(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TensorDict:
     """Prompts and completions as the batch that `Policy.logprobs` reads: nemo_rl/batch.py says what the keys mean."""
     lengths = [len(r.token_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
     size = (len(requests), max(lengths))

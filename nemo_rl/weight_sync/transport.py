@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from nemo_rl.distributed.machine import PREFIX, SUFFIX, default_directory, remove_leftovers
+from nemo_rl.distributed.machine import PREFIX, SUFFIX, default_directory, remove_stale_weight_files
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import Generation, Policy, WeightEntry, WeightManifest, Weights
 
@@ -37,8 +37,8 @@ class WeightFile:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or default_directory()
-        remove_leftovers(self._directory)
-        self._file, self.path = create_locked(self._directory)
+        remove_stale_weight_files(self._directory)
+        self._file, self.path = create_locked_file(self._directory)
         self._capacity = 0  # bytes
         self._bytes = torch.empty(0, dtype=torch.uint8)  # the mapped file
 
@@ -53,7 +53,7 @@ class WeightFile:
                 self._grow(end + end // 2)
             target = self._bytes[offset:end].view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor.detach())
-            entries.append(entry_of(name, tensor, offset))
+            entries.append(make_weight_entry(name, tensor, offset))
         return WeightManifest(str(self.path), tuple(entries))
 
     def _grow(self, capacity: int) -> None:
@@ -72,7 +72,7 @@ class WeightFile:
         self._capacity = capacity
 
     def _move(self, directory: Path) -> None:
-        file, path = create_locked(directory)
+        file, path = create_locked_file(directory)
         shutil.copyfile(self.path, path)
         self._remove()
         self._directory, self._file, self.path = directory, file, path
@@ -90,12 +90,12 @@ class WeightFile:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
-def entry_of(name: str, tensor: torch.Tensor, offset: int) -> WeightEntry:
+def make_weight_entry(name: str, tensor: torch.Tensor, offset: int) -> WeightEntry:
     """A tensor that lies `offset` bytes behind the start."""
     return WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
-def create_locked(directory: Path) -> tuple[int, Path]:
+def create_locked_file(directory: Path) -> tuple[int, Path]:
     """A new file, locked before it has the name by which others look for leftovers."""
     name = f"{PREFIX}{os.getpid()}_{secrets.token_hex(4)}{SUFFIX}"
     unlocked = directory / f".{name}"

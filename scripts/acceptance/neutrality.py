@@ -1,11 +1,11 @@
 """Does a change that claims to change nothing change nothing? Two steps of every recipe that runs on a CPU.
 
-python scripts/acceptance/neutrality.py record DIR [NAME...]    run the recipes (or those named), keep their metrics in DIR
-python scripts/acceptance/neutrality.py compare BEFORE AFTER    print every metric that differs; exit 1 if one does
+python scripts/acceptance/neutrality.py record DIR [NAME...]    run the recipes (or those named), store metrics in DIR
+python scripts/acceptance/neutrality.py compare BEFORE AFTER    print every metric that differs; exit 1 if any does
 
-Recipes sample with the `hf` engine, whose results repeat to the last bit; the quickstart also runs with vLLM. Recipes of
-larger models keep their loss and advantages and take model, data and lengths of the quickstart. `record` runs the
-checkout in which it is called, so the version before is recorded from a clone of it.
+Recipes sample with the `hf` engine, whose results repeat to the last bit; the quickstart also runs with vLLM. Recipes
+for larger models keep their loss and advantages but use the quickstart's model, data and lengths. `record` runs the
+checkout in which it is called; record the version before from a clone of it.
 """
 
 import argparse
@@ -18,22 +18,25 @@ from pathlib import Path
 
 HF = ("policy.generation.backend=hf",)
 GRPO = ("grpo.max_num_steps=2", "grpo.val_period=0", "grpo.val_at_end=true", "grpo.val_at_start=false")
+AGE_ZERO = "grpo.async_grpo.max_trajectory_age_steps=0"
 DISTILLATION = tuple(override.replace("grpo.", "distillation.") for override in GRPO)
 
 SMALL_MODEL = """
 defaults: {recipe}
-grpo: {{num_prompts_per_step: 16, num_generations_per_prompt: 8, max_num_steps: 2, max_num_epochs: 100, batch_multiplier: 1,
-  val_period: 0, val_at_end: true, max_val_samples: 100, reward_shaping: {{overlong_buffer_length: 4}}}}
+grpo: {{num_prompts_per_step: 16, num_generations_per_prompt: 8, max_num_steps: 2,
+  max_num_epochs: 100, batch_multiplier: 1, val_period: 0, val_at_end: true, max_val_samples: 100,
+  reward_shaping: {{overlong_buffer_length: 4}}}}
 policy:
   model_name: nemo_rl/quickstart
+  tokenizer: {{name: null}}
   precision: float32
   train_global_batch_size: 64
   train_micro_batch_size: 64
   max_total_sequence_length: 64
   generation: {{max_new_tokens: 8, backend: hf, vllm_cfg: {{precision: float32, max_model_len: 64}}}}
 data:
-  train: {{dataset_name: reasoning_gym, task: spell_backward, task_kwargs: {{min_word_len: 3, max_word_len: 5}}, size: 12000,
-    split: null}}
+  train: {{dataset_name: reasoning_gym, task: spell_backward, task_kwargs: {{min_word_len: 3, max_word_len: 5}},
+    size: 12000, split: null}}
   validation: {{dataset_name: reasoning_gym, task: spell_backward, task_kwargs: {{min_word_len: 3, max_word_len: 5}},
     size: 220, seed: 1234, split: null}}
   default: {{env_name: reasoning_gym, prompt_file: null}}
@@ -46,7 +49,7 @@ RUNS = {
     "quickstart": ("run_grpo.py", (*GRPO, *HF)),
     "quickstart_vllm": ("run_grpo.py", GRPO),
     "lora": ("run_grpo.py", ("--config", "examples/configs/lora.yaml", *GRPO, *HF)),
-    "async": ("run_grpo.py", ("--config", "examples/configs/async.yaml", *GRPO, "grpo.async_grpo.max_trajectory_age_steps=0")),
+    "async": ("run_grpo.py", ("--config", "examples/configs/async.yaml", *GRPO, AGE_ZERO)),
     "sft": ("run_sft.py", ("sft.max_num_steps=2",)),
     "reward_model": ("run_rm.py", ("rm.max_num_steps=2", "rm.val_period=1")),
     "distillation": ("run_distillation.py", (*DISTILLATION, *HF)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.policy.ranks import ALONE, RankLayout
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from tests.contracts.policies import SGD, Call, clones, play
 from tests.contracts.rank_pool import Mesh, RankPool
 from tests.unit.policy.tiny import WeightedNLL, make_batch
@@ -52,7 +52,7 @@ class Layouts:
             config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | config.pop("dtensor_cfg", {})
         arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}
         if layout not in MULTIPLE:
-            return play(ALONE if layout == "plain" else FSDP2_ALONE, **arguments)
+            return play(SINGLE_RANK if layout == "plain" else FSDP2_ALONE, **arguments)
         first, *others = self._pool.run(MULTIPLE[layout], play, **arguments)
         for result in others:
             for (name, *_), value, expected in zip(calls, result, first, strict=True):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.policy.base_rank import BaseRank
-from nemo_rl.policy.fsdp2 import RankPolicy
-from nemo_rl.policy.group import megatron_rank
+from nemo_rl.policy.base_rank import PolicyWorker
+from nemo_rl.policy.fsdp2 import FSDP2PolicyWorker
+from nemo_rl.policy.group import megatron_policy_worker
 from nemo_rl.policy.ranks import RankLayout
 
 SETTINGS: dict[str, Any] = {
@@ -35,7 +35,7 @@ def make_policy(
     needs_reference: bool = False,
     tokenizer: Any = None,
     **config: Any,
-) -> BaseRank:
+) -> PolicyWorker:
     settings = {
         "model_name": str(path),
         "train_global_batch_size": num_samples // optimizer_steps,
@@ -43,7 +43,7 @@ def make_policy(
         **config,
     }
     section = PolicyConfig.model_validate(settings)
-    rank_class = megatron_rank() if section.megatron_cfg.enabled else RankPolicy
+    rank_class = megatron_policy_worker() if section.megatron_cfg.enabled else FSDP2PolicyWorker
     return rank_class(
         section,
         layout=layout,
@@ -65,7 +65,7 @@ def play(layout: RankLayout, *, path: Path, calls: Sequence[Call], config: dict[
         policy.close()
 
 
-def _called(policy: BaseRank, name: str, *arguments: Any) -> Any:
+def _called(policy: PolicyWorker, name: str, *arguments: Any) -> Any:
     if name == "types_of_stepped_weights":
         return {parameter.dtype for group in policy._optimizer.param_groups for parameter in group["params"]}
     if arguments and arguments[0] is raising:
@@ -90,7 +90,7 @@ def raising(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise KeyError("the reader")
 
 
-def _error_of(policy: BaseRank, use: Any) -> str | None:
+def _error_of(policy: PolicyWorker, use: Any) -> str | None:
     try:
         return policy.run_with_weights(use)
     except KeyError as error:

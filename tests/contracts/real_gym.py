@@ -19,9 +19,9 @@ from nemo_rl.distributed.machine import unused_ports
 from nemo_rl.environments.nemo_gym.workspace import (
     GymPython,
     base_interpreters,
+    collect_requirements,
     find_configs,
-    gym_python,
-    requirements_of,
+    resolve_gym_python,
 )
 from nemo_rl.errors import ConfigError
 
@@ -92,8 +92,8 @@ def _environment() -> GymPython | str:
     if next(base_interpreters(), None) is None:
         return "no Python 3.12 or newer"
     try:
-        site_packages = gym_python(None).site_packages
+        site_packages = resolve_gym_python(None).site_packages
         configs = find_configs(CONFIG_PATHS, site_packages, key="CONFIG_PATHS")
-        return gym_python(None, requirements_of(configs.values(), site_packages))
+        return resolve_gym_python(None, collect_requirements(configs.values(), site_packages))
     except ConfigError as error:
         return str(error)

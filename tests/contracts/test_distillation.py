@@ -13,9 +13,9 @@ from nemo_rl.config.loss import DistillationLossConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.interfaces import TopK
 from nemo_rl.losses.distillation import DistillationLoss
-from nemo_rl.policy.group import megatron_teacher
-from nemo_rl.policy.ranks import ALONE, RankLayout
-from nemo_rl.policy.teacher import RankTeacher
+from nemo_rl.policy.group import megatron_teacher_worker
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
+from nemo_rl.policy.teacher import FSDP2TeacherWorker
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
@@ -50,7 +50,9 @@ def ask(
     """What each call of a teacher returns, on one rank."""
     section = TeacherConfig.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
-    teacher = (megatron_teacher() if section.megatron_cfg.enabled else RankTeacher)(section, layout=layout, **arguments)
+    teacher = (megatron_teacher_worker() if section.megatron_cfg.enabled else FSDP2TeacherWorker)(
+        section, layout=layout, **arguments
+    )
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
     return [getattr(teacher, name)(batch, *more) for name, *more in calls]
 
@@ -76,7 +78,7 @@ def test_a_teacher_says_what_plain_hugging_face_says(
     calls = [("logprobs",), ("topk_logprobs", K)]
     arguments: dict[str, Any] = {"path": path, "batch": batch, "calls": calls, **TEACHER_BATCHING[batching]}
     if layout == "plain":
-        answers = ask(ALONE, **arguments)
+        answers = ask(SINGLE_RANK, **arguments)
     else:
         answers, *others = pool.run(MULTIPLE[layout], ask, **arguments, **MULTIPLE[layout].config)
         assert all(same(tuple(answers), tuple(other)) for other in others)

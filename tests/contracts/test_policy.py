@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_rl.errors import ConfigError, PolicyError
-from nemo_rl.policy.ranks import ALONE
+from nemo_rl.policy.ranks import SINGLE_RANK
 from tests.contracts.layouts import (
     BATCHING,
     FSDP2,
@@ -143,7 +143,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_weights(layout: str, name: s
 
 
 def test_float32_weights_alone_are_not_copied(models: dict[str, Path]) -> None:
-    policy = make_policy(ALONE, models["qwen2"])
+    policy = make_policy(SINGLE_RANK, models["qwen2"])
     own = {p.data_ptr() for p in policy.module.parameters()}
     assert own == policy.run_with_weights(lambda pairs: {t.data_ptr() for _, t in pairs})
     policy.close()
@@ -175,7 +175,7 @@ def test_reader_of_weights_may_stop_early_or_raise(layout: str, run: Layouts) ->
 
 def test_model_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model_name"):
-        make_policy(ALONE, tmp_path / "none")
+        make_policy(SINGLE_RANK, tmp_path / "none")
 
 
 @pytest.mark.parametrize("layout", ["plain", "2 ranks", "megatron pp 2"])

@@ -15,7 +15,7 @@ from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.cluster import connect, reserve
 from nemo_rl.errors import WorkerDied, WorkerError
-from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.fsdp2 import LocalPolicy
 from nemo_rl.policy.group import PolicyGroup
 from tests.unit.policy.tiny import WeightedNLL, make_batch, saved_model
 
@@ -70,7 +70,7 @@ def test_two_ranks_are_one_and_end_with_the_cause(model: Path, tmp_path: Path) -
     config, arguments = settings(model)
 
     async def plain() -> dict[str, Any]:
-        policy = FSDP2Policy(config, **arguments)
+        policy = LocalPolicy(config, **arguments)
         result = await two_steps(policy)
         await policy.close()
         return result
@@ -78,8 +78,8 @@ def test_two_ranks_are_one_and_end_with_the_cause(model: Path, tmp_path: Path) -
     async def main() -> None:
         expected = await plain()
         reservation = await reserve(TWO_RANKS, timeout_s=DEADLINE_S)
-        seats = [reservation.seat(place) for place in TWO_RANKS.ranks]
-        group = await PolicyGroup.create(config, seats=seats, timeout_s=DEADLINE_S, log_dir=tmp_path, **arguments)
+        slots = [reservation.slot(device_slot) for device_slot in TWO_RANKS.ranks]
+        group = await PolicyGroup.create(config, slots=slots, timeout_s=DEADLINE_S, log_dir=tmp_path, **arguments)
         try:
             await equals_plain(group, expected)
             await loads_what_it_saved(group, tmp_path / "saved")

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import CheckpointError
-from nemo_rl.policy.fsdp2 import FSDP2Policy
-from nemo_rl.policy.ranks import ALONE
+from nemo_rl.policy.fsdp2 import LocalPolicy
+from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import answers, exact_logprobs, request
 from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, assert_same_metrics, plain_model
@@ -149,7 +149,7 @@ def test_two_ranks_merge_what_one_merges(learnt: Any, run: Layouts, adapters: di
 
 
 def test_only_adapters_are_trained_and_merging_changes_nothing(models: dict[str, Path]) -> None:
-    policy = make_policy(ALONE, models["qwen2"], **CONFIG)
+    policy = make_policy(SINGLE_RANK, models["qwen2"], **CONFIG)
     parameters = dict(policy.module.named_parameters())
     frozen = {name: p.detach().clone() for name, p in parameters.items() if ".lora_" not in name}
     adapters = {id(p) for name, p in parameters.items() if ".lora_" in name}
@@ -262,7 +262,7 @@ def test_refit_brings_the_merged_model_to_the_engine(
     """And verification finds that engine and policy agree."""
     settings = {"model_name": str(tiny_models["tied"]), "train_global_batch_size": 8, **SETTINGS, **CONFIG}
     engine = engines("hf", "tied")
-    policy = FSDP2Policy(
+    policy = LocalPolicy(
         PolicyConfig.model_validate(settings),
         model_path=str(tiny_models["tied"]),
         temperature=1.0,

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import Normalizer, Policy, TokenScores
-from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.fsdp2 import LocalPolicy
 from tests.contracts.layouts import LENGTHS, Layouts
 from tests.contracts.policies import SETTINGS, clones
 from tests.unit.policy.tiny import WeightedNLL, make_batch
@@ -18,9 +18,9 @@ from tests.unit.policy.tiny import WeightedNLL, make_batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def on_a_thread(path: Path, **config: Any) -> FSDP2Policy:
+def on_a_thread(path: Path, **config: Any) -> LocalPolicy:
     settings = {"model_name": str(path), "train_global_batch_size": 8, **SETTINGS, **config}
-    return FSDP2Policy(
+    return LocalPolicy(
         PolicyConfig.model_validate(settings),
         model_path=str(path),
         temperature=1.0,

@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl.data.supervised import SupervisedSample, supervised_batch
 from nemo_rl.losses.sft import NegativeLogLikelihood
-from nemo_rl.policy.ranks import ALONE
+from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.types import TrainingBatch
 from tests.contracts.layouts import plain_model
 from tests.contracts.policies import SGD, clones, play
@@ -64,7 +64,7 @@ def test_loss_and_gradient_are_those_of_huggingface(variant: str, model: Path, p
     calls = [("run_with_weights", clones), ("train_step", batch, NegativeLogLikelihood()), ("run_with_weights", clones)]
     config = {"num_samples": 7 if mesh is None else 8, "optimizer": SGD, **settings, **(mesh.config if mesh else {})}
     arguments: dict[str, Any] = {"path": model, "calls": calls, "config": config}
-    before, metrics, after = play(ALONE, **arguments) if mesh is None else pool.run(mesh, play, **arguments)[0]
+    before, metrics, after = play(SINGLE_RANK, **arguments) if mesh is None else pool.run(mesh, play, **arguments)[0]
     loss, gradients = huggingface(model, batch)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics["global_valid_toks"] == float(batch["token_mask"].sum())

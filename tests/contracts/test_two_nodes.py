@@ -47,7 +47,10 @@ def nodes_of(placed: Layout) -> tuple[list[str], list[str]]:
     async def main() -> tuple[list[str], list[str]]:
         reservation = await reserve(placed, timeout_s=DEADLINE_S, gpu_resource="sim_gpu")
         try:
-            actors = [spawn_actor(Standing, seat=reservation.seat(place)) for place in (*placed.ranks, *placed.engines)]
+            actors = [
+                spawn_actor(Standing, slot=reservation.slot(device_slot))
+                for device_slot in (*placed.ranks, *placed.engines)
+            ]
             nodes = [await actor.call("node_id", timeout_s=DEADLINE_S) for actor in actors]
         finally:
             reservation.release()
@@ -86,9 +89,9 @@ def test_a_policy_over_two_machines_is_the_plain_model(tmp_path: Path) -> None:
 
     async def main() -> torch.Tensor:
         reservation = await reserve(placed, timeout_s=DEADLINE_S)
-        seats = [reservation.seat(place) for place in placed.ranks]
-        assert seats[0].node_id != seats[1].node_id
-        group = await PolicyGroup.create(section, seats=seats, timeout_s=DEADLINE_S, **arguments)
+        slots = [reservation.slot(device_slot) for device_slot in placed.ranks]
+        assert slots[0].node_id != slots[1].node_id
+        group = await PolicyGroup.create(section, slots=slots, timeout_s=DEADLINE_S, **arguments)
         try:
             return await group.logprobs(batch)
         finally:

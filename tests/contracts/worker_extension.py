@@ -2,10 +2,10 @@
 
 import torch
 
-from nemo_rl.generation.vllm_loading import WeightFileLoading
+from nemo_rl.generation.vllm_loading import WeightLoadingExtension
 
 
-class LoadingWithSkippableRepair(WeightFileLoading):
+class LoadingWithSkippableRepair(WeightLoadingExtension):
     """Loads as the product does, or forgets the output layer, as vLLM's own reload does on a CPU."""
 
     repairs_output_layers = True

@@ -18,10 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl.config.environment import SERVER_KINDS, NemoGymConfig
-from nemo_rl.distributed.machine import connections_below, raise_file_limit
+from nemo_rl.distributed.machine import max_connections, raise_file_limit
 from nemo_rl.environments.nemo_gym.reply import (
-    GymBrokenReply,
     GymError,
+    GymInvalidReply,
     GymRefused,
     GymReply,
     GymUnavailable,
@@ -31,9 +31,9 @@ from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 10.0  # of one question to the head server, or to a server whether it is there
+REQUEST_TIMEOUT_S = 10.0  # of one question to the head server, or to a server whether it is there
 ANY_ADDRESS = ("0.0.0.0", "::")
-NO_CONNECTION = (aiohttp.ClientError, TimeoutError, OSError)
+CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +57,36 @@ class GymServers:
         """Addresses of the agents by name."""
         return {name: server.url for name, server in self.by_name.items() if server.kind == SERVER_KINDS[0]}
 
-    def behind(self, agents: Collection[str]) -> tuple[GymServer, ...]:
+    def required_by(self, agents: Collection[str]) -> tuple[GymServer, ...]:
         """These agents and all servers that they need, directly or not, in order of their names."""
         found: set[str] = set()
-        waiting = [name for name in agents if name in self.by_name]
-        while waiting:
-            name = waiting.pop()
+        pending = [name for name in agents if name in self.by_name]
+        while pending:
+            name = pending.pop()
             if name not in found:
                 found.add(name)
-                waiting += [needed for needed in self.by_name[name].needs if needed in self.by_name]
+                pending += [needed for needed in self.by_name[name].needs if needed in self.by_name]
         return tuple(self.by_name[name] for name in sorted(found))
 
 
 async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
-    """Ask the head server. Raises GymUnavailable where nobody answers, GymBrokenReply where it is no head server."""
+    """Ask the head server. Raises GymUnavailable where nobody answers, GymInvalidReply where it is no head server."""
     url = f"{head_url}/global_config_dict_yaml"
     try:
-        async with http.get(url, timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)) as response:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as response:
             body, status = await response.read(), response.status
-    except NO_CONNECTION as error:
-        raise GymUnavailable(f"the head server does not answer ({reason(error)})", url=url) from error
+    except CONNECTION_ERRORS as error:
+        raise GymUnavailable(f"the head server does not answer ({describe_error(error)})", url=url) from error
     if status in (502, 503, 504):
         raise GymUnavailable(f"the head server does not answer (HTTP {status})", url=url)
     if status != 200:
-        raise GymBrokenReply(f"no head server of NeMo Gym: HTTP {status}", url=url)
+        raise GymInvalidReply(f"no head server of NeMo Gym: HTTP {status}", url=url)
     try:
         config = OmegaConf.to_container(OmegaConf.create(json.loads(body)), resolve=False)
     except (ValueError, TypeError, OmegaConfBaseException, YAMLError) as error:
-        raise GymBrokenReply(f"no head server of NeMo Gym: {reason(error)}", url=url) from error
+        raise GymInvalidReply(f"no head server of NeMo Gym: {describe_error(error)}", url=url) from error
     if not isinstance(config, dict):
-        raise GymBrokenReply("no head server of NeMo Gym: its configuration is no mapping", url=url)
+        raise GymInvalidReply("no head server of NeMo Gym: its configuration is no mapping", url=url)
     return parse_servers(config, head_host=urlsplit(head_url).hostname or "127.0.0.1")
 
 
@@ -102,49 +102,49 @@ def parse_servers(config: Mapping[Any, Any], *, head_host: str) -> GymServers:
             continue
         host = head_host if settings["host"] in ANY_ADDRESS else str(settings["host"])
         url = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
-        servers[str(name)] = GymServer(str(name), kind, url, tuple(sorted(set(_references(settings)))))
+        servers[str(name)] = GymServer(str(name), kind, url, tuple(sorted(set(_iter_server_references(settings)))))
     return GymServers(servers)
 
 
-async def silent_servers(http: aiohttp.ClientSession, servers: Collection[GymServer]) -> tuple[str, ...]:
+async def find_unresponsive_servers(http: aiohttp.ClientSession, servers: Collection[GymServer]) -> tuple[str, ...]:
     """Of these servers those that do not answer, as "name (address)"."""
-    answers = await asyncio.gather(*(_answers(http, server.url) for server in servers))
+    answers = await asyncio.gather(*(_is_responding(http, server.url) for server in servers))
     return tuple(f"{s.name} ({s.url})" for s, is_present in zip(servers, answers, strict=True) if not is_present)
 
 
-def reason(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Why nobody answered, in a few words; timeouts have no text of their own."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _references(value: Any) -> Iterator[str]:
+def _iter_server_references(value: Any) -> Iterator[str]:
     """The names in all `{type: <kind>, name: <server>}` below a server's settings."""
     if isinstance(value, Mapping):
         if value.get("type") in SERVER_KINDS and isinstance(value.get("name"), str):
             yield value["name"]
         for inner in value.values():
-            yield from _references(inner)
+            yield from _iter_server_references(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _references(inner)
+            yield from _iter_server_references(inner)
 
 
-async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+async def _is_responding(http: aiohttp.ClientSession, url: str) -> bool:
     """Whether anybody is there; a server need not have a page at /."""
     try:
-        async with http.get(f"{url}/", timeout=aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)) as response:
+        async with http.get(f"{url}/", timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as response:
             return response.status not in (502, 503, 504)
-    except NO_CONNECTION:
+    except CONNECTION_ERRORS:
         return False
 
 
-__all__ = ["GymBrokenReply", "GymClient", "GymError", "GymRefused", "GymUnavailable"]
+__all__ = ["GymClient", "GymError", "GymInvalidReply", "GymRefused", "GymUnavailable"]
 
 POLL_S = 0.5  # between two looks at servers that are not up yet
-LONGEST_BACKOFF_S = 30.0
-NOT_TAKEN = (429, 503)  # statuses that say that nothing was begun
+MAX_BACKOFF_S = 30.0
+RETRYABLE_STATUSES = (429, 503)  # statuses that say that nothing was begun
 GATEWAY_STATUSES = (502, 503, 504)
-TEXT_CHARACTERS = 500  # of a server's own words in an error
+MAX_ERROR_TEXT_CHARACTERS = 500  # of a server's own words in an error
 
 
 class GymClient:
@@ -160,7 +160,7 @@ class GymClient:
         self._key = key
         self._servers = GymServers({})
         self._http: aiohttp.ClientSession | None = None
-        self._slots = asyncio.Semaphore(min(section.max_concurrency, connections_below(raise_file_limit())))
+        self._slots = asyncio.Semaphore(min(section.max_concurrency, max_connections(raise_file_limit())))
 
     @property
     def known_agents(self) -> tuple[str, ...]:
@@ -181,7 +181,7 @@ class GymClient:
                     if check is not None:
                         check()
                     try:
-                        silent, last = await self._silent(expected_agents), None
+                        silent, last = await self._find_unresponsive(expected_agents), None
                         if not silent:
                             return
                     except GymUnavailable as error:
@@ -213,25 +213,25 @@ class GymClient:
             await self._http.close()
             self._http = None
 
-    async def _silent(self, expected_agents: Collection[str]) -> tuple[str, ...]:
+    async def _find_unresponsive(self, expected_agents: Collection[str]) -> tuple[str, ...]:
         self._servers = await discover(self._session(), self._head_url)
         for agent in expected_agents:
             if agent not in self._servers.agents:
                 problem = "the stack has no such agent"
                 raise ConfigError(f"{self._key}: agent_ref.name", agent, problem, known=self.known_agents)
-        return await silent_servers(self._session(), self._servers.behind(expected_agents))
+        return await find_unresponsive_servers(self._session(), self._servers.required_by(expected_agents))
 
     async def _run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
         attempts = self._section.max_retries + 1
         for attempt in range(attempts):
             try:
                 return await self._post(agent, row)
-            except _NotTaken as error:
+            except _RowNotAccepted as error:
                 if attempt + 1 == attempts:
-                    raise error.as_unavailable(agent, self._url(agent), attempts) from error
+                    raise error.to_unavailable(agent, self._url(agent), attempts) from error
                 logger.warning("agent %r at %s: %s; trying again", agent, self._url(agent), error)
-            await asyncio.sleep(min(self._section.retry_backoff_s * 2**attempt, LONGEST_BACKOFF_S))
-            await self._look_again()
+            await asyncio.sleep(min(self._section.retry_backoff_s * 2**attempt, MAX_BACKOFF_S))
+            await self._rediscover()
         raise AssertionError("unreachable")
 
     async def _post(self, agent: str, row: Mapping[str, Any]) -> GymReply:
@@ -240,23 +240,23 @@ class GymClient:
             async with self._session().post(url, json=row, allow_redirects=False) as response:
                 status, body = response.status, await response.read()
         except aiohttp.ClientConnectorError as error:
-            raise _NotTaken(reason(error)) from error
-        except NO_CONNECTION as error:
-            raise GymUnavailable(f"the connection was lost ({reason(error)})", agent=agent, url=url) from error
-        if status in NOT_TAKEN:
-            raise _NotTaken(f"HTTP {status}: {_text(body)}")
+            raise _RowNotAccepted(describe_error(error)) from error
+        except CONNECTION_ERRORS as error:
+            raise GymUnavailable(f"the connection was lost ({describe_error(error)})", agent=agent, url=url) from error
+        if status in RETRYABLE_STATUSES:
+            raise _RowNotAccepted(f"HTTP {status}: {_error_text(body)}")
         if status in GATEWAY_STATUSES:
-            raise GymUnavailable(f"HTTP {status}: {_text(body)}", agent=agent, url=url)
+            raise GymUnavailable(f"HTTP {status}: {_error_text(body)}", agent=agent, url=url)
         if status != 200:
-            raise GymRefused(f"HTTP {status}: {_text(body)}", agent=agent, url=url)
+            raise GymRefused(f"HTTP {status}: {_error_text(body)}", agent=agent, url=url)
         try:
             return parse_reply(json.loads(body))
-        except GymBrokenReply as error:
-            raise GymBrokenReply(error.problem, agent=agent, url=url) from error
+        except GymInvalidReply as error:
+            raise GymInvalidReply(error.problem, agent=agent, url=url) from error
         except ValueError as error:  # json's own
-            raise GymBrokenReply(f"the reply is no JSON ({reason(error)})", agent=agent, url=url) from error
+            raise GymInvalidReply(f"the reply is no JSON ({describe_error(error)})", agent=agent, url=url) from error
 
-    async def _look_again(self) -> None:
+    async def _rediscover(self) -> None:
         """Addresses after a failure; a stack that is not all there keeps the old ones."""
         try:
             self._servers = await discover(self._session(), self._head_url)
@@ -281,14 +281,14 @@ class GymClient:
         return self._http
 
 
-class _NotTaken(Exception):
+class _RowNotAccepted(Exception):
     """Nobody has begun with the row."""
 
-    def as_unavailable(self, agent: str, url: str, attempts: int) -> GymUnavailable:
+    def to_unavailable(self, agent: str, url: str, attempts: int) -> GymUnavailable:
         return GymUnavailable(f"not taken in {attempts} attempts ({self})", agent=agent, url=url)
 
 
-def _text(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     """A server's own words on one line; Gym answers 500 with a JSON string."""
     text = body.decode(errors="replace")
     try:
@@ -296,4 +296,4 @@ def _text(body: bytes) -> str:
         text = said if isinstance(said, str) else text
     except ValueError:
         pass
-    return " ".join(text.split())[:TEXT_CHARACTERS] or "no text"
+    return " ".join(text.split())[:MAX_ERROR_TEXT_CHARACTERS] or "no text"

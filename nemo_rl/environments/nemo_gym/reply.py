@@ -31,12 +31,12 @@ class GymRefused(GymError):
     """The server said no, or failed: 4xx, or 500 with its text. The environment's fault."""
 
 
-class GymBrokenReply(GymError):
+class GymInvalidReply(GymError):
     """The answer is not what NeMo Gym's protocol says. The environment's fault."""
 
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-NO_EXTRAS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
+RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,70 +63,70 @@ class GymReply:
 
 
 def parse_reply(body: object) -> GymReply:
-    """The reply in a decoded JSON body; raises GymBrokenReply naming the first field that is wrong."""
+    """The reply in a decoded JSON body; raises GymInvalidReply naming the first field that is wrong."""
     if not isinstance(body, Mapping):
-        raise GymBrokenReply(f"the reply is no object but {_kind(body)}")
+        raise GymInvalidReply(f"the reply is no object but {_type_name(body)}")
     response = body.get("response")
     if not isinstance(response, Mapping):
-        raise GymBrokenReply(f"response must be an object, not {_kind(response)}")
+        raise GymInvalidReply(f"response must be an object, not {_type_name(response)}")
     output = response.get("output")
     if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
-        raise GymBrokenReply("response.output must be a list of objects")
+        raise GymInvalidReply("response.output must be a list of objects")
     mask_sample = body.get("mask_sample", False)
     if not isinstance(mask_sample, bool):
-        raise GymBrokenReply(f"mask_sample must be true or false, not {mask_sample!r}")
-    calls = (_call(f"response.output.{i}", item) for i, item in enumerate(output))
+        raise GymInvalidReply(f"mask_sample must be true or false, not {mask_sample!r}")
+    calls = (_parse_call(f"response.output.{i}", item) for i, item in enumerate(output))
     return GymReply(
-        reward=_reward(body.get("reward")),
+        reward=_parse_reward(body.get("reward")),
         calls=tuple(call for call in calls if call is not None),
         is_incomplete=bool(response.get("incomplete_details")),
         mask_sample=mask_sample,
         output=tuple(output),
-        extras={name: value for name, value in body.items() if name not in NO_EXTRAS and _is_plain(value)},
+        extras={name: value for name, value in body.items() if name not in RESERVED_FIELDS and _is_scalar(value)},
     )
 
 
-def _reward(value: Any) -> float:
+def _parse_reward(value: Any) -> float:
     if not _is_number(value):
-        raise GymBrokenReply(f"reward must be a finite number, not {_short(value)}")
+        raise GymInvalidReply(f"reward must be a finite number, not {_abbreviate(value)}")
     return float(value)
 
 
-def _call(where: str, item: Mapping[str, Any]) -> GymCall | None:
+def _parse_call(where: str, item: Mapping[str, Any]) -> GymCall | None:
     """The call that an item ends; None where it has no tokens: a tool's result, or an earlier item of the same call."""
     values: list[Any] = [item.get(name) for name in TOKEN_FIELDS]
     if all(value is None for value in values):
         return None
     for name, value in zip(TOKEN_FIELDS, values, strict=True):
         if not isinstance(value, list):
-            raise GymBrokenReply(f"{where}.{name} must be a list, not {_kind(value)}")
+            raise GymInvalidReply(f"{where}.{name} must be a list, not {_type_name(value)}")
     prompt, generation, log_probs = values
     call = GymCall(
-        _token_ids(f"{where}.{TOKEN_FIELDS[0]}", prompt),
-        _token_ids(f"{where}.{TOKEN_FIELDS[1]}", generation),
-        _log_probs(f"{where}.{TOKEN_FIELDS[2]}", log_probs),
+        _check_token_ids(f"{where}.{TOKEN_FIELDS[0]}", prompt),
+        _check_token_ids(f"{where}.{TOKEN_FIELDS[1]}", generation),
+        _check_log_probs(f"{where}.{TOKEN_FIELDS[2]}", log_probs),
     )
     if len(call.generation_token_ids) != len(call.generation_log_probs):
         counts = f"{len(call.generation_token_ids)} tokens with {len(call.generation_log_probs)} log-probs"
-        raise GymBrokenReply(f"{where}: {counts}")
+        raise GymInvalidReply(f"{where}: {counts}")
     return call
 
 
-def _token_ids(where: str, values: Sequence[Any]) -> tuple[int, ...]:
+def _check_token_ids(where: str, values: Sequence[Any]) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or value < 0:  # a bool is an int too
-            raise GymBrokenReply(f"{where} holds {_short(value)}: no token id")
+            raise GymInvalidReply(f"{where} holds {_abbreviate(value)}: no token id")
     return tuple(values)
 
 
-def _log_probs(where: str, values: Sequence[Any]) -> tuple[float, ...]:
+def _check_log_probs(where: str, values: Sequence[Any]) -> tuple[float, ...]:
     for value in values:  # NaN is null where the server's JSON knows no NaN
         if not _is_number(value):
-            raise GymBrokenReply(f"{where} holds {_short(value)}: no finite log-prob")
+            raise GymInvalidReply(f"{where} holds {_abbreviate(value)}: no finite log-prob")
     return tuple(map(float, values))
 
 
-def _is_plain(value: object) -> bool:
+def _is_scalar(value: object) -> bool:
     return isinstance(value, str | bool) or _is_number(value)
 
 
@@ -137,9 +137,9 @@ def _is_number(value: object) -> bool:
         return False
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return "missing" if value is None else type(value).__name__
 
 
-def _short(value: object) -> str:
+def _abbreviate(value: object) -> str:
     return "nothing" if value is None else repr(value)[:60]

@@ -19,25 +19,25 @@ from omegaconf import OmegaConf
 from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
-from nemo_rl.environments.nemo_gym.client import discover, silent_servers
+from nemo_rl.environments.nemo_gym.client import discover, find_unresponsive_servers
 from nemo_rl.environments.nemo_gym.reply import GymError, GymUnavailable
 from nemo_rl.environments.nemo_gym.workspace import (
     GymPython,
+    collect_requirements,
     find_configs,
-    gym_python,
-    requirements_of,
+    resolve_gym_python,
     write_workspace,
 )
 from nemo_rl.errors import ConfigError
 
-MARKER = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack: how the last of them is found
-START = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
+STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack: how the last of them is found
+START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
 POLL_S = 0.5
-CLOSE_S = supervisor.GRACE_S + supervisor.KILL_S + 10.0  # for the supervisor to end
+CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
 TAIL_BYTES = 4096
 TAIL_LINES = 25
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class GymStack:
@@ -84,20 +84,20 @@ class GymStack:
         """Raise GymUnavailable, with the end of the log, once the stack has ended: Gym stops when a server dies."""
         status = self._process.poll()
         if status is not None:
-            raise GymUnavailable(f"the stack has ended with status {status}{self._tail()}", url=self.head_url)
+            raise GymUnavailable(f"the stack has ended with status {status}{self._log_tail()}", url=self.head_url)
 
     async def close(self) -> None:
         """End every process of the stack. May be called twice."""
-        await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self._terminate)
 
     @classmethod
-    def _launch(cls, section: NemoGymConfig, policy: dict[str, Any], folder: Path, key: str) -> "GymStack":
+    def _launch(cls, section: NemoGymConfig, policy: dict[str, Any], directory: Path, key: str) -> "GymStack":
         assert section.config_paths is not None  # config/environment_checks.py
-        python = gym_python(section.python, key=f"{key}.python")
+        python = resolve_gym_python(section.python, key=f"{key}.python")
         configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
         if section.python is None:
             parts = [*configs.values(), OmegaConf.create(section.overrides)]
-            python = gym_python(None, requirements_of(parts, python.site_packages), key=f"{key}.python")
+            python = resolve_gym_python(None, collect_requirements(parts, python.site_packages), key=f"{key}.python")
         if not python.is_virtual:
             raise ConfigError(f"{key}.python", section.python, "must be the Python of a virtual environment")
         head_port = unused_port()
@@ -110,10 +110,10 @@ class GymStack:
         }
         merged = OmegaConf.merge(settings, section.overrides)
         head = merged.head_server
-        write_workspace(folder, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
-        marker, log_file = uuid4().hex, folder / "gym.log"
-        log.info("starting NeMo Gym; its output is in %s", log_file)
-        process = _spawn(python, folder, log_file, marker)
+        write_workspace(directory, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
+        marker, log_file = uuid4().hex, directory / "gym.log"
+        logger.info("starting NeMo Gym; its output is in %s", log_file)
+        process = _spawn(python, directory, log_file, marker)
         return cls(process, f"http://{head.host}:{head.port}", log_file, marker)
 
     async def _wait_until_ready(self, timeout_s: float, key: str) -> None:
@@ -124,38 +124,40 @@ class GymStack:
                     self.check()
                     with contextlib.suppress(GymUnavailable):
                         servers = await discover(http, self.head_url)
-                        silent = await silent_servers(http, list(servers.by_name.values()))
+                        silent = await find_unresponsive_servers(http, list(servers.by_name.values()))
                         if not silent:
                             return
                         waits_for = ", ".join(silent)
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
-            late = f"not up within {key}.start_timeout_s = {timeout_s:g} s; no answer of {waits_for}"
-            raise GymUnavailable(f"{late}{self._tail()}", url=self.head_url) from error
+            problem = f"not up within {key}.start_timeout_s = {timeout_s:g} s; no answer of {waits_for}"
+            raise GymUnavailable(f"{problem}{self._log_tail()}", url=self.head_url) from error
         except GymError as error:
             if error.problem.startswith("the stack has ended"):
                 raise
-            raise type(error)(f"{error.problem}{self._tail()}", url=error.url) from error
+            raise type(error)(f"{error.problem}{self._log_tail()}", url=error.url) from error
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()  # tells the supervisor
         try:
-            self._process.wait(CLOSE_S)
+            self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            log.warning("NeMo Gym did not end by itself and is killed")
+            logger.warning("NeMo Gym did not end by itself and is killed")
             self._process.kill()
             self._process.wait()
-        deadline = time.monotonic() + supervisor.KILL_S
-        while (left := _marked(self._marker)) and time.monotonic() < deadline:  # only where the supervisor was killed
+        deadline = time.monotonic() + supervisor.KILL_TIMEOUT_S
+        while (
+            left := _find_stack_processes(self._marker)
+        ) and time.monotonic() < deadline:  # only where the supervisor was killed
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if left:
-            log.error("processes of NeMo Gym are left: %s", left)
+            logger.error("processes of NeMo Gym are left: %s", left)
 
-    def _tail(self) -> str:
+    def _log_tail(self) -> str:
         """The end of the log, as the rest of an error's text."""
         try:
             with self.log_file.open("rb") as file:
@@ -166,21 +168,21 @@ class GymStack:
         return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(nothing was written)"])
 
 
-def _spawn(python: GymPython, folder: Path, log_file: Path, marker: str) -> "subprocess.Popen[bytes]":
+def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "subprocess.Popen[bytes]":
     # Not ours: modules of this Python, an environment of uv, a Ray cluster of another Python version.
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment |= {
-        MARKER: marker,
+        STACK_ID_VARIABLE: marker,
         "RAY_ADDRESS": "local",  # also where a cluster runs on this machine
         "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",
     }
-    command = [sys.executable, "-I", supervisor.__file__, str(python.python), "-c", START]
+    command = [sys.executable, "-I", supervisor.__file__, str(python.python), "-c", START_SCRIPT]
     with log_file.open("ab") as output:
         return subprocess.Popen(
             command,
-            cwd=folder,
+            cwd=directory,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=output,
@@ -189,9 +191,9 @@ def _spawn(python: GymPython, folder: Path, log_file: Path, marker: str) -> "sub
         )
 
 
-def _marked(marker: str) -> list[int]:
+def _find_stack_processes(marker: str) -> list[int]:
     """Processes of a stack that live, whoever their parent is by now."""
-    wanted = f"{MARKER}={marker}".encode()
+    wanted = f"{STACK_ID_VARIABLE}={marker}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -14,9 +14,9 @@ import sys
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-GRACE_S = 10.0  # between the interrupt and the kill
-KILL_S = 20.0  # for killed processes to be gone
-LOOK_S = 0.2
+INTERRUPT_GRACE_S = 10.0  # between the interrupt and the kill
+KILL_TIMEOUT_S = 20.0  # for killed processes to be gone
+POLL_INTERVAL_S = 0.2
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def prepare_command(libc: ctypes.CDLL) -> None:
 
 def is_closed(pipe: int) -> bool:
     """Whether the other end is closed; waits a moment for that."""
-    readable, _, _ = select.select([pipe], [], [], LOOK_S)
+    readable, _, _ = select.select([pipe], [], [], POLL_INTERVAL_S)
     return bool(readable) and not os.read(pipe, 4096)
 
 
@@ -67,8 +67,8 @@ def end(command: subprocess.Popen) -> int:
     status = command.returncode
     if status is None:
         os.kill(command.pid, signal.SIGINT)
-        wait_until_gone(command, GRACE_S, lambda: command.returncode is not None)
-    deadline = time.monotonic() + KILL_S
+        wait_until_gone(command, INTERRUPT_GRACE_S, lambda: command.returncode is not None)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     while (left := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in left:
             try:

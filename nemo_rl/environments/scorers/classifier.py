@@ -28,7 +28,7 @@ def load_classifier(
     Raises:
         ConfigError: under `key`: no such model, no classifier of one label, or files that lack weights.
     """
-    config = _one_label(key, name, fresh_head)
+    config = _load_single_label_config(key, name, fresh_head)
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             name, config=config, dtype=getattr(torch, precision), output_loading_info=True
@@ -43,13 +43,13 @@ def load_classifier(
     return model.eval()
 
 
-def max_tokens(model: PreTrainedModel, limit: int) -> int:
+def clamp_to_positions(model: PreTrainedModel, limit: int) -> int:
     """`limit`, or the positions that the model has where they are fewer."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(limit, positions) if isinstance(positions, int) and positions > 0 else limit
 
 
-def padded_scores(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
+def score_padded(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
     """Scores [N] in float32: one row each, padded on the right."""
     pad_id = _pad_id(model)
     token_ids = torch.full((len(rows), max(map(len, rows))), 0 if pad_id is None else pad_id)  # [N, T]
@@ -62,33 +62,33 @@ def padded_scores(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
     if head is None:
         return model(input_ids=token_ids, attention_mask=mask).logits[:, 0].float()
     hidden = model.base_model(input_ids=token_ids, attention_mask=mask, use_cache=False).last_hidden_state
-    last = torch.tensor([_pooled_place(row, pad_id) for row in rows], device=model.device)
+    last = torch.tensor([_pooled_index(row, pad_id) for row in rows], device=model.device)
     return head(hidden[torch.arange(len(rows), device=model.device), last])[:, 0].float()
 
 
-def packed_scores(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
+def score_packed(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
     """Scores [N] in float32: all rows behind each other in one, positions counted from 0 in each.
 
-    A causal model of transformers takes such positions for the borders that attention does not cross; `check_exact`
+    A causal model of transformers reads sequence borders from such positions; `check_layout_exact`
     finds one that does not.
     """
     head = _token_head(model)
     if head is None:
         return torch.full((len(rows),), float("nan"))
     token_ids = torch.tensor([[token_id for row in rows for token_id in row]], device=model.device)  # [1, T]
-    positions = torch.tensor([[place for row in rows for place in range(len(row))]], device=model.device)
+    positions = torch.tensor([[index for row in rows for index in range(len(row))]], device=model.device)
     hidden = model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False).last_hidden_state
-    places, start = [], 0
+    indices, start = [], 0
     for row in rows:
-        places.append(start + _pooled_place(row, _pad_id(model)))
+        indices.append(start + _pooled_index(row, _pad_id(model)))
         start += len(row)
-    return head(hidden[0, places])[:, 0].float()
+    return head(hidden[0, indices])[:, 0].float()
 
 
 @torch.inference_mode()
-def check_exact(key: str, value: object, model: PreTrainedModel, layout: Layout) -> None:
+def check_layout_exact(key: str, value: object, model: PreTrainedModel, layout: Layout) -> None:
     """Raise ConfigError where rows in one forward pass of this layout have other scores than each of them alone."""
-    rows = [[place % (model.config.get_text_config().vocab_size - 1) + 1 for place in range(n)] for n in PROBE_LENGTHS]
+    rows = [[index % (model.config.get_text_config().vocab_size - 1) + 1 for index in range(n)] for n in PROBE_LENGTHS]
     alone = torch.cat([model(torch.tensor([row], device=model.device)).logits[0, :1].float() for row in rows])
     difference = ((layout(model, rows) - alone).abs() / alone.abs().clamp(min=1)).max().item()
     if not difference <= TOLERANCE[model.dtype]:
@@ -96,14 +96,14 @@ def check_exact(key: str, value: object, model: PreTrainedModel, layout: Layout)
         raise ConfigError(key, value, problem)
 
 
-def micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
+def iter_micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
     """Places of all rows, at most `size` at a time, those of like length together."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
 
-def _one_label(key: str, name: str, fresh_head: bool) -> PreTrainedConfig:
+def _load_single_label_config(key: str, name: str, fresh_head: bool) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if fresh_head else {}))
     except (OSError, ValueError, KeyError) as error:
@@ -124,7 +124,7 @@ def _pad_id(model: PreTrainedModel) -> int | None:
     return model.config.get_text_config().pad_token_id
 
 
-def _pooled_place(row: Row, pad_id: int | None) -> int:
+def _pooled_index(row: Row, pad_id: int | None) -> int:
     """As transformers has it: the last token that is not padding, the last one where the model knows no padding."""
-    places = [place for place, token_id in enumerate(row) if token_id != pad_id]
-    return places[-1] if places else 0
+    indices = [index for index, token_id in enumerate(row) if token_id != pad_id]
+    return indices[-1] if indices else 0

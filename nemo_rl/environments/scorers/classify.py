@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.scorers import ClassifyScorerConfig
 from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
-from nemo_rl.environments.registry import plain_messages
+from nemo_rl.environments.registry import messages_to_dicts
 from nemo_rl.environments.scorers.registry import register_scorer, score_each
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, Message
@@ -18,7 +18,7 @@ class ConversationTooLong(Exception):
     """More tokens than the reward model takes."""
 
 
-class ConversationTokens:
+class ConversationTokenizer:
     """Renders whole conversations, without a prompt for a further answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None) -> None:
@@ -28,7 +28,7 @@ class ConversationTokens:
     @classmethod
     def load(
         cls, key: str, name: str, *, chat_template: str | None, max_length: int | None = None
-    ) -> "ConversationTokens":
+    ) -> "ConversationTokenizer":
         """From the Hugging Face name or folder `name`; raises ConfigError below `key` where it cannot be used."""
         tokenizer = load_tokenizer_with_template(
             name, chat_template, name_key=f"{key}.tokenizer_name", template_key=f"{key}.chat_template"
@@ -37,7 +37,9 @@ class ConversationTokens:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids, special tokens as the template writes them and no others. Raises ConversationTooLong."""
-        text = self.tokenizer.apply_chat_template(plain_messages(messages), tokenize=False, add_generation_prompt=False)
+        text = self.tokenizer.apply_chat_template(
+            messages_to_dicts(messages), tokenize=False, add_generation_prompt=False
+        )
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
         if self._max_length is not None and len(token_ids) > self._max_length:
             raise ConversationTooLong(f"a conversation of {len(token_ids)} tokens, where {self._max_length} fit")
@@ -48,7 +50,7 @@ class ConversationTokens:
 APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "vllm_classify": ("/classify", "input", lambda answer: answer["data"][0]["probs"]),
     "vllm_pooling": ("/pooling", "input", lambda answer: answer["data"][0]["data"]),
-    "sglang_classify": ("/classify", "input_ids", lambda answer: _first(answer)["embedding"]),
+    "sglang_classify": ("/classify", "input_ids", lambda answer: _unwrap_single(answer)["embedding"]),
     "embeddings": ("/v1/embeddings", "input", lambda answer: answer["data"][0]["embedding"]),
 }
 
@@ -60,7 +62,7 @@ class ClassifyScorer:
     def __init__(self, name: str, section: ClassifyScorerConfig) -> None:
         self._section = section
         self._endpoint = Endpoint(f"scorers.{name}", section)
-        self._tokens = ConversationTokens.load(
+        self._tokens = ConversationTokenizer.load(
             f"scorers.{name}", section.tokenizer_name or section.model, chat_template=section.chat_template
         )
 
@@ -71,17 +73,17 @@ class ClassifyScorer:
         await self._endpoint.close()
 
     async def _score(self, request: ScoreRequest) -> float:
-        path, tokens_key, numbers_of = APIS[self._section.api]
+        path, tokens_key, extract_numbers = APIS[self._section.api]
         token_ids = self._tokens.encode(request.messages)
         body = {"model": self._section.model, tokens_key: token_ids}
         answer = await self._endpoint.post(path, body, num_tokens=len(token_ids))
         try:
-            numbers = numbers_of(answer)
+            numbers = extract_numbers(answer)
             return float(numbers[self._section.label] if isinstance(numbers, list) else numbers)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EndpointError(f"{path}: no score number {self._section.label} in {str(answer)[:200]}") from error
 
 
-def _first(answer: Any) -> Any:
+def _unwrap_single(answer: Any) -> Any:
     """SGLang answers one request with an object or with a list of one."""
     return answer[0] if isinstance(answer, list) else answer

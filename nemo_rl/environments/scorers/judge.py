@@ -10,16 +10,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
-from nemo_rl.environments.registry import import_path, plain_messages
+from nemo_rl.environments.registry import import_path, messages_to_dicts
 from nemo_rl.environments.scorers.registry import register_scorer, score_each
 from nemo_rl.errors import ConfigError, NemoRLError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure
 
-CHARACTERS_A_TOKEN = 4  # of the estimate that `tokens_per_minute` goes by until the server tells
+CHARACTERS_PER_TOKEN = 4  # of the estimate that `tokens_per_minute` goes by until the server tells
 
 
-class UnreadableJudgement(NemoRLError):
+class JudgementError(NemoRLError):
     """An answer of the judge that holds no score, or one out of range."""
 
 
@@ -35,7 +35,7 @@ class JudgeScorer:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(section.prompt)
         except TemplateError as error:
             raise ConfigError(f"{key}.prompt", section.prompt, f"no Jinja template: {error}") from error
-        self._parse = answer_parser(f"{key}.parser", section.parser)
+        self._parse = make_answer_parser(f"{key}.parser", section.parser)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
         return await score_each(requests, self._score)
@@ -51,17 +51,17 @@ class JudgeScorer:
             "max_tokens": self._section.max_tokens,
         }
         characters = sum(len(message["content"]) for message in body["messages"])
-        estimated = characters // CHARACTERS_A_TOKEN + self._section.max_tokens
+        estimated = characters // CHARACTERS_PER_TOKEN + self._section.max_tokens
         answer = await self._endpoint.post("/v1/chat/completions", body, num_tokens=estimated)
         used = answer.get("usage") or {} if isinstance(answer, dict) else {}
         if isinstance(used.get("total_tokens"), int):
             self._endpoint.used(used["total_tokens"], estimated=estimated)
-        return self._checked(self._parse(_content(answer)))
+        return self._check_range(self._parse(_extract_content(answer)))
 
     def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:
         *before, response = request.messages
         text = self._template.render(
-            messages=plain_messages(request.messages),
+            messages=messages_to_dicts(request.messages),
             prompt=before[-1].content if before else "",
             response=response.content,
             metadata=dict(request.metadata),
@@ -69,20 +69,20 @@ class JudgeScorer:
         system = self._section.system_prompt
         return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
 
-    def _checked(self, score: float) -> float:
+    def _check_range(self, score: float) -> float:
         low, high = self._section.min_score, self._section.max_score
         if (low is not None and score < low) or (high is not None and score > high):
-            raise UnreadableJudgement(f"the judge gave {score:g}, outside of {low} to {high}")
+            raise JudgementError(f"the judge gave {score:g}, outside of {low} to {high}")
         return score
 
 
-def answer_parser(key: str, parser: str) -> Callable[[str], float]:
+def make_answer_parser(key: str, parser: str) -> Callable[[str], float]:
     """From a regular expression with one group, whose last match counts, or a function by dotted path."""
     if re.fullmatch(r"[\w.]+:\w+", parser):
         function = import_path(key, parser)
         if not callable(function):
             raise ConfigError(key, parser, "not a function")
-        return partial(_number_of, function)
+        return partial(_call_parser, function)
     try:
         pattern = re.compile(parser)
     except re.error as error:
@@ -93,17 +93,17 @@ def answer_parser(key: str, parser: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
         found = pattern.findall(text)
         if not found:
-            raise UnreadableJudgement(f"no score in the judge's answer: {text[:200]!r}")
+            raise JudgementError(f"no score in the judge's answer: {text[:200]!r}")
         return float(found[-1])
 
     return parse
 
 
-def _number_of(function: Callable[[str], Any], text: str) -> float:
+def _call_parser(function: Callable[[str], Any], text: str) -> float:
     return float(function(text))
 
 
-def _content(answer: Any) -> str:
+def _extract_content(answer: Any) -> str:
     try:
         return answer["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError) as error:

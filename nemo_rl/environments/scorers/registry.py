@@ -17,19 +17,19 @@ from nemo_rl.config.scorers import (
     ScorerConfig,
 )
 from nemo_rl.environments.batcher import Batcher
-from nemo_rl.environments.boundary import failure_of, raise_own_cancellation
+from nemo_rl.environments.boundary import error_to_failure, reraise_own_cancellation
 from nemo_rl.environments.registry import import_path
 from nemo_rl.errors import ConfigError, EnvironmentContractError, suggest_name
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass
 
 if TYPE_CHECKING:
-    from nemo_rl.distributed.cluster import Seat
+    from nemo_rl.distributed.cluster import ReservedSlot
 
 logger = logging.getLogger(__name__)
 
 
-async def checked_scores(
+async def score_with_checks(
     scorer: Scorer, requests: Sequence[ScoreRequest], *, timeout_s: float | None
 ) -> list[float | Failure]:
     """One finite score or failure a request, in order, whatever the scorer does; raises nothing but cancellation."""
@@ -39,15 +39,15 @@ async def checked_scores(
             scores = await scorer.score(requests)
         if len(scores) != len(requests):
             raise EnvironmentContractError(f"{len(scores)} scores for {len(requests)} requests")
-        return [_checked(score) for score in scores]
+        return [_validate_score(score) for score in scores]
     except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others, and to other processes
-        raise_own_cancellation(error)
+        reraise_own_cancellation(error)
         cause = TimeoutError(f"no score in {timeout_s:g} s") if deadline.expired() else error
         logger.warning("a scorer failed %d requests", len(requests), exc_info=cause)
-        return [failure_of(cause, FailureClass.REWARD)] * len(requests)
+        return [error_to_failure(cause, FailureClass.REWARD)] * len(requests)
 
 
-def _checked(score: object) -> float | Failure:
+def _validate_score(score: object) -> float | Failure:
     if isinstance(score, Failure):
         return score
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
@@ -59,14 +59,14 @@ class CheckedScorer:
     """Any scorer with a deadline on its calls and its scores checked; `score` raises nothing."""
 
     def __init__(self, inner: Scorer, *, timeout_s: float | None) -> None:
-        self._inner = inner
+        self._make_inner = inner
         self._timeout_s = timeout_s
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
-        return await checked_scores(self._inner, requests, timeout_s=self._timeout_s)
+        return await score_with_checks(self._make_inner, requests, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
-        await self._inner.close()
+        await self._make_inner.close()
 
 
 class BatchedScorer:
@@ -76,9 +76,9 @@ class BatchedScorer:
     """
 
     def __init__(self, inner: Scorer, batching: BatchingConfig, *, timeout_s: float | None) -> None:
-        self._inner = inner
+        self._make_inner = inner
         self._timeout_s = timeout_s
-        self._batcher: Batcher[ScoreRequest, float | Failure] = Batcher(self._answer, batching)
+        self._batcher: Batcher[ScoreRequest, float | Failure] = Batcher(self._score_batch, batching)
 
     @property
     def mean_batch_size(self) -> float:
@@ -90,10 +90,10 @@ class BatchedScorer:
 
     async def close(self) -> None:
         await self._batcher.close()
-        await self._inner.close()
+        await self._make_inner.close()
 
-    async def _answer(self, requests: list[ScoreRequest]) -> list[float | Failure]:
-        return await checked_scores(self._inner, requests, timeout_s=self._timeout_s)
+    async def _score_batch(self, requests: list[ScoreRequest]) -> list[float | Failure]:
+        return await score_with_checks(self._make_inner, requests, timeout_s=self._timeout_s)
 
 
 async def score_each(
@@ -106,16 +106,16 @@ async def score_each(
             return await score(request)
         except Exception as error:  # a server's words, a template's and a parser's code
             logger.debug("a request could not be scored", exc_info=error)
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
 
     return list(await asyncio.gather(*map(one, requests)))
 
 
-Factory: TypeAlias = Callable[..., Scorer]  # (the entry's name, its section), and of reward models `seats`
+Factory: TypeAlias = Callable[..., Scorer]  # (the entry's name, its section), and of reward models `slots`
 FactoryT = TypeVar("FactoryT", bound=Factory)
 
 SCORERS: dict[str, Factory] = {}
-MODULES = {"function": "rules", "reward_model": "reward_model", "classify": "classify", "judge": "judge"}
+SCORER_MODULES = {"function": "rules", "reward_model": "reward_model", "classify": "classify", "judge": "judge"}
 
 
 def register_scorer(name: str) -> Callable[[FactoryT], FactoryT]:
@@ -130,17 +130,19 @@ def register_scorer(name: str) -> Callable[[FactoryT], FactoryT]:
     return add
 
 
-def make_scorer(name: str, section: ScorerConfig, *, seats: "Sequence[Seat]" = ()) -> CheckedScorer | BatchedScorer:
+def make_scorer(
+    name: str, section: ScorerConfig, *, slots: "Sequence[ReservedSlot]" = ()
+) -> CheckedScorer | BatchedScorer:
     """The scorer of the entry `scorers.<name>`, its calls bounded by `timeout_s` and batched as it says.
 
-    `seats`: of the reward models' pool, where there is one; each holds a replica of every reward model.
+    `slots`: of the reward models' pool, where there is one; each holds a replica of every reward model.
 
     `section.type` (None: `name`) is a built-in or registered name, or the dotted path of a class that satisfies
     interfaces.Scorer, made with `section.kwargs`. Raises ConfigError for what cannot be found or made.
     """
-    if isinstance(section, RewardModelScorerConfig) and seats:
-        section = section.model_copy(update={"in_actor": True, "num_replicas": len(seats)})
-    inner = _inner(name, section, seats)
+    if isinstance(section, RewardModelScorerConfig) and slots:
+        section = section.model_copy(update={"in_actor": True, "num_replicas": len(slots)})
+    inner = _make_inner(name, section, slots)
     if not isinstance(section, BatchedScorerConfig):  # an endpoint bounds each attempt; waiting for one is no failure
         return CheckedScorer(inner, timeout_s=None)
     batching = section.batching
@@ -153,21 +155,21 @@ def make_scorer(name: str, section: ScorerConfig, *, seats: "Sequence[Seat]" = (
     return CheckedScorer(inner, timeout_s=section.timeout_s)
 
 
-def _inner(name: str, section: ScorerConfig, seats: "Sequence[Seat]") -> Scorer:
+def _make_inner(name: str, section: ScorerConfig, slots: "Sequence[ReservedSlot]") -> Scorer:
     kind = section.type or name
     if "." in kind or ":" in kind:
-        return _from_path(f"scorers.{name}", kind, section)
+        return _make_from_path(f"scorers.{name}", kind, section)
     if kind in SCORER_CONFIGS:
-        importlib.import_module(f"nemo_rl.environments.scorers.{MODULES[kind]}")  # registers itself
+        importlib.import_module(f"nemo_rl.environments.scorers.{SCORER_MODULES[kind]}")  # registers itself
     if kind not in SCORERS:
-        near = suggest_name(kind, {*SCORER_CONFIGS, *SCORERS})
-        raise ConfigError(f"scorers.{name}.type", kind, f"unknown scorer, and no dotted path{near}")
-    if isinstance(section, RewardModelScorerConfig) and seats:
-        return SCORERS[kind](name, section, seats=seats)
+        hint = suggest_name(kind, {*SCORER_CONFIGS, *SCORERS})
+        raise ConfigError(f"scorers.{name}.type", kind, f"unknown scorer, and no dotted path{hint}")
+    if isinstance(section, RewardModelScorerConfig) and slots:
+        return SCORERS[kind](name, section, slots=slots)
     return SCORERS[kind](name, section)
 
 
-def _from_path(key: str, path: str, section: ScorerConfig) -> Scorer:
+def _make_from_path(key: str, path: str, section: ScorerConfig) -> Scorer:
     target = import_path(f"{key}.type", path)
     if not inspect.isclass(target):
         raise ConfigError(f"{key}.type", path, "not a class; for a function: type: function, function: <path>")

@@ -9,18 +9,18 @@ import torch
 
 from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
-from nemo_rl.distributed.cluster import Seat
+from nemo_rl.distributed.cluster import ReservedSlot
 from nemo_rl.distributed.machine import resolve_device
-from nemo_rl.environments.boundary import failure_of
+from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.scorers.classifier import (
-    check_exact,
+    check_layout_exact,
+    clamp_to_positions,
+    iter_micro_batches,
     load_classifier,
-    max_tokens,
-    micro_batches,
-    packed_scores,
-    padded_scores,
+    score_packed,
+    score_padded,
 )
-from nemo_rl.environments.scorers.classify import ConversationTokens
+from nemo_rl.environments.scorers.classify import ConversationTokenizer
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
 from nemo_rl.interfaces import ScoreRequest
@@ -39,60 +39,64 @@ class RewardModel:
         device = resolve_device(section.device, f"{key}.device")
         model = load_classifier(f"{key}.model_name", section.model_name, precision=section.precision)
         self._model = model.to(device)  # pyright: ignore[reportArgumentType]
-        self._scores = packed_scores if section.packing else padded_scores
+        self._scores = score_packed if section.packing else score_padded
         named, value = ("packing", True) if section.packing else ("model_name", section.model_name)
-        check_exact(f"{key}.{named}", value, self._model, self._scores)
+        check_layout_exact(f"{key}.{named}", value, self._model, self._scores)
         self._micro_batch_size = section.micro_batch_size
-        self._tokens = ConversationTokens.load(
+        self._tokens = ConversationTokenizer.load(
             key,
             section.tokenizer_name or section.model_name,
             chat_template=section.chat_template,
-            max_length=max_tokens(self._model, section.max_length),
+            max_length=clamp_to_positions(self._model, section.max_length),
         )
 
     @torch.inference_mode()
     def score(self, conversations: Sequence[Conversation]) -> list[float | Failure]:
         """One score a conversation, in order; what is too long, cannot be rendered or meets an error fails alone, or
         with its micro-batch."""
-        results = [self._encoded(conversation) for conversation in conversations]
+        results = [self._encode(conversation) for conversation in conversations]
         rows = {place: row for place, row in enumerate(results) if not isinstance(row, Failure)}
-        scores: list[float | Failure] = [row if isinstance(row, Failure) else _lost() for row in results]
+        scores: list[float | Failure] = [
+            row if isinstance(row, Failure) else _missing_score_failure() for row in results
+        ]
         places = list(rows)
-        for batch in micro_batches(list(rows.values()), self._micro_batch_size):
+        for batch in iter_micro_batches(list(rows.values()), self._micro_batch_size):
             batch_scores = self._forward([rows[places[i]] for i in batch])
             for i, score in zip(batch, batch_scores, strict=True):
                 scores[places[i]] = score
         return scores
 
-    def _encoded(self, conversation: Conversation) -> list[int] | Failure:
+    def _encode(self, conversation: Conversation) -> list[int] | Failure:
         try:
             token_ids = self._tokens.encode(conversation)
         except Exception as error:  # too long, or whatever a template's expressions raise
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
         return token_ids or Failure(FailureClass.REWARD, "the conversation has no tokens")
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> Sequence[float | Failure]:
         try:
             return self._scores(self._model, rows).tolist()
         except (RuntimeError, IndexError) as error:  # out of memory; a token that the model does not have
-            return [failure_of(error, FailureClass.REWARD)] * len(rows)
+            return [error_to_failure(error, FailureClass.REWARD)] * len(rows)
 
 
 @register_scorer("reward_model")
 class RewardModelScorer:
     """`RewardModel` behind interfaces.Scorer, in any number of requests a call.
 
-    With `in_actor`, an actor that dies fails the requests that it holds, and another takes its place. `seats`: one an
+    With `in_actor`, an actor that dies fails the requests that it holds, and another takes its place. `slots`: one an
     actor, on reserved resources; None: wherever Ray has room, without a GPU.
     """
 
-    def __init__(self, name: str, section: RewardModelScorerConfig, *, seats: Sequence[Seat] | None = None) -> None:
-        places: Sequence[Seat | None] = seats or [None] * section.num_replicas
-        self._replicas: list[_Actor] | list[_Thread]
+    def __init__(
+        self, name: str, section: RewardModelScorerConfig, *, slots: Sequence[ReservedSlot] | None = None
+    ) -> None:
+        places: Sequence[ReservedSlot | None] = slots or [None] * section.num_replicas
+        self._replicas: list[_ActorReplica] | list[_ThreadReplica]
         if not section.in_actor:
-            self._replicas = [_Thread(name, section)]
+            self._replicas = [_ThreadReplica(name, section)]
             return
-        self._replicas = [_Actor(name, section, seat) for seat in places]
+        self._replicas = [_ActorReplica(name, section, slot) for slot in places]
         try:
             for replica in self._replicas:
                 replica.wait_until_loaded()
@@ -105,27 +109,27 @@ class RewardModelScorer:
         conversations = [request.messages for request in requests]
         share = max(1, -(-len(conversations) // len(self._replicas)))
         shares = [conversations[start : start + share] for start in range(0, len(conversations), share)]
-        results = await asyncio.gather(*(self._score_share(each) for each in shares))
-        return [score for of_share in results for score in of_share]
+        results = await asyncio.gather(*(self._score_shard(each) for each in shares))
+        return [score for shard_scores in results for score in shard_scores]
 
     async def close(self) -> None:
         for replica in self._replicas:
             replica.kill()
 
-    async def _score_share(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
-        replica = min(self._replicas, key=lambda each: each.num_held)
-        replica.num_held += len(conversations)
+    async def _score_shard(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
+        replica = min(self._replicas, key=lambda each: each.num_in_flight)
+        replica.num_in_flight += len(conversations)
         try:
             return await replica.score(conversations)
         finally:
-            replica.num_held -= len(conversations)
+            replica.num_in_flight -= len(conversations)
 
 
-class _Thread:
+class _ThreadReplica:
     """The model on one thread of this process, as torch's modes and streams want it."""
 
     def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
-        self.num_held = 0  # conversations
+        self.num_in_flight = 0  # conversations
         self._executor = ThreadPoolExecutor(
             1, f"scorer-{name}", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -138,24 +142,24 @@ class _Thread:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
-class _Actor:
+class _ActorReplica:
     """The model in an actor; one that has died is replaced."""
 
-    def __init__(self, name: str, section: RewardModelScorerConfig, seat: Seat | None) -> None:
-        self.num_held = 0  # conversations
+    def __init__(self, name: str, section: RewardModelScorerConfig, slot: ReservedSlot | None) -> None:
+        self.num_in_flight = 0  # conversations
         self._name = name
         self._section = section
-        self._seat = seat
+        self._seat = slot
         self._actor = self._spawn()
 
     def wait_until_loaded(self) -> None:
         """Raises ConfigError for what the actor cannot load, or when it does not answer in time."""
         try:
-            refusal = self._actor.call_blocking("refusal", timeout_s=self._section.start_timeout_s)
+            load_error = self._actor.call_blocking("refusal", timeout_s=self._section.start_timeout_s)
         except WorkerError as error:
             raise ConfigError(f"scorers.{self._name}.in_actor", True, str(error)) from error
-        if refusal is not None:
-            raise ConfigError(*refusal)
+        if load_error is not None:
+            raise ConfigError(*load_error)
 
     async def score(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
         actor = self._actor
@@ -165,36 +169,36 @@ class _Actor:
             if self._actor is actor:  # the first of its calls to hear of it
                 logger.warning("the actor of scorers.%s has died and is started again: %s", self._name, error)
                 self._actor = self._spawn()
-            return [failure_of(error, FailureClass.REWARD)] * len(conversations)
+            return [error_to_failure(error, FailureClass.REWARD)] * len(conversations)
         except WorkerError as error:
-            return [failure_of(error, FailureClass.REWARD)] * len(conversations)
+            return [error_to_failure(error, FailureClass.REWARD)] * len(conversations)
 
     def kill(self) -> None:
         self._actor.kill()
 
     def _spawn(self) -> ActorHandle:
-        return spawn_actor(_Hosted, self._name, self._section, seat=self._seat, label=f"scorers.{self._name}")
+        return spawn_actor(_RewardModelActor, self._name, self._section, slot=self._seat, label=f"scorers.{self._name}")
 
 
-class _Hosted:
+class _RewardModelActor:
     """What stands in the actor: the model, or why it cannot be had."""
 
     def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
-        self._refusal: ConfigError | None = None
+        self._load_error: ConfigError | None = None
         try:
             self._model = RewardModel(name, section)
         except ConfigError as error:
-            self._refusal = error
+            self._load_error = error
 
-    def refusal(self) -> tuple[str, object, str] | None:
-        error = self._refusal
+    def load_error(self) -> tuple[str, object, str] | None:
+        error = self._load_error
         return (error.key, error.value, error.problem) if error else None
 
     def score(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
-        if self._refusal is not None:
-            raise EnvironmentContractError(str(self._refusal))
+        if self._load_error is not None:
+            raise EnvironmentContractError(str(self._load_error))
         return self._model.score(conversations)
 
 
-def _lost() -> Failure:
+def _missing_score_failure() -> Failure:
     return Failure(FailureClass.REWARD, "was not scored")

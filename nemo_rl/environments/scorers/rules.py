@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 from nemo_rl.config.scorers import FunctionScorerConfig
-from nemo_rl.environments.boundary import failure_of
+from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
-from nemo_rl.environments.registry import import_path, plain_messages
+from nemo_rl.environments.registry import import_path, messages_to_dicts
 from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.interfaces import ScoreRequest
@@ -32,9 +32,9 @@ class RuleScorer:
 
     async def _score(self, request: ScoreRequest) -> float | Failure:
         try:
-            return await self._pool.call(plain_messages(request.messages), dict(request.metadata))
+            return await self._pool.call(messages_to_dicts(request.messages), dict(request.metadata))
         except WorkerError as error:
-            return failure_of(error, FailureClass.REWARD)
+            return error_to_failure(error, FailureClass.REWARD)
 
     async def close(self) -> None:
         await self._pool.close()

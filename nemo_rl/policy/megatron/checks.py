@@ -18,7 +18,7 @@ from nemo_rl.config.policy import (
 from nemo_rl.errors import ConfigError
 
 
-def in_torchs_names(config: PolicyConfig) -> PolicyConfig:
+def to_torch_config(config: PolicyConfig) -> PolicyConfig:
     """`policy.optimizer` and `policy.scheduler` that do what `policy.megatron_cfg` asks for, where it does."""
     section = config.megatron_cfg
     if section.optimizer is None and section.scheduler is None:

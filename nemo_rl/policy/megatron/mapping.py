@@ -62,7 +62,7 @@ class Vocabulary(Weight):
     num_tokens: int = 0
 
     def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        rows = rows_of_a_rank(self.num_tokens, size)
+        rows = vocab_rows_per_rank(self.num_tokens, size)
         part = tensors[0][rank * rows : (rank + 1) * rows]
         return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
 
@@ -100,12 +100,12 @@ class QueryKeyValue(Weight):
         return [t.flatten(0, 1) for t in grouped.split([num_queries, self.head_dim, self.head_dim], dim=1)]
 
 
-def rows_of_a_rank(num_tokens: int, size: int) -> int:
+def vocab_rows_per_rank(num_tokens: int, size: int) -> int:
     """Entries of the vocabulary on each tensor parallel rank, the last one's filling included."""
     return -(-num_tokens // size)
 
 
-def weights_of(config: PreTrainedConfig) -> Iterator[Weight]:
+def iter_model_weights(config: PreTrainedConfig) -> Iterator[Weight]:
     """All weights of a model, as its files order them; tied ones once, under the name of the embedding."""
     tokens = config.vocab_size
     yield Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), num_tokens=tokens)

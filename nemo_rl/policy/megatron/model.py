@@ -23,10 +23,10 @@ from transformers import PreTrainedConfig
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy import logprobs as token_scores
-from nemo_rl.policy.attention import Pack, by_kernel, has_kernel
-from nemo_rl.policy.logprobs import LOGPROBS_ALONE, Questions, answered_in_chunks, scattered
+from nemo_rl.policy.attention import PackedSequences, has_varlen_kernel, varlen_attention
+from nemo_rl.policy.logprobs import LOGPROBS_ONLY, ScoreQuery, scatter_scores, score_in_chunks
 from nemo_rl.policy.megatron import mapping, parallel
-from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, rows_of_a_rank
+from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, vocab_rows_per_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -80,11 +80,11 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         calculate_per_token_loss=True,
-        finalize_model_grads_func=_added_up,
+        finalize_model_grads_func=_sum_gradients,
     )
 
 
-def _added_up(model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
+def _sum_gradients(model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
     """Gradients of all ranks added up, and divided by nothing: the loss has divided already."""
     finalize_model_grads(model, None, **arguments)
 
@@ -99,7 +99,12 @@ class CausalAttention(nn.Module):
         super().__init__()
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Pack | None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: PackedSequences | None,
+        **_: Any,
     ) -> torch.Tensor:
         """[T, B, heads, D] and twice [T, B, groups, D] to [T, B, heads * D].
 
@@ -109,8 +114,8 @@ class CausalAttention(nn.Module):
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, T, D]
         if attention_mask is None:
             return _causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        if has_kernel(q, v):
-            return by_kernel(q, k, v, attention_mask).transpose(0, 1).flatten(2)
+        if has_varlen_kernel(q, v):
+            return varlen_attention(q, k, v, attention_mask).transpose(0, 1).flatten(2)
         parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in (q, k, v)), strict=True)
         return torch.cat([_causal(*part) for part in parts], dim=2).permute(2, 0, 1, 3).flatten(2)
 
@@ -120,56 +125,58 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
 
 
-def answered(logits: torch.Tensor, questions: Questions, *, num_tokens: int) -> TokenScores:
+def score_logits(logits: torch.Tensor, score_query: ScoreQuery, *, num_tokens: int) -> TokenScores:
     """From this rank's [N, v] float32 logits; `num_tokens` is V, behind which the last rank has entries of no token."""
     if dist.get_world_size(parallel.tensor_group()) == 1:
-        return token_scores.answered(logits, questions)
+        return token_scores.score_logits(logits, score_query)
     first = parallel.tensor_rank() * logits.shape[1]
     logits = logits[:, : num_tokens - first]
     logprobs = logits - _log_normalizer(logits)[:, None]  # [N, v]: of the whole vocabulary's log_softmax
     candidates = entropy = topk = None
-    if questions.candidate_ids is not None:
-        candidates = _picked(logprobs, questions.candidate_ids, first)
-    if questions.entropy:
-        entropy = _over_ranks(-(logprobs.exp() * logprobs).sum(-1))
-    if questions.topk:
-        topk = _most_likely(logprobs, questions.topk, first)
-    return TokenScores(_picked(logprobs, questions.targets[:, None], first).squeeze(1), candidates, entropy, topk)
+    if score_query.candidate_ids is not None:
+        candidates = _gather_logprobs(logprobs, score_query.candidate_ids, first)
+    if score_query.entropy:
+        entropy = _sum_over_ranks(-(logprobs.exp() * logprobs).sum(-1))
+    if score_query.topk:
+        topk = _topk(logprobs, score_query.topk, first)
+    return TokenScores(
+        _gather_logprobs(logprobs, score_query.targets[:, None], first).squeeze(1), candidates, entropy, topk
+    )
 
 
 def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
     """[N] log of the sum of exp(logits) over the whole vocabulary; each rank's use of it gives it a gradient."""
     highest = logits.detach().amax(-1)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=parallel.tensor_group())
-    normalizer = _over_ranks((logits - highest[:, None]).exp().sum(-1)).log() + highest
+    normalizer = _sum_over_ranks((logits - highest[:, None]).exp().sum(-1)).log() + highest
     return copy_to_tensor_model_parallel_region(normalizer)
 
 
-def _picked(logprobs: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
+def _gather_logprobs(logprobs: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
     """[N, K] log-probs of these ids, which one rank each has; 0 for ids below 0."""
     local = ids - first
     is_here = (local >= 0) & (local < logprobs.shape[1]) & (ids >= 0)
     values = logprobs.gather(1, local.clamp(0, logprobs.shape[1] - 1)).masked_fill(~is_here, 0.0)
-    return _over_ranks(values)
+    return _sum_over_ranks(values)
 
 
-def _most_likely(logprobs: torch.Tensor, k: int, first: int) -> TopK:
+def _topk(logprobs: torch.Tensor, k: int, first: int) -> TopK:
     """The k most likely of all ranks' k most likely."""
     own, ids = logprobs.detach().topk(min(k, logprobs.shape[1]), dim=-1)
     missing = k - own.shape[1]
     own, ids = F.pad(own, (0, missing), value=-torch.inf), F.pad(ids + first, (0, missing))
-    places = torch.cat(_gathered(own), dim=1).topk(k, dim=-1).indices
-    chosen = torch.cat(_gathered(ids), dim=1).gather(1, places)
-    return TopK(chosen, _picked(logprobs, chosen, first))
+    indices = torch.cat(_all_gather(own), dim=1).topk(k, dim=-1).indices
+    chosen = torch.cat(_all_gather(ids), dim=1).gather(1, indices)
+    return TopK(chosen, _gather_logprobs(logprobs, chosen, first))
 
 
-def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(parallel.tensor_group()))]
     dist.all_gather(parts, tensor.contiguous(), group=parallel.tensor_group())
     return parts
 
 
-def _over_ranks(values: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """The sum over ranks; the gradient of a rank's part is that of the sum."""
     return reduce_from_tensor_model_parallel_region(values)
 
@@ -201,7 +208,7 @@ class Stage(GPTModel):
         super().__init__(
             settings,
             _layer_spec(model),
-            vocab_size=rows_of_a_rank(model.vocab_size, settings.tensor_model_parallel_size)
+            vocab_size=vocab_rows_per_rank(model.vocab_size, settings.tensor_model_parallel_size)
             * settings.tensor_model_parallel_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=parallel.is_first_stage(),
@@ -219,36 +226,38 @@ class Stage(GPTModel):
         self,
         token_ids: torch.Tensor,
         needed: torch.Tensor,
-        wanted: RequiredScores = LOGPROBS_ALONE,
+        wanted: RequiredScores = LOGPROBS_ONLY,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor | TokenScores:
         """Arguments and scores are those of `CausalLogprobs.forward`; what an earlier stage sent has been set."""
         pack = None
         if self.is_packed:
-            pack = Pack.of(lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device)
+            pack = PackedSequences.of(
+                lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device
+            )
         hidden = self._hidden_states(token_ids, pack)
         if not self.post_process:
             return hidden
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        questions = Questions(
+        score_query = ScoreQuery(
             token_ids.flatten()[at],
             None if candidate_ids is None else candidate_ids.flatten(0, 1).index_select(0, at),
             entropy=wanted.entropy,
             topk=wanted.topk,
         )
         if pack is not None:
-            at = pack.places_of(needed)
+            at = pack.packed_positions(needed)
         flat = hidden.transpose(0, 1).flatten(0, 1)
         hidden = flat.index_select(0, at - 1)
-        return scattered(answered_in_chunks(self._of_hidden, hidden, questions, size=self.chunk_size), needed)
+        return scatter_scores(score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size), needed)
 
-    def _hidden_states(self, token_ids: torch.Tensor, pack: Pack | None) -> torch.Tensor:
+    def _hidden_states(self, token_ids: torch.Tensor, pack: PackedSequences | None) -> torch.Tensor:
         """[T, B, H], of a pack [N, 1, H]; whole on each tensor parallel rank."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         if pack is not None:
-            token_ids, positions = token_ids[pack.is_inside].unsqueeze(0), pack.positions.squeeze(0)
+            token_ids, positions = token_ids[pack.is_not_padding].unsqueeze(0), pack.positions.squeeze(0)
         return self.decoder(
             hidden_states=self.embedding(input_ids=token_ids, position_ids=None) if self.pre_process else None,
             attention_mask=pack,
@@ -260,13 +269,13 @@ class Stage(GPTModel):
         angles = positions.float()[:, None] * cast(torch.Tensor, self.inverse_frequencies)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
-    def _of_hidden(self, hidden: torch.Tensor, questions: Questions) -> TokenScores:
+    def _score_hidden(self, hidden: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
         logits = logits.squeeze(1).float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return answered(logits, questions, num_tokens=self.num_tokens)
+        return score_logits(logits, score_query, num_tokens=self.num_tokens)
 
 
 class _RowParallelLinearWithBias(RowParallelLinear):

@@ -23,15 +23,17 @@ class MainWeights:
     The optimizer knows these alone. Gradients come from the buffers in which Megatron adds them up.
     """
 
-    def __init__(self, module: nn.Module, *, is_counted: Callable[[nn.Parameter], bool]) -> None:
-        """`is_counted`: whether the norm counts it here, of the ranks of a copy that hold the same."""
-        self._computed = [p for p in module.parameters() if p.requires_grad]
-        self._main = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._computed]
-        self._counted = [main for p, main in zip(self._computed, self._main, strict=True) if is_counted(p)]
-        self._of = {id(p): main for p, main in zip(self._computed, self._main, strict=True)}
+    def __init__(self, module: nn.Module, *, counts_in_norm: Callable[[nn.Parameter], bool]) -> None:
+        """`counts_in_norm`: whether the norm counts it here, of the ranks of a copy that hold the same."""
+        self._model_parameters = [p for p in module.parameters() if p.requires_grad]
+        self._main = [
+            p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._model_parameters
+        ]
+        self._counted = [main for p, main in zip(self._model_parameters, self._main, strict=True) if counts_in_norm(p)]
+        self._main_by_id = {id(p): main for p, main in zip(self._model_parameters, self._main, strict=True)}
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        return self._of[id(parameter)]
+        return self._main_by_id[id(parameter)]
 
     def groups(self, *, with_decay_of_all: bool) -> list[dict[str, Any]]:
         """For the optimizer: those that are decayed and, in a group of their own, biases and norms."""
@@ -43,19 +45,19 @@ class MainWeights:
         ]
         return [group for group in groups if group["params"]]
 
-    def take_gradients(self) -> None:
+    def copy_gradients_from_buffers(self) -> None:
         """From the buffers; float32 ones are not copied."""
-        for parameter, main in zip(self._computed, self._main, strict=True):
+        for parameter, main in zip(self._model_parameters, self._main, strict=True):
             main.grad = parameter.main_grad.float()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def drop_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         for main in self._main:
             main.grad = None
 
     @torch.no_grad()
-    def write_back(self) -> None:
+    def copy_to_model(self) -> None:
         """Round the stepped weights to those that are computed with."""
-        for parameter, main in zip(self._computed, self._main, strict=True):
+        for parameter, main in zip(self._model_parameters, self._main, strict=True):
             if main is not parameter:
                 parameter.copy_(main)
 
@@ -64,8 +66,8 @@ class MainWeights:
         """The norm of the whole model's gradient, before it is scaled to at most `max_norm`; None: measured only."""
         norms = [main.grad.norm() for main in self._counted if main.grad is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        square = square.to(self._computed[0].device)
-        dist.all_reduce(square, group=parallel.copy_group())
+        square = square.to(self._model_parameters[0].device)
+        dist.all_reduce(square, group=parallel.model_parallel_group())
         norm = math.sqrt(float(square)) if math.isfinite(float(square)) else float(square)
         if max_norm is not None and math.isfinite(norm):
             scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -76,7 +78,7 @@ class MainWeights:
 
     def move(self, device: torch.device) -> None:
         """Those that are not computed with: the others move with their module."""
-        for parameter, main in zip(self._computed, self._main, strict=True):
+        for parameter, main in zip(self._model_parameters, self._main, strict=True):
             if main is not parameter:
                 main.data = main.data.to(device)
 
@@ -95,55 +97,59 @@ class OptimizerState:
 
     def whole(self) -> dict[str, Any]:
         """On one rank of each stage the state of its weights, on the CPU; the others help to gather it."""
-        self._begin()
+        self._initialize_state()
         is_writer = parallel.tensor_rank() == 0 and self._layout.data_parallel_rank == 0
         state: dict[str, dict[str, torch.Tensor]] = {}
-        for kind in self._kinds():
-            for name, tensor in self._weights.own(partial(self._tensor, kind)):
+        for kind in self._tensor_state_names():
+            for name, tensor in self._weights.own(partial(self._state_tensor, kind)):
                 if is_writer:
                     state.setdefault(_PREFIX + name, {})[kind] = tensor.to("cpu", copy=True)
-        for name, parameter in self._weights.sources_of_held():
+        for name, parameter in self._weights.held_parameters_by_source():
             if is_writer:
-                state.setdefault(_PREFIX + name, {}).update(self._numbers(parameter))
+                state.setdefault(_PREFIX + name, {}).update(self._scalar_state(parameter))
         group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
         return {"state": state, "param_groups": [{**group, "params": [_PREFIX + n for n in self._weights.names]}]}
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
+    def load(self, directory: Path) -> None:
         """Take over what either backend has saved, on any layout; raises CheckpointError."""
-        self._begin()
+        self._initialize_state()
         asked: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in self._weights.sources_of_held():
+        for name, parameter in self._weights.held_parameters_by_source():
             shape = self._weights.shapes[name]
-            asked[_PREFIX + name] = {kind: torch.empty(shape) for kind in self._kinds()} | self._numbers(parameter)
+            asked[_PREFIX + name] = {
+                kind: torch.empty(shape) for kind in self._tensor_state_names()
+            } | self._scalar_state(parameter)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        found = load_state({"state": asked, "param_groups": [{"lr": lr}]}, folder)
-        for kind in self._kinds():
-            tensors = {name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.sources_of_held()}
-            self._weights.load(tensors, partial(self._tensor, kind))
-        for name, parameter in self._weights.sources_of_held():
-            for kind in self._numbers(parameter):
-                self._kept(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])
+        found = load_state({"state": asked, "param_groups": [{"lr": lr}]}, directory)
+        for kind in self._tensor_state_names():
+            tensors = {
+                name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.held_parameters_by_source()
+            }
+            self._weights.load(tensors, partial(self._state_tensor, kind))
+        for name, parameter in self._weights.held_parameters_by_source():
+            for kind in self._scalar_state(parameter):
+                self._state_of(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])
         for group in self._optimizer.param_groups:
             group["lr"] = found["param_groups"][0]["lr"]
 
-    def _kept(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return self._optimizer.state[self._main.of(parameter)]
 
-    def _tensor(self, kind: str, parameter: nn.Parameter) -> torch.Tensor:
-        return self._kept(parameter)[kind]
+    def _state_tensor(self, kind: str, parameter: nn.Parameter) -> torch.Tensor:
+        return self._state_of(parameter)[kind]
 
-    def _kinds(self) -> list[str]:
+    def _tensor_state_names(self) -> list[str]:
         """Of the tensors that have the shape of their weight; the same for all weights."""
         first, kept = next(iter(self._optimizer.state.items()), (torch.empty(0), {}))
         return [kind for kind, value in kept.items() if torch.is_tensor(value) and value.shape == first.shape]
 
-    def _numbers(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        kinds = set(self._kinds())
-        kept = self._kept(parameter)
+    def _scalar_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        kinds = set(self._tensor_state_names())
+        kept = self._state_of(parameter)
         return {k: v.clone() for k, v in kept.items() if torch.is_tensor(v) and k not in kinds}
 
-    def _begin(self) -> None:
+    def _initialize_state(self) -> None:
         """Let an optimizer that has not stepped make its state: a step of nothing, that is then not counted."""
         if self._optimizer.state:
             return

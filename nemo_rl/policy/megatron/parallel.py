@@ -15,16 +15,16 @@ from nemo_rl.policy.ranks import RankLayout, join
 
 
 @lru_cache(maxsize=1)
-def answer_for_cuda() -> None:
+def redirect_cuda_to_cpu() -> None:
     """Let torch.cuda's current device be the CPU, and moving to it and waiting for it mean nothing."""
     module: Any = torch.cuda
-    module.current_device = _cpu
-    module.synchronize = _nothing
+    module.current_device = _cpu_device
+    module.synchronize = _no_op
     tensor: Any = torch.Tensor
-    tensor.cuda = _itself
+    tensor.cuda = _return_self
 
 
-class _CudaIsTheCpu(TorchFunctionMode):
+class _CudaToCpuMode(TorchFunctionMode):
     """Makes tensors on the CPU where "cuda" is asked for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,24 +34,24 @@ class _CudaIsTheCpu(TorchFunctionMode):
 
 
 @contextmanager
-def calls_of_megatron(device: torch.device) -> Iterator[None]:
+def megatron_device_context(device: torch.device) -> Iterator[None]:
     """Around Megatron's own functions, whose pipeline schedules name "cuda"; nothing on CUDA."""
     if device.type == "cuda":
         yield
         return
-    with _CudaIsTheCpu():
+    with _CudaToCpuMode():
         yield
 
 
-def _cpu() -> torch.device:
+def _cpu_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _no_op(*_: Any, **__: Any) -> None:
     return None
 
 
-def _itself(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _return_self(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
 
 
@@ -62,7 +62,7 @@ def make_groups(layout: RankLayout, device: torch.device) -> None:
         PolicyError: the process has another layout, or the others did not come before the deadline.
     """
     if device.type == "cpu":
-        answer_for_cuda()
+        redirect_cuda_to_cpu()
     join(layout, device)
     sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
     if parallel_state.is_initialized():
@@ -87,7 +87,7 @@ def pipeline_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
-def copy_group() -> dist.ProcessGroup:
+def model_parallel_group() -> dist.ProcessGroup:
     """The ranks that hold one copy of the model with this one."""
     return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
 

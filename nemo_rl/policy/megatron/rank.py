@@ -1,4 +1,4 @@
-"""`MegatronRank`: the policy on one rank of Megatron-core, alone or among others."""
+"""`MegatronPolicyWorker`: the policy on one rank of Megatron-core, alone or among others."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import RequiredScores, TokenScores
-from nemo_rl.policy.base_rank import BaseRank, matmul_parameters
+from nemo_rl.policy.base_rank import PolicyWorker, matmul_parameters
 from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
-from nemo_rl.policy.megatron.checks import check_megatron, check_model, in_torchs_names
+from nemo_rl.policy.megatron.checks import check_megatron, check_model, to_torch_config
 from nemo_rl.policy.megatron.model import Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.parallel import make_groups
 from nemo_rl.policy.megatron.training import MegatronTrainer, score
 from nemo_rl.policy.megatron.weights import StageWeights
-from nemo_rl.policy.micro_batches import scoring_batches, teacher_batches, training_batches
+from nemo_rl.policy.micro_batches import scoring_micro_batching, teacher_micro_batching, training_micro_batching
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.teacher import BaseTeacher
+from nemo_rl.policy.teacher import TeacherWorker
 from nemo_rl.types import TrainingBatch
 
 
@@ -59,16 +59,16 @@ def frozen_stage(
     return stage
 
 
-class MegatronRank(BaseRank):
+class MegatronPolicyWorker(PolicyWorker):
     """The model on one rank of a layout, by Megatron-core: tensor, pipeline and data parallel.
 
     It computes in `precision` and keeps the weights that are stepped in float32. Megatron's process groups are of the
     whole process, and without CUDA so is what answers for it (cpu.py), hence a process of its own.
 
-    Arguments and errors are those of `BaseRank`.
+    Arguments and errors are those of `PolicyWorker`.
     """
 
-    def _make(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
+    def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout = self.config, self.layout
         check_megatron(config, load_config(model_path, config.hf_config_overrides))
         make_groups(layout, self.device)
@@ -76,9 +76,9 @@ class MegatronRank(BaseRank):
         self._num_matmul_parameters = matmul_parameters(model)
         stage = make_stage(model, config, temperature=temperature, device=self.device)
         self._weights = stage_weights(stage, model)
-        self._main = MainWeights(stage, is_counted=self._weights.is_counted)
+        self._main = MainWeights(stage, counts_in_norm=self._weights.counts_in_norm)
         self._weights.load(model.state_dict(), self._main.of)
-        self._main.write_back()
+        self._main.copy_to_model()
         self._reference = None
         if needs_reference:
             self._reference = frozen_stage(model, config, temperature=temperature, device=self.device)
@@ -87,7 +87,7 @@ class MegatronRank(BaseRank):
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
         self.module = stage
         self._distributed = _data_parallel(stage, config)
-        torch_names = in_torchs_names(config)
+        torch_names = to_torch_config(config)
         groups = self._main.groups(with_decay_of_all=config.megatron_cfg.optimizer is None)
         self._optimizer = make_optimizer(torch_names, groups)
         self._scheduler = make_scheduler(torch_names, self._optimizer)
@@ -97,15 +97,15 @@ class MegatronRank(BaseRank):
             main=self._main,
             device=self.device,
             optimizer=self._optimizer,
-            batching=training_batches(config),
+            batching=training_micro_batching(config),
             max_grad_norm=config.max_grad_norm,
             layout=layout,
         )
 
-    def _scores(
+    def _iter_scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = scoring_batches(self.config)
+        size = scoring_micro_batching(self.config)
         return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,22 +114,22 @@ class MegatronRank(BaseRank):
         return self._weights.all(self._main.of, dtype)
 
     def _load_weights(self, path: Path) -> None:
-        folder = path / "weights"
+        directory = path / "weights"
         try:
-            saved = load_model(str(folder), {}).state_dict()
+            saved = load_model(str(directory), {}).state_dict()
         except ConfigError as error:
-            raise CheckpointError(f"{folder}: {error}") from error
+            raise CheckpointError(f"{directory}: {error}") from error
         shapes = {name: tensor.shape for name, tensor in saved.items()}
         if shapes != self._weights.shapes:
-            raise CheckpointError(f"{folder} holds another model")
+            raise CheckpointError(f"{directory} holds another model")
         self._weights.load(saved, self._main.of)
-        self._main.write_back()
+        self._main.copy_to_model()
 
-    def _begin_saving_optimizer(self, folder: Path) -> None:
-        self._saving.begin_state(self._state.whole(), folder)
+    def _start_optimizer_save(self, directory: Path) -> None:
+        self._saving.begin_state(self._state.whole(), directory)
 
-    def _load_optimizer(self, folder: Path) -> None:
-        self._state.load(folder)
+    def _load_optimizer(self, directory: Path) -> None:
+        self._state.load(directory)
 
     def _move(self, device: torch.device) -> None:
         if self.device.type == "cpu":
@@ -166,13 +166,13 @@ def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParalle
     return distributed
 
 
-class MegatronTeacher(BaseTeacher):
+class MegatronTeacherWorker(TeacherWorker):
     """A teacher by tensor, pipeline and data parallelism, in a process of its own.
 
-    Arguments and errors are those of `BaseTeacher`.
+    Arguments and errors are those of `TeacherWorker`.
     """
 
-    def _make(self, model_path: str, *, temperature: float) -> None:
+    def _build_model(self, model_path: str, *, temperature: float) -> None:
         config, section = self.config, self._section
         model_config = load_config(model_path, config.hf_config_overrides, section=section)
         check_model(config.megatron_cfg, model_config, key=f"{section}.megatron_cfg")
@@ -181,10 +181,10 @@ class MegatronTeacher(BaseTeacher):
         self.module = frozen_stage(model, config, temperature=temperature, device=self.device)
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _scores(
+    def _iter_scores(
         self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
     ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = teacher_batches(self.config, self._section)
+        size = teacher_micro_batching(self.config, self._section)
         return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _move(self, device: torch.device) -> None:

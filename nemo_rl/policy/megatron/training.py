@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from nemo_rl import batch as keys
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, RequiredScores, TokenScores, TopK
 from nemo_rl.policy.megatron.optimizer import MainWeights
-from nemo_rl.policy.megatron.parallel import calls_of_megatron
+from nemo_rl.policy.megatron.parallel import megatron_device_context
 from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches
 from nemo_rl.policy.ranks import RankLayout
-from nemo_rl.policy.training import OptimizerStep, Reduction, over_ranks, reduced
+from nemo_rl.policy.training import OptimizerStep, Reduction, accumulate_metric, reduce_over_ranks
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
-Part = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-batch itself
+IndexedMicroBatch = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-batch itself
 
 
 def score(
@@ -40,47 +40,49 @@ def score(
     All micro-batches, of `size`, go through before the first is given; those done wait on the CPU.
     """
 
-    def on_the_cpu(part: Part, scores: TokenScores, *, non_loss_data: bool) -> tuple[torch.Tensor, TokenScores]:
+    def move_to_cpu(
+        part: IndexedMicroBatch, scores: TokenScores, *, non_loss_data: bool
+    ) -> tuple[torch.Tensor, TokenScores]:
         topk = scores.topk and TopK(scores.topk.ids.cpu(), scores.topk.logprobs.cpu())
         return part[0], TokenScores(scores.logprobs.cpu(), topk=topk)
 
     inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
     parts = list(micro_batches(inputs, torch.arange(len(batch)), size, layout))
     with torch.no_grad():
-        read = _run(module, parts, wanted, on_the_cpu, device=device, forward_only=True, collect_non_loss_data=True)
+        read = _run(module, parts, wanted, move_to_cpu, device=device, forward_only=True, collect_non_loss_data=True)
     return ((rows, scores) for rows, scores in read if len(rows) > 0)
 
 
-def learn(
+def accumulate_gradients(
     module: nn.Module,
-    parts: Sequence[Part],
+    parts: Sequence[IndexedMicroBatch],
     wanted: RequiredScores,
-    loss: Callable[[Part, TokenScores], tuple[torch.Tensor, Any]],
+    loss: Callable[[IndexedMicroBatch, TokenScores], tuple[torch.Tensor, Any]],
     *,
     device: torch.device,
 ) -> list[Any]:
     """Add the gradients of all losses up, over ranks too; what `loss` reports of each, on the last stage."""
 
-    def summed(part: Part, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def loss_and_report(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
         value, report = loss(part, scores)
         # The stage before waits for a gradient also where the loss reads no log-prob. A tensor of its own, of one
         # entry, since the schedule frees it before the backward pass.
         value = value.new_ones(1) * value + scores.logprobs.sum() * 0
         return value, torch.zeros((), dtype=torch.int, device=device), report
 
-    return _run(module, parts, wanted, summed, device=device, forward_only=False)
+    return _run(module, parts, wanted, loss_and_report, device=device, forward_only=False)
 
 
 def _run(
     module: nn.Module,
-    parts: Sequence[Part],
+    parts: Sequence[IndexedMicroBatch],
     wanted: RequiredScores,
     read: Callable[..., Any],
     *,
     device: torch.device,
     **arguments: Any,
 ) -> list[Any]:
-    def forward_step(iterator: Iterator[Part], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(iterator: Iterator[IndexedMicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         rows, part = next(iterator)
         lengths = part[keys.LENGTHS].tolist()
         part = part.to(device)
@@ -90,7 +92,7 @@ def _run(
         return scores, partial(read, (rows, part))
 
     width = max((part[keys.TOKEN_IDS].shape[1] for _, part in parts), default=1)
-    with calls_of_megatron(device):
+    with megatron_device_context(device):
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(parts),
@@ -124,30 +126,30 @@ class MegatronTrainer:
             logger.warning("an optimizer step of %d samples has no valid token and is skipped", len(rows))
             return OptimizerStep({"loss": 0.0}, {"loss": "sum"}, normalizer, grad_norm=None, is_skipped=True)
 
-        def loss(part: Part, scores: TokenScores) -> tuple[torch.Tensor, dict[str, Metric]]:
+        def loss(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, dict[str, Metric]]:
             return _loss(part, scores, loss_fn, normalizer)
 
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
         self.module.zero_grad_buffer()
-        reports = learn(self.module, parts, loss_fn.required_scores, loss, device=self.device)
+        reports = accumulate_gradients(self.module, parts, loss_fn.required_scores, loss, device=self.device)
         grad_norm = self._step()
-        values, reductions = over_ranks(self.layout.gathered(_summed_up(reports)))
+        values, reductions = reduce_over_ranks(self.layout.all_gather_data_parallel(_aggregate_metrics(reports)))
         return OptimizerStep(values, reductions, normalizer, grad_norm, is_skipped=not math.isfinite(grad_norm))
 
     def _step(self) -> float:
-        self.main.take_gradients()
+        self.main.copy_gradients_from_buffers()
         grad_norm = self.main.clip(self.max_grad_norm)
         if math.isfinite(grad_norm):
             self.optimizer.step()
-            self.main.write_back()
+            self.main.copy_to_model()
         else:
             logger.warning("gradient norm %s: the optimizer step is skipped, the weights stay as they are", grad_norm)
-        self.main.drop_gradients()
+        self.main.clear_gradients()
         return grad_norm
 
 
 def _loss(
-    part: Part, scores: TokenScores, loss_fn: LossFn, normalizer: Normalizer
+    part: IndexedMicroBatch, scores: TokenScores, loss_fn: LossFn, normalizer: Normalizer
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     rows, batch = part
     if len(rows) == 0:  # of no token: in step with the ranks that have samples left
@@ -156,12 +158,12 @@ def _loss(
     return loss, {**metrics, "loss": Metric(loss.detach().clone())}  # the schedule frees what it is given
 
 
-def _summed_up(reports: list[dict[str, Metric]]) -> tuple[dict[str, float], dict[str, Reduction]]:
+def _aggregate_metrics(reports: list[dict[str, Metric]]) -> tuple[dict[str, float], dict[str, Reduction]]:
     """Metrics of all micro-batches of a rank; only the last stage has some."""
     metrics: dict[str, torch.Tensor] = {}
     reductions: dict[str, Reduction] = {}
     for report in reports:
         for name, metric in report.items():
-            metrics[name] = reduced(metric, metrics.get(name))
+            metrics[name] = accumulate_metric(metric, metrics.get(name))
             reductions[name] = metric.reduction
     return {name: float(value) for name, value in metrics.items()}, reductions

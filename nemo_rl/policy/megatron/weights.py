@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from nemo_rl.policy.megatron import parallel
-from nemo_rl.policy.megatron.mapping import Weight, weights_of
+from nemo_rl.policy.megatron.mapping import Weight, iter_model_weights
 from nemo_rl.policy.megatron.model import Stage
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -28,8 +28,8 @@ class StageWeights:
     def __init__(self, stage: Stage, model: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> None:
         """`shapes`: of all whole tensors, by Hugging Face's names."""
         self.shapes = shapes
-        self._weights = list(weights_of(model))
-        parameters = dict(_globally_named(stage))
+        self._weights = list(iter_model_weights(model))
+        parameters = dict(_global_named_parameters(stage))
         self._stage_of = _stages(self._weights, set(parameters))
         self._held = {w.name: parameters[w.name] for w in self._weights if w.name in parameters}
         embedding = self._weights[0]
@@ -42,7 +42,7 @@ class StageWeights:
         """Hugging Face's, of the whole model."""
         return [name for weight in self._weights for name in weight.sources]
 
-    def sources_of_held(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def held_parameters_by_source(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face's names of what the stage holds, and the parameter that each is a part of."""
         for weight in self._weights:
             if weight.name in self._held:
@@ -50,7 +50,7 @@ class StageWeights:
         if self._copy:
             yield from ((name, self._copy[1]) for name in self._copy[0].sources)
 
-    def is_counted(self, parameter: nn.Parameter) -> bool:
+    def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Of the ranks of a copy that hold the same, one says yes."""
         split = {id(self._held[w.name]): w.is_split for w in self._weights if w.name in self._held}
         return split.get(id(parameter), False) or (id(parameter) in split and parallel.tensor_rank() == 0)
@@ -97,7 +97,7 @@ class StageWeights:
         return result
 
 
-def _globally_named(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+def _global_named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with their layer's number among all layers, from 0."""
     numbers = [cast(int, layer.layer_number) - 1 for layer in stage.decoder.layers]
     for name, parameter in stage.named_parameters():

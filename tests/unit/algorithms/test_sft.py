@@ -21,7 +21,7 @@ from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.observability.loggers import JsonlLogger
 from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.fsdp2 import FSDP2Policy
+from nemo_rl.policy.fsdp2 import LocalPolicy
 from tests.contracts.policies import SETTINGS
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 
@@ -91,8 +91,8 @@ class Runs:
             run.logger.close()
         return training, weights
 
-    def policy(self, config: SFTRunConfig) -> FSDP2Policy:
-        return FSDP2Policy(
+    def policy(self, config: SFTRunConfig) -> LocalPolicy:
+        return LocalPolicy(
             config.policy, model_path=str(self.model), temperature=1.0, needs_reference=False,
             num_samples_per_step=4, seed=0, tokenizer=None,
         )  # fmt: skip

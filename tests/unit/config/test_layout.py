@@ -33,7 +33,7 @@ def layout(device: Any, values: dict[str, Any]) -> Layout:
     return make_layout(config(values), device)
 
 
-def places(*each: tuple[int, tuple[int, ...]]) -> tuple[DeviceSlot, ...]:
+def device_slots(*each: tuple[int, tuple[int, ...]]) -> tuple[DeviceSlot, ...]:
     return tuple(DeviceSlot(node, gpus) for node, gpus in each)
 
 
@@ -48,8 +48,8 @@ def test_one_rank_and_one_engine_need_no_cluster(device: str) -> None:
 def test_on_a_cpu_there_are_as_many_as_were_asked_for() -> None:
     asked = layout("cpu", {f"{POLICY}.data_parallel_size": 2, f"{POLICY}.tensor_parallel_size": 2,
                            f"{ENGINES}.num_replicas": 3, "cluster.gpus_per_node": 8})  # fmt: skip
-    assert asked.ranks == places(*[(0, ())] * 4)
-    assert asked.engines == places(*[(0, ())] * 3)
+    assert asked.ranks == device_slots(*[(0, ())] * 4)
+    assert asked.engines == device_slots(*[(0, ())] * 3)
     assert asked.gpus_per_node == 0
     assert asked.needs_cluster
 
@@ -62,8 +62,8 @@ def test_on_several_cpu_nodes_neighbours_stay_together() -> None:
 
 def test_colocated_engines_stand_on_the_policys_gpus() -> None:
     shared = layout("cuda", {"cluster.gpus_per_node": 4, f"{ENGINES}.vllm_cfg.tensor_parallel_size": 2})
-    assert shared.ranks == places((0, (0,)), (0, (1,)), (0, (2,)), (0, (3,)))
-    assert shared.engines == places((0, (0, 1)), (0, (2, 3)))
+    assert shared.ranks == device_slots((0, (0,)), (0, (1,)), (0, (2,)), (0, (3,)))
+    assert shared.engines == device_slots((0, (0, 1)), (0, (2, 3)))
     assert not shared.is_split
 
 
@@ -71,8 +71,8 @@ def test_split_engines_take_the_last_gpus_of_each_node() -> None:
     split = layout("cuda", {"cluster.gpus_per_node": 4, "cluster.num_nodes": 2,
                             f"{ENGINES}.colocated.enabled": False, f"{ENGINES}.colocated.resources.gpus_per_node": 1,
                             f"{ENGINES}.num_replicas": 1, f"{POLICY}.data_parallel_size": 4})  # fmt: skip
-    assert split.ranks == places((0, (0,)), (0, (1,)), (0, (2,)), (1, (0,)))
-    assert split.engines == places((0, (3,)))
+    assert split.ranks == device_slots((0, (0,)), (0, (1,)), (0, (2,)), (1, (0,)))
+    assert split.engines == device_slots((0, (3,)))
     assert split.is_split
     assert split.policy_nodes == (0, 1)
 
@@ -81,8 +81,8 @@ def test_split_engines_take_the_last_nodes() -> None:
     split = layout("cuda", {"cluster.gpus_per_node": 2, "cluster.num_nodes": 2,
                             f"{ENGINES}.colocated.enabled": False,
                             f"{ENGINES}.colocated.resources.num_nodes": 1})  # fmt: skip
-    assert split.ranks == places((0, (0,)), (0, (1,)))
-    assert split.engines == places((1, (0,)), (1, (1,)))
+    assert split.ranks == device_slots((0, (0,)), (0, (1,)))
+    assert split.engines == device_slots((1, (0,)), (1, (1,)))
     assert split.engine_nodes == (1,)
 
 
@@ -90,7 +90,7 @@ def test_split_on_the_gpus_of_one_node_needs_a_cluster_for_two_processes() -> No
     split = layout("cuda", {"cluster.gpus_per_node": 2, f"{ENGINES}.colocated.enabled": False,
                             f"{ENGINES}.colocated.resources.gpus_per_node": 1,
                             f"{ENGINES}.colocated.resources.num_nodes": 1})  # fmt: skip
-    assert (split.ranks, split.engines) == (places((0, (0,))), places((0, (1,))))
+    assert (split.ranks, split.engines) == (device_slots((0, (0,))), device_slots((0, (1,))))
     assert split.needs_cluster
 
 
@@ -101,7 +101,7 @@ def test_ranks_of_megatron_are_tensor_x_pipeline_x_data_parallel() -> None:
     assert len(layout("cpu", {**sizes, f"{MEGATRON}.data_parallel_size": 2}).ranks) == 8
     gpus = {**sizes, "cluster.gpus_per_node": 2, "cluster.num_nodes": 4}
     assert len(layout("cuda", gpus).ranks) == 8  # two copies of the model
-    assert layout("cuda", {**gpus, f"{MEGATRON}.data_parallel_size": 1}).ranks == places(
+    assert layout("cuda", {**gpus, f"{MEGATRON}.data_parallel_size": 1}).ranks == device_slots(
         (0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))
     )
     ignored = {f"{MEGATRON}.enabled": False, f"{MEGATRON}.tensor_model_parallel_size": 2}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from nemo_rl.distributed.machine import connections_below, raise_file_limit
+from nemo_rl.distributed.machine import max_connections, raise_file_limit
 
 LOWER_THEN_RAISE = """
 import resource
@@ -42,4 +42,4 @@ def test_a_limit_at_its_end_is_left_alone(monkeypatch):
 
 
 def test_a_connection_takes_two_files_and_some_are_kept_for_others():
-    assert [connections_below(limit) for limit in (1024, 258, 100, 0)] == [384, 1, 1, 1]
+    assert [max_connections(limit) for limit in (1024, 258, 100, 0)] == [384, 1, 1, 1]

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from nemo_rl.distributed.endpoint import PerMinute, Replicas
+from nemo_rl.distributed.endpoint import RateLimiter, ReplicaPool
 
 
 class VirtualTime:
@@ -32,7 +32,7 @@ def times_of(rate: float | None, units: list[float]) -> list[float]:
 
     async def main() -> list[float]:
         time, passed = VirtualTime(), []
-        limit = PerMinute(rate, clock=lambda: time.now, sleep=time.sleep)
+        limit = RateLimiter(rate, clock=lambda: time.now, sleep=time.sleep)
 
         async def one(count: float) -> None:
             await limit.take(count)
@@ -61,7 +61,7 @@ def test_without_a_rate_nobody_waits() -> None:
 
 def test_the_replica_with_the_fewest_running_is_next_and_one_that_failed_is_last() -> None:
     async def main() -> list[str]:
-        replicas, asked = Replicas.of(["a", "b", "c"]), []
+        replicas, asked = ReplicaPool.of(["a", "b", "c"]), []
         async with replicas.least_busy() as first, replicas.least_busy() as second:
             asked += [first, second]
             async with replicas.least_busy(avoid=["c"]) as third:

@@ -10,7 +10,7 @@ from nemo_rl.distributed.machine import unused_port, unused_ports
 
 def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
     (folder / "range").write_text(text)
-    monkeypatch.setattr(ports, "EPHEMERAL", folder / "range")
+    monkeypatch.setattr(ports, "EPHEMERAL_PORT_RANGE", folder / "range")
 
 
 def test_ports_differ_and_are_none_of_the_kernels_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_ports_differ_and_are_none_of_the_kernels_own(monkeypatch: pytest.Monkey
 def test_a_port_that_somebody_has_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernels(monkeypatch, tmp_path, "60000 60999")
     taken, other = unused_ports(2)
-    monkeypatch.setattr(ports, "_outside_the_kernels", lambda: [other, taken])  # the last is tried first
+    monkeypatch.setattr(ports, "_candidate_ports", lambda: [other, taken])  # the last is tried first
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", taken))
         assert unused_port() == other

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl.distributed import tensor_stream
-from nemo_rl.distributed.tensor_stream import MeetingPoint, TensorStream
+from nemo_rl.distributed.tensor_stream import Rendezvous, TensorStream
 from nemo_rl.errors import WorkerError
 
 DEADLINE_S = 120.0
@@ -71,7 +71,7 @@ def failing() -> Iterator[tuple[str, torch.Tensor]]:
 def test_all_members_receive_what_is_sent_and_learn_of_a_failure(monkeypatch):
     monkeypatch.setattr(tensor_stream, "CHUNK_BYTES", 100)  # several chunks, of one tensor and of more
     context = multiprocessing.get_context("spawn")
-    meeting, results = MeetingPoint("127.0.0.1"), context.Queue()
+    meeting, results = Rendezvous("127.0.0.1"), context.Queue()
     members = [context.Process(target=reporting, args=(receive_twice, results, meeting.port)) for _ in range(2)]
     for member in members:
         member.start()
@@ -88,7 +88,7 @@ def test_all_members_receive_what_is_sent_and_learn_of_a_failure(monkeypatch):
 
 
 def test_members_that_do_not_meet_are_an_error():
-    meeting = MeetingPoint("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     with pytest.raises(WorkerError, match="did not meet"):
         TensorStream(
             "127.0.0.1",

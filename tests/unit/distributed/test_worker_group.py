@@ -62,11 +62,11 @@ def layout(num_ranks: int) -> Layout:
 def using(use: Callable[[WorkerGroup], Awaitable[Any]], *, scale: int = 1, log_dir: Path | None = None) -> Any:
     async def main() -> Any:
         reservation = await reserve(layout(2), timeout_s=DEADLINE_S)
-        seats = [reservation.seat(place) for place in layout(2).ranks]
+        slots = [reservation.slot(place) for place in layout(2).ranks]
         group = None
         try:
             group = await WorkerGroup.create(
-                Member, scale, seats=seats, role="policy", timeout_s=DEADLINE_S, log_dir=log_dir
+                Member, scale, slots=slots, role="policy", timeout_s=DEADLINE_S, log_dir=log_dir
             )
             return await use(group)
         finally:
@@ -142,7 +142,7 @@ def test_a_death_while_nobody_calls_ends_the_task() -> None:
         pids = await group.pids()
 
         async def waits() -> None:
-            async with group.ends_this_task():
+            async with group.cancel_task_on_worker_death():
                 os.kill(pids[1], signal.SIGKILL)
                 await asyncio.wait_for(asyncio.Event().wait(), DEADLINE_S)
 
@@ -156,7 +156,7 @@ def test_a_death_while_nobody_calls_ends_the_task() -> None:
 def test_a_cancellation_that_is_not_the_groups_stays_one() -> None:
     async def use(group: WorkerGroup) -> None:
         async def main() -> None:
-            async with group.ends_this_task():
+            async with group.cancel_task_on_worker_death():
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(main())

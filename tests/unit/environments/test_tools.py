@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.environment import ToolsEnvironmentConfig
-from nemo_rl.environments.tools import ToolsEnvironment, is_same_answer, tools_prompt
+from nemo_rl.environments.tools import ToolsEnvironment, answers_match, tools_prompt
 from nemo_rl.types import EnvStep, Failure, Message
 
 STATE = {"answer": "1,024"}
@@ -82,11 +82,11 @@ def test_state_without_an_answer_fails_its_item() -> None:
 
 
 def test_numbers_compare_by_value_and_text_without_case() -> None:
-    assert is_same_answer("$1,000.0", "1000")
-    assert is_same_answer("0.3333333", "0.33333333")
-    assert not is_same_answer("0.33", "0.3333333")
-    assert is_same_answer(" Paris", "paris ")
-    assert not is_same_answer("Paris", "7")
+    assert answers_match("$1,000.0", "1000")
+    assert answers_match("0.3333333", "0.33333333")
+    assert not answers_match("0.33", "0.3333333")
+    assert answers_match(" Paris", "paris ")
+    assert not answers_match("Paris", "7")
 
 
 def test_prompt_shows_how_each_tool_is_called() -> None:

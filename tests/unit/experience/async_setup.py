@@ -27,9 +27,9 @@ LIMITS = RolloutLimits(
 Seconds = Callable[[int, int], float]  # of the prompt's place and the generation's index
 
 
-def engine(seconds: Seconds = lambda place, index: 1.0, *, is_async: bool = True, places: int = 10**6):
-    """A FakeGeneration that takes these seconds a request, at most `places` requests at once."""
-    free = asyncio.Semaphore(places)
+def engine(seconds: Seconds = lambda place, index: 1.0, *, is_async: bool = True, slots: int = 10**6):
+    """A FakeGeneration that takes these seconds a request, at most `slots` requests at once."""
+    free = asyncio.Semaphore(slots)
 
     async def latency(request: GenerationRequest) -> None:
         _, _, place, index, _ = request.request_id.split(":")

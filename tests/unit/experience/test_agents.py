@@ -20,7 +20,7 @@ from nemo_rl.data.loader import PromptLoader
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
-from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, TaskAgent
+from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
 from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_async_multi_turn_rollout
 from nemo_rl.experience.sources import SyncSource
@@ -493,7 +493,7 @@ def test_a_command_without_a_reward_is_scored_by_the_environment(last_line: str)
 def test_a_command_that_fails_says_why() -> None:
     failure_class, cause = cause_of(rollout_of(command("import sys; print('why', file=sys.stderr); sys.exit(7)")))
     assert failure_class is FailureClass.AGENT
-    assert cause == "CommandFailed: exit status 7: why"
+    assert cause == "CommandError: exit status 7: why"
     failed = cause_of(rollout_of(CommandAgent("game", ["/no/such/program"])))
     assert failed[0] is FailureClass.AGENT
     assert "/no/such/program" in failed[1]
@@ -553,4 +553,4 @@ def test_tasks_run_in_processes_of_their_own_whose_end_costs_one_rollout() -> No
         assert lived.rewards["pid"] != os.getpid()
         assert cause_of(died)[0] is FailureClass.AGENT
 
-    use(TaskAgent("game", "tests.unit.experience.agent_functions:where_it_runs"), body)
+    use(IsolatedFunctionAgent("game", "tests.unit.experience.agent_functions:where_it_runs"), body)

@@ -3,7 +3,13 @@ import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.assembly import AssemblyCounts, assemble_batch, assembly_counts, check_keys, samples_of
+from nemo_rl.experience.assembly import (
+    AssemblyCounts,
+    assemble_batch,
+    check_keys,
+    count_assembly,
+    make_training_samples,
+)
 from nemo_rl.types import (
     Failure,
     FailureClass,
@@ -121,8 +127,8 @@ def test_failures_and_groups_with_too_few_survivors_are_left_out_and_counted() -
     batch = assemble_batch(groups, min_group_size=2)
     assert batch[keys.REWARD].tolist() == [1.0, 2.0, 4.0, 5.0]
     assert batch[keys.GROUP_ID].tolist() == [0, 0, 1, 1]
-    counts = assembly_counts(groups, min_group_size=2)
-    assert counts == AssemblyCounts(9, num_failed=4, num_groups_left_out=2, num_survivors_left_out=1)
+    counts = count_assembly(groups, min_group_size=2)
+    assert counts == AssemblyCounts(9, num_failed=4, num_dropped_groups=2, num_dropped_survivors=1)
     assert counts.num_trained == len(batch)
 
 
@@ -155,7 +161,7 @@ def test_the_first_token_is_never_trained() -> None:
 
 
 def test_a_trajectory_yields_its_whole_log_as_one_sample() -> None:
-    (sample,) = samples_of(trajectory("a", 0, TWO_TURNS), trajectory_id=3, group_id=1, reward=0.5)
+    (sample,) = make_training_samples(trajectory("a", 0, TWO_TURNS), trajectory_id=3, group_id=1, reward=0.5)
     assert sample.token_ids == (1, 2, 3, 4, 5, 6)
     assert sample.token_mask == (0, 0, 1, 0, 1, 1)
     assert sample.generation_logprobs == (0.0, 0.0, -0.1, 0.0, -0.2, -0.3)

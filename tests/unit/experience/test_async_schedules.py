@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, to_plain
+from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, buffer_state_to_dict
 from nemo_rl.experience.sources import FilteredSource
 from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment
@@ -95,7 +95,7 @@ class Lineage:
             draws = random.Random(f"{schedule.seed}/{place}/{index}")
             return schedule.mean_s * draws.lognormvariate(0.0, schedule.tail)
 
-        generation = engine(seconds, is_async=schedule.is_async, places=schedule.places)
+        generation = engine(seconds, is_async=schedule.is_async, slots=schedule.places)
         generation.weight_version = self.saved.step
         return generation
 
@@ -124,7 +124,7 @@ class Lineage:
             return inner
         return FilteredSource(
             inner,
-            give_back=inner.give_back,
+            return_groups=inner.return_groups,
             is_informative=lambda group: int(group.group_id.split(":")[2]) % 4 != 3,
             num_prompts_per_step=schedule.batch,
             max_gen_batches=10**6,
@@ -179,7 +179,7 @@ class Lineage:
         """Through the values of a file, as a checkpoint."""
         state = state or self.source.state_dict()
         dropped = tuple((one.group_id, one.reason) for one in state[REPLAY_BUFFER].dropped)
-        plain = through_a_file({**state, REPLAY_BUFFER: to_plain(state[REPLAY_BUFFER])})
+        plain = through_a_file({**state, REPLAY_BUFFER: buffer_state_to_dict(state[REPLAY_BUFFER])})
         self.saved = Saved(step, plain, tuple(trained), dropped)
 
 

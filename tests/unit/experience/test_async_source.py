@@ -63,7 +63,7 @@ def test_nothing_is_issued_that_no_step_will_train_on():
         assert places_asked(generation) == [0, 1, 2, 3, 4, 5]
         async with source.hold(until_idle=True):
             assert num_running() == 0
-        assert source.state_dict()["replay_buffer"].places == ()
+        assert source.state_dict()["replay_buffer"].prompt_indices == ()
 
     run_in_virtual_time(main())
 
@@ -85,7 +85,7 @@ def test_at_age_0_nothing_runs_between_two_steps_and_the_groups_are_those_of_a_s
             assert untimed(collected.groups) == untimed(expected.groups)
             assert num_running() == 0
             state = background.state_dict()
-            assert state.pop("replay_buffer").places == ()
+            assert state.pop("replay_buffer").prompt_indices == ()
             assert state == sync.state_dict()
         with pytest.raises(StopAsyncIteration):
             await step(background, generation, 3)
@@ -109,8 +109,8 @@ def test_an_engine_that_is_not_async_gets_whole_batches_one_after_another():
 # ---- what is handed out
 
 
-def slow(place: int, seconds: float):
-    return lambda p, index: seconds if p == place else 1.0
+def slow(prompt_index: int, seconds: float):
+    return lambda p, index: seconds if p == prompt_index else 1.0
 
 
 def test_a_group_that_runs_on_is_passed_over_until_its_bound_and_then_awaited():
@@ -219,7 +219,7 @@ def test_rollouts_are_written_with_the_step_that_trains_on_them(tmp_path):
 
 def test_no_group_starts_inside_a_hold_and_those_that_run_may_be_awaited():
     async def main() -> None:
-        generation = engine(lambda place, index: 1.0 + place)
+        generation = engine(lambda prompt_index, index: 1.0 + prompt_index)
         source = async_source(generation, batch=2, age=1)
         async with source.hold(until_idle=True):
             assert num_running() == 0
@@ -261,7 +261,7 @@ def test_groups_that_queue_behind_others_in_the_engine_do_not_stall():
     """Each takes 0.6 of the stall timeout, one after the other."""
 
     async def main() -> None:
-        generation = engine(lambda *_: 0.6 * STALL_S, places=1)
+        generation = engine(lambda *_: 0.6 * STALL_S, prompt_indices=1)
         source = async_source(generation, batch=2, group=1, age=2, num_prompts=6)
         for version in range(3):
             await step(source, generation, version)
@@ -288,7 +288,7 @@ def test_too_many_failed_rollouts_of_a_step_stop_it_with_the_first_cause():
         try:
             with pytest.raises(RolloutError, match=r"3 of 4 rollouts failed.* first cause: environment: broken 0"):
                 await step(source, generation, 0)
-            assert set(source.state_dict()["replay_buffer"].places) >= {0, 1}
+            assert set(source.state_dict()["replay_buffer"].prompt_indices) >= {0, 1}
         finally:
             await source.close()
 
@@ -297,7 +297,7 @@ def test_too_many_failed_rollouts_of_a_step_stop_it_with_the_first_cause():
 
 def test_groups_that_fail_whole_one_after_another_stop_the_run():
     async def main(max_generation_failures: int) -> None:
-        generation = engine(lambda place, index: 1.0 + 0.01 * place)
+        generation = engine(lambda prompt_index, index: 1.0 + 0.01 * prompt_index)
         source = async_source(
             generation,
             environment=failing_prompts(2, 3, 5),
@@ -392,7 +392,7 @@ def test_rollouts_that_are_cancelled_from_within_are_an_error():
         source = async_source(generation)
         waiting = asyncio.ensure_future(step(source, generation, 0))
         await asyncio.sleep(0.5)
-        next(task for task, places in source._tasks.items() if places == (1,)).cancel()
+        next(task for task, prompt_indices in source._tasks.items() if prompt_indices == (1,)).cancel()
         with pytest.raises(RolloutError, match="cancelled from within"):
             await waiting
         await source.close()
@@ -520,7 +520,7 @@ def test_what_dynamic_sampling_does_not_need_goes_back_into_the_buffer():
         inner = async_source(generation, batch=3, age=1, num_prompts=9)
         source = FilteredSource(
             inner,
-            give_back=inner.give_back,
+            return_groups=inner.return_groups,
             is_informative=kept,
             num_prompts_per_step=1,
             max_gen_batches=2,
@@ -530,10 +530,10 @@ def test_what_dynamic_sampling_does_not_need_goes_back_into_the_buffer():
         assert names(first) == ["p1"]
         assert first.metrics["dynamic_sampling_num_discarded_valid_samples"] == 0
         assert first.metrics["replay_buffer/dropped_groups"] == 0
-        assert [one.place for one in inner.state_dict()["replay_buffer"].complete] == [2, 3, 4, 5]
+        assert [one.prompt_index for one in inner.state_dict()["replay_buffer"].complete] == [2, 3, 4, 5]
         assert names(await step(source, generation, 1)) == ["p2"]
         # p3 to p5 were sampled at version 0 and cannot be trained on at version 2
-        assert [one.place for one in inner.state_dict()["replay_buffer"].complete] == [5]
+        assert [one.prompt_index for one in inner.state_dict()["replay_buffer"].complete] == [5]
         await inner.close()
 
     run_in_virtual_time(main())

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from nemo_rl.errors import GenerationError
-from nemo_rl.experience.boundaries import Retries, StallWatchdog, generate, step_environment
+from nemo_rl.experience.boundaries import RetryPolicy, StallWatchdog, generate, step_environment
 from nemo_rl.experience.turns import EnvironmentCall
 from nemo_rl.types import (
     Completion,
@@ -34,7 +34,7 @@ def ask(generation, *names: str, max_retries: int = 2, timeout_s: float = 60.0) 
             generation,
             [request(name) for name in names],
             timeout_s=timeout_s,
-            retries=Retries(max_retries, backoff_s=0.0),
+            retries=RetryPolicy(max_retries, backoff_s=0.0),
             watchdog=StallWatchdog(60.0),
         )
 
@@ -140,7 +140,7 @@ def test_waits_between_retries_double():
 
         monkeypatch.setattr(asyncio, "sleep", note)
         engine = ScriptedEngine(*[refuse_all] * 4)
-        retries = Retries(max_retries=3, backoff_s=0.5)
+        retries = RetryPolicy(max_retries=3, backoff_s=0.5)
         await generate(engine, [request("a")], timeout_s=60.0, retries=retries, watchdog=StallWatchdog(60.0))
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -13,9 +13,9 @@ from nemo_rl.experience.replay_buffer import (
     BufferedGroup,
     DroppedGroup,
     ReplayBufferState,
-    from_plain,
-    replay_buffer_state,
-    to_plain,
+    buffer_state_from_dict,
+    buffer_state_to_dict,
+    extract_buffer_state,
 )
 from nemo_rl.types import (
     Failure,
@@ -98,8 +98,8 @@ def states(draw) -> ReplayBufferState:
 @given(states())
 def test_a_buffer_comes_back_as_it_was(tmp_path_factory, state: ReplayBufferState) -> None:
     path: Path = tmp_path_factory.mktemp("state") / "replay_buffer.pt"
-    save_state(path, to_plain(state))
-    assert from_plain(load_state(path), LOADER) == state
+    save_state(path, buffer_state_to_dict(state))
+    assert buffer_state_from_dict(load_state(path), LOADER) == state
 
 
 def test_no_field_of_a_rollout_is_forgotten() -> None:
@@ -115,5 +115,7 @@ def test_no_field_of_a_rollout_is_forgotten() -> None:
 
 
 def test_the_state_of_a_synchronous_run_has_an_empty_buffer() -> None:
-    assert replay_buffer_state({}, LOADER) == ReplayBufferState()
-    assert replay_buffer_state({REPLAY_BUFFER: to_plain(ReplayBufferState())}, LOADER) == ReplayBufferState()
+    assert extract_buffer_state({}, LOADER) == ReplayBufferState()
+    assert (
+        extract_buffer_state({REPLAY_BUFFER: buffer_state_to_dict(ReplayBufferState())}, LOADER) == ReplayBufferState()
+    )

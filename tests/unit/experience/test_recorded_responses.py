@@ -5,18 +5,18 @@ import pytest
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.errors import DataError
-from nemo_rl.experience.sources import RecordedResponses
+from nemo_rl.experience.sources import RecordedResponseSource
 from nemo_rl.types import Message, Prompt, StopReason, Trajectory
 from tests.fakes.chat_tokenizer import chat_tokenizer
 
 
-def source(*responses: str | None, max_total_length: int = 100) -> RecordedResponses:
+def source(*responses: str | None, max_total_length: int = 100) -> RecordedResponseSource:
     prompts = [
         Prompt(f"p{i}", "math", (Message("user", "question"),), {} if text is None else {"answer": text})
         for i, text in enumerate(responses)
     ]
     loader = PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1)
-    return RecordedResponses(
+    return RecordedResponseSource(
         loader,
         ChatEncoder(chat_tokenizer()),
         num_prompts_per_step=2,
@@ -24,7 +24,7 @@ def source(*responses: str | None, max_total_length: int = 100) -> RecordedRespo
     )
 
 
-def drawn(responses: RecordedResponses) -> list[Trajectory]:
+def drawn(responses: RecordedResponseSource) -> list[Trajectory]:
     return [t for group in asyncio.run(responses.next_groups(0)).groups for t in group.trajectories]
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.boundaries import FailureBudget, StallWatchdog, in_parallel
+from nemo_rl.experience.boundaries import FailureBudget, StallWatchdog, gather_or_cancel
 from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
 
 PROMPT = Prompt("p", "game", ())
@@ -48,7 +48,7 @@ def test_progress_puts_the_stall_off():
         async def work() -> str:
             end = clock() + 0.5
             while clock() < end:
-                watchdog.progressed()
+                watchdog.record_progress()
                 await asyncio.sleep(0)
             return "ended"
 
@@ -83,7 +83,7 @@ def test_first_error_of_parallel_work_ends_the_others():
 
     async def main() -> None:
         with pytest.raises(KeyError):
-            await in_parallel([wait(), fail(), wait()])
+            await gather_or_cancel([wait(), fail(), wait()])
         assert ended == ["cleaned up"] * 2
 
     asyncio.run(main())

@@ -45,7 +45,7 @@ def respond(episode: Episode, *token_ids: int, finish: str = "stop", versions: t
     request = generation(episode)
     logprobs = tuple(-0.5 for _ in token_ids)
     assert finish in ("stop", "length")
-    episode.take_response(Completion(request.request_id, token_ids, logprobs, finish, versions))  # type: ignore[arg-type]
+    episode.apply_response(Completion(request.request_id, token_ids, logprobs, finish, versions))  # type: ignore[arg-type]
 
 
 def generation(episode: Episode) -> GenerationRequest:
@@ -78,7 +78,7 @@ def test_seed_is_stable_and_differs_by_each_of_its_parts():
 def test_next_request_appends_sampled_and_bridge_tokens_to_the_past():
     e = episode()
     respond(e, 9, END)
-    e.take_step(GO_ON)
+    e.apply_env_step(GO_ON)
     assert generation(e).token_ids == (BEGIN, 2, 3, BEGIN, 9, END, BEGIN, 4, 5, BEGIN)
     assert generation(e).request_id == "g:1:1"
     assert generation(e).seed == request_seed(7, 2, "p", 1, 1)
@@ -88,7 +88,7 @@ def test_cut_response_is_scored_once_and_then_truncated():
     e = episode()
     respond(e, 9, 9, 9, 9, 9, finish="length")
     assert call(e).state == {"answer": "c", RESPONSE_TRUNCATED: True}
-    e.take_step(replace(GO_ON, rewards={"correct": 0.5}))
+    e.apply_env_step(replace(GO_ON, rewards={"correct": 0.5}))
     assert e.action is None
     trajectory = e.trajectory()
     assert trajectory.stop_reason is StopReason.TRUNCATED
@@ -99,7 +99,7 @@ def test_cut_response_is_scored_once_and_then_truncated():
 def test_cut_response_is_truncated_even_where_the_environment_is_done():
     e = episode()
     respond(e, 9, 9, 9, 9, 9, finish="length")
-    e.take_step(EnvStep(rewards={"correct": 1.0}, done=True))
+    e.apply_env_step(EnvStep(rewards={"correct": 1.0}, done=True))
     assert e.trajectory().stop_reason is StopReason.TRUNCATED
 
 
@@ -107,17 +107,17 @@ def test_stop_strings_of_a_turn_are_cleared_by_none():
     e = episode()
     assert generation(e).sampling.stop_strings == ("stop",)
     respond(e, 9, END)
-    e.take_step(replace(GO_ON, stop_strings=("</tool>",)))
+    e.apply_env_step(replace(GO_ON, stop_strings=("</tool>",)))
     assert generation(e).sampling.stop_strings == ("</tool>",)
     respond(e, 9, END)
-    e.take_step(replace(GO_ON, stop_strings=None))
+    e.apply_env_step(replace(GO_ON, stop_strings=None))
     assert generation(e).sampling.stop_strings == ("stop",)
 
 
 def test_done_is_what_the_environment_ended():
     e = episode()
     respond(e, 9, END)
-    e.take_step(EnvStep(rewards={"correct": 1.0}, done=True, answer="h"))
+    e.apply_env_step(EnvStep(rewards={"correct": 1.0}, done=True, answer="h"))
     trajectory = e.trajectory()
     assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.DONE, "h", 1.0)
 
@@ -126,7 +126,7 @@ def test_max_turns_is_what_still_goes_on_after_the_last_turn():
     e = episode()
     for _ in range(3):
         respond(e, 9, END)
-        e.take_step(GO_ON)
+        e.apply_env_step(GO_ON)
     trajectory = e.trajectory()
     assert (trajectory.stop_reason, trajectory.num_turns) == (StopReason.MAX_TURNS, 3)
 
@@ -134,23 +134,23 @@ def test_max_turns_is_what_still_goes_on_after_the_last_turn():
 def test_done_in_the_last_turn_is_done():
     e = episode(replace(RULES, max_turns=1))
     respond(e, 9, END)
-    e.take_step(EnvStep(done=True))
+    e.apply_env_step(EnvStep(done=True))
     assert e.trajectory().stop_reason is StopReason.DONE
 
 
 def test_last_observation_keeps_its_text_without_tokens():
     e = episode()
     respond(e, 9, END)
-    e.take_step(EnvStep(observation=(Message("user", "well done"),), done=True))
+    e.apply_env_step(EnvStep(observation=(Message("user", "well done"),), done=True))
     assert e.trajectory().message_log[-1] == TokenizedMessage(Message("user", "well done"), ())
 
 
 def test_failed_generation_has_no_reward_even_after_rewarded_turns():
     e = episode()
     respond(e, 9, END)
-    e.take_step(replace(GO_ON, rewards={"correct": 1.0}))
+    e.apply_env_step(replace(GO_ON, rewards={"correct": 1.0}))
     failure = Failure(FailureClass.INFRA, "engine died")
-    e.take_response(failure)
+    e.apply_response(failure)
     trajectory = e.trajectory()
     assert (trajectory.stop_reason, trajectory.failure, dict(trajectory.rewards)) == (StopReason.FAILED, failure, {})
     assert trajectory.num_turns == 1
@@ -160,7 +160,7 @@ def test_failure_of_an_item_is_kept_as_the_environment_named_it():
     e = episode()
     respond(e, 9, END)
     failure = Failure(FailureClass.AGENT, "the tool call was no JSON")
-    e.take_step(failure)
+    e.apply_env_step(failure)
     assert e.trajectory().failure == failure
 
 
@@ -168,7 +168,7 @@ def test_failure_of_an_item_is_kept_as_the_environment_named_it():
 def test_reward_that_is_no_finite_number_is_a_reward_failure(value):
     e = episode()
     respond(e, 9, END)
-    e.take_step(EnvStep(rewards={"fine": 1.0, "odd": value}))
+    e.apply_env_step(EnvStep(rewards={"fine": 1.0, "odd": value}))
     failure = e.trajectory().failure
     assert failure is not None
     assert failure.failure_class is FailureClass.REWARD
@@ -182,7 +182,7 @@ def test_reward_that_is_no_finite_number_is_a_reward_failure(value):
 def test_broken_result_of_an_environment_is_an_environment_failure(result):
     e = episode()
     respond(e, 9, END)
-    e.take_step(result)
+    e.apply_env_step(result)
     failure = e.trajectory().failure
     assert failure is not None
     assert failure.failure_class is FailureClass.ENVIRONMENT
@@ -191,7 +191,7 @@ def test_broken_result_of_an_environment_is_an_environment_failure(result):
 def test_empty_observation_is_no_tokens_and_the_next_response_goes_on():
     e = episode()
     respond(e, 9, END)
-    e.take_step(EnvStep(observation=(), done=False))
+    e.apply_env_step(EnvStep(observation=(), done=False))
     assert generation(e).token_ids == (BEGIN, 2, 3, BEGIN, 9, END)
     assert len(e._message_log) == 2
 
@@ -203,7 +203,7 @@ def test_callers_messages_and_state_are_never_changed():
     respond(e, 9, END)
     first = call(e).conversation
     call(e).state["board"].append(3)  # as environments do that play on in place
-    e.take_step(replace(GO_ON, state={"board": 1}))
+    e.apply_env_step(replace(GO_ON, state={"board": 1}))
     respond(e, 9, END)
     assert (prompt.messages, state) == ((Message("user", "ab"),), {"board": [1, 2]})
     assert len(first) == 2
@@ -213,7 +213,7 @@ def test_callers_messages_and_state_are_never_changed():
 def test_observation_without_room_is_cut_to_it_and_truncated():
     e = episode(replace(RULES, max_total_length=9))  # prompt 4, response 2: room for 3 of the observation's 4
     respond(e, 9, END)
-    e.take_step(replace(GO_ON, rewards={"correct": 1.0}))
+    e.apply_env_step(replace(GO_ON, rewards={"correct": 1.0}))
     trajectory = e.trajectory()
     assert trajectory.stop_reason is StopReason.TRUNCATED
     assert trajectory.message_log[-1].token_ids == (BEGIN, 4, 5)
@@ -223,19 +223,19 @@ def test_observation_without_room_is_cut_to_it_and_truncated():
 def test_observation_that_fills_the_room_leaves_none_for_a_token():
     e = episode(replace(RULES, max_total_length=10))
     respond(e, 9, END)
-    e.take_step(GO_ON)
+    e.apply_env_step(GO_ON)
     assert e.trajectory().stop_reason is StopReason.TRUNCATED
     assert e.trajectory().num_tokens == 10
     e = episode(replace(RULES, max_total_length=11))
     respond(e, 9, END)
-    e.take_step(GO_ON)
+    e.apply_env_step(GO_ON)
     assert generation(e).sampling.max_new_tokens == 1
 
 
 def test_response_that_fills_the_room_leaves_none_even_for_an_empty_observation():
     e = episode(replace(RULES, max_total_length=6))
     respond(e, 9, END)
-    e.take_step(EnvStep(done=False))
+    e.apply_env_step(EnvStep(done=False))
     assert e.trajectory().stop_reason is StopReason.TRUNCATED
 
 
@@ -261,9 +261,9 @@ def test_environment_sees_role_and_content_alone():
 def test_rewards_add_up_over_turns_by_name():
     e = episode()
     respond(e, 9, END)
-    e.take_step(replace(GO_ON, rewards={"format": 0.25, "moves": -1.0}))
+    e.apply_env_step(replace(GO_ON, rewards={"format": 0.25, "moves": -1.0}))
     respond(e, 9, END)
-    e.take_step(EnvStep(rewards={"format": 0.5, "correct": 2.0}))
+    e.apply_env_step(EnvStep(rewards={"format": 0.5, "correct": 2.0}))
     trajectory = e.trajectory()
     assert trajectory.rewards == {"format": 0.75, "moves": -1.0, "correct": 2.0}
     assert trajectory.reward == 1.75
@@ -272,7 +272,7 @@ def test_rewards_add_up_over_turns_by_name():
 def test_state_is_handed_back_without_the_flag_of_the_rollout():
     e = episode()
     respond(e, 9, END)
-    e.take_step(replace(GO_ON, state={"board": 3, RESPONSE_TRUNCATED: True}))
+    e.apply_env_step(replace(GO_ON, state={"board": 3, RESPONSE_TRUNCATED: True}))
     respond(e, 9, END)
     assert call(e).state == {"board": 3, RESPONSE_TRUNCATED: False}
 
@@ -280,19 +280,19 @@ def test_state_is_handed_back_without_the_flag_of_the_rollout():
 def test_weight_versions_span_all_turns():
     e = episode()
     respond(e, 9, END, versions=(3, 4))
-    e.take_step(GO_ON)
+    e.apply_env_step(GO_ON)
     respond(e, 9, END, versions=(4, 6))
-    e.take_step(EnvStep())
+    e.apply_env_step(EnvStep())
     assert e.trajectory().weight_versions == (3, 6)
 
 
 def test_message_that_an_update_cut_keeps_the_spans():
     e = episode()
     spans = (WeightSpan(3, 0, 1), WeightSpan(5, 1, 2))
-    e.take_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop", (3, 5), spans))
-    e.take_step(GO_ON)
+    e.apply_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop", (3, 5), spans))
+    e.apply_env_step(GO_ON)
     respond(e, 9, END, versions=(5, 5))
-    e.take_step(EnvStep())
+    e.apply_env_step(EnvStep())
     assert [m.weight_spans for m in e.trajectory().message_log if m.is_generated] == [spans, ()]
 
 
@@ -300,7 +300,7 @@ def test_message_that_an_update_cut_keeps_the_spans():
 def test_weight_spans_with_gaps_are_an_infra_failure(spans):
     e = episode()
     weight_spans = tuple(WeightSpan(*span) for span in spans)
-    e.take_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop", (3, 4), weight_spans))
+    e.apply_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop", (3, 4), weight_spans))
     failure = e.trajectory().failure
     assert failure is not None
     assert failure.failure_class is FailureClass.INFRA
@@ -309,7 +309,7 @@ def test_weight_spans_with_gaps_are_an_infra_failure(spans):
 def test_engine_that_breaks_its_contract_is_an_infra_failure():
     for token_ids, logprobs in [((9, 9), (-1.0,)), ((9,) * 6, (-1.0,) * 6)]:
         e = episode()
-        e.take_response(Completion("g:1:0", token_ids, logprobs, "stop"))
+        e.apply_response(Completion("g:1:0", token_ids, logprobs, "stop"))
         failure = e.trajectory().failure
         assert failure is not None
         assert failure.failure_class is FailureClass.INFRA
@@ -328,7 +328,7 @@ def test_messages_that_the_template_refuses_are_environment_failures():
     at_start = Episode(job, encode_prompt(PROMPT, broken), broken, RULES)
     later = Episode(job, encode_prompt(PROMPT, FakeEncoder()), broken, RULES)
     respond(later, 9, END)
-    later.take_step(GO_ON)
+    later.apply_env_step(GO_ON)
     for failed in (at_start, later):
         failure = failed.trajectory().failure
         assert failure is not None
@@ -338,9 +338,9 @@ def test_messages_that_the_template_refuses_are_environment_failures():
 
 def test_timings_add_up_over_turns():
     e = episode()
-    e.take_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop"), seconds=0.5)
-    e.take_step(GO_ON, seconds=0.25)
-    e.take_response(Completion("g:1:1", (9, END), (-1.0, -1.0), "stop"), seconds=0.5)
-    e.take_step(EnvStep(), seconds=0.25)
+    e.apply_response(Completion("g:1:0", (9, END), (-1.0, -1.0), "stop"), seconds=0.5)
+    e.apply_env_step(GO_ON, seconds=0.25)
+    e.apply_response(Completion("g:1:1", (9, END), (-1.0, -1.0), "stop"), seconds=0.5)
+    e.apply_env_step(EnvStep(), seconds=0.25)
     timings = e.trajectory(total_s=2.0).timings
     assert (timings.generation_s, timings.environment_s, timings.total_s) == (1.0, 0.5, 2.0)

@@ -3,7 +3,7 @@ from contextlib import aclosing
 
 import pytest
 
-from nemo_rl.generation.engines import as_they_finish
+from nemo_rl.generation.engines import as_completed
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 
@@ -32,7 +32,7 @@ def test_answers_come_as_they_finish_and_closing_ends_the_rest() -> None:
     async def main() -> tuple[list[str], list[str]]:
         engine, seen = Engine("a", "b", "c"), []
         engine.gates["c"].set()
-        async with aclosing(as_they_finish([request(name) for name in "abc"], engine.answer)) as answers:  # type: ignore[type-var]
+        async with aclosing(as_completed([request(name) for name in "abc"], engine.answer)) as answers:  # type: ignore[type-var]
             async for answer in answers:
                 seen.append(answer.request_id)
                 if len(seen) == 2:
@@ -48,7 +48,7 @@ def test_what_an_answer_raises_is_raised_and_ends_the_rest(names: tuple[str, ...
     async def main() -> list[str]:
         engine = Engine(*names)
         engine.gates["broken"].set()
-        answers = as_they_finish([request(name) for name in names], engine.answer)
+        answers = as_completed([request(name) for name in names], engine.answer)
         with pytest.raises(ZeroDivisionError):
             await anext(answers)
         return engine.ended

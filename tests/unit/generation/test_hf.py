@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.generation.hf import HFGeneration, draw, kept, spans_of
+from nemo_rl.generation.hf import HFGeneration, kept, sample_token, to_weight_spans
 from nemo_rl.types import SamplingParams, WeightSpan
 from tests.contracts.engines import answers, request, save_tiny_model
 
@@ -23,14 +23,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 
 def test_log_prob_is_of_the_tempered_distribution():
     logits = torch.tensor([0.0, 1.0])
-    token, logprob = draw(logits, SamplingParams(1, temperature=0.5), torch.Generator().manual_seed(0))
+    token, logprob = sample_token(logits, SamplingParams(1, temperature=0.5), torch.Generator().manual_seed(0))
     assert logprob == pytest.approx(float((logits / 0.5).log_softmax(-1)[token]), abs=1e-6)
 
 
 def test_frequencies_follow_the_probabilities():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.7, 0.2, 0.1]).log()
-    draws = [draw(logits, SamplingParams(1), generator)[0] for _ in range(4000)]
+    draws = [sample_token(logits, SamplingParams(1), generator)[0] for _ in range(4000)]
     counts = torch.bincount(torch.tensor(draws), minlength=3) / 4000
     torch.testing.assert_close(counts, torch.tensor([0.7, 0.2, 0.1]), atol=0.03, rtol=0)
 
@@ -51,8 +51,8 @@ def test_same_batch_gives_the_same_bits(tmp_path: Path):
 
 
 def test_spans_are_where_the_version_of_a_token_changes():
-    assert spans_of([4, 4, 4]) == (WeightSpan(4, 0, 3),)
-    assert spans_of([4, 5, 5, 7]) == (WeightSpan(4, 0, 1), WeightSpan(5, 1, 3), WeightSpan(7, 3, 4))
+    assert to_weight_spans([4, 4, 4]) == (WeightSpan(4, 0, 3),)
+    assert to_weight_spans([4, 5, 5, 7]) == (WeightSpan(4, 0, 1), WeightSpan(5, 1, 3), WeightSpan(7, 3, 4))
 
 
 def test_cancelled_pause_holds_nothing(tmp_path: Path):

@@ -37,7 +37,7 @@ def staged(transfer: int, value: float, **put: Any) -> WeightChunks:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 10_000])
 def test_weights_come_back_bit_by_bit_however_they_are_cut(chunk_bytes):
-    manifest = node_file.write_once(staged(1, 2.5, chunk_bytes=chunk_bytes))
+    manifest = node_file.write_node_file(staged(1, 2.5, chunk_bytes=chunk_bytes))
     for (name, got), (expected_name, expected) in zip(map_weights(manifest), tensors(2.5), strict=True):
         assert (name, got.dtype) == (expected_name, expected.dtype)
         assert torch.equal(got, expected)
@@ -46,11 +46,11 @@ def test_weights_come_back_bit_by_bit_however_they_are_cut(chunk_bytes):
 
 def test_each_transfer_is_written_once(store):
     weights = staged(1, 1.0)
-    node_file.write_once(weights)
+    node_file.write_node_file(weights)
     store.clear()  # another engine of this machine asks for nothing
-    assert dict(map_weights(node_file.write_once(weights)))["a"][0, 0] == 1.0
+    assert dict(map_weights(node_file.write_node_file(weights)))["a"][0, 0] == 1.0
     again = staged(2, 3.0)
-    assert dict(map_weights(node_file.write_once(again)))["a"][0, 0] == 3.0
+    assert dict(map_weights(node_file.write_node_file(again)))["a"][0, 0] == 3.0
     node_file.release()
 
 
@@ -59,7 +59,7 @@ def test_files_of_killed_runs_are_removed_and_those_in_use_stay(tmp_path: Path):
     left.write_bytes(b"weights")
     with used.open("wb") as other:
         node_file.fcntl.flock(other, node_file.fcntl.LOCK_SH)
-        node_file.write_once(staged(1, 1.0))
+        node_file.write_node_file(staged(1, 1.0))
         assert not left.exists()
         assert used.exists()
     node_file.release()
@@ -75,18 +75,18 @@ def test_a_file_that_is_taken_for_a_leftover_while_it_is_written_is_written_agai
             (node_file.default_directory() / weights.name).unlink()
 
     monkeypatch.setattr(node_file, "write", write)
-    assert dict(map_weights(node_file.write_once(staged(1, 6.0))))["a"][0, 0] == 6.0
+    assert dict(map_weights(node_file.write_node_file(staged(1, 6.0))))["a"][0, 0] == 6.0
     node_file.release()
 
 
 def test_the_last_reader_removes_the_file(tmp_path: Path):
-    manifest = node_file.write_once(staged(1, 1.0))
+    manifest = node_file.write_node_file(staged(1, 1.0))
     with open(manifest.path) as other:
         node_file.fcntl.flock(other, node_file.fcntl.LOCK_SH)
         node_file.release()
         assert Path(manifest.path).exists()
-    node_file.write_once(staged(2, 1.0))
+    node_file.write_node_file(staged(2, 1.0))
     Path(manifest.path).unlink()  # by another run that took it for a leftover
-    assert dict(map_weights(node_file.write_once(staged(3, 4.0))))["a"][0, 0] == 4.0
+    assert dict(map_weights(node_file.write_node_file(staged(3, 4.0))))["a"][0, 0] == 4.0
     node_file.release("weights.bin")
     assert not Path(manifest.path).exists()

@@ -194,7 +194,7 @@ def test_closing_the_iterator_cancels_what_is_left():
         first = await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await all_cancelled.wait()
-        return first, cancelled, router._seats._running
+        return first, cancelled, router._load_balancer._running
 
     first, cancelled, running = run(main())
     assert first.request_id == "r0"
@@ -284,7 +284,7 @@ def test_a_replica_that_dies_before_it_is_asked_costs_nothing():
         router = ReplicatedGeneration([dying, other])
         chosen = [asyncio.create_task(answers(router, [asked(f"r{i}")])) for i in range(2)]
         await asyncio.sleep(0)  # both have been handed out, neither was begun
-        router._take_out(0, dying, GenerationError("it died"))
+        router._remove_replica(0, dying, GenerationError("it died"))
         return [answer for task in chosen for answer in (await task).values()], router.replicas == (other,)
 
     results, is_out = run(main())
@@ -300,10 +300,10 @@ def test_a_late_error_of_an_old_engine_does_not_take_its_successor_out():
             return fresh
 
         router = ReplicatedGeneration([old, FakeGeneration()], restart=restart)
-        router._take_out(0, old, GenerationError("it died"))
+        router._remove_replica(0, old, GenerationError("it died"))
         await asyncio.gather(*router._background)
         await router.pause()
-        router._take_out(0, old, GenerationError("its last request"))
+        router._remove_replica(0, old, GenerationError("its last request"))
         return fresh in router.replicas
 
     assert run(main())

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import GenerationError
-from nemo_rl.generation.vllm import VllmGeneration, completion_of, importing_vllm
+from nemo_rl.generation.vllm import VllmGeneration, importing_vllm, to_completion
 from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request
@@ -24,23 +24,23 @@ def span(version: int, start: int, end: int) -> Any:
 
 def test_weight_versions_are_those_of_the_spans():
     spans = [span(3, 0, 1), span(5, 1, 2)]
-    completion = completion_of("a", output(finish_reason="stop", spans=spans), version=9)
+    completion = to_completion("a", output(finish_reason="stop", spans=spans), version=9)
     kept = (WeightSpan(3, 0, 1), WeightSpan(5, 1, 2))
     assert completion == Completion("a", (4, 5), (-0.5, -1.5), "stop", (3, 5), kept)
 
 
 def test_completion_under_one_version_has_no_spans():
-    completion = completion_of("a", output(finish_reason="stop", spans=[span(7, 0, 2)]), version=6)
+    completion = to_completion("a", output(finish_reason="stop", spans=[span(7, 0, 2)]), version=6)
     assert completion == Completion("a", (4, 5), (-0.5, -1.5), "stop", (7, 7))
 
 
 def test_without_spans_the_version_is_that_of_the_start():
-    completion = completion_of("a", output(finish_reason="length"), version=9)
+    completion = to_completion("a", output(finish_reason="length"), version=9)
     assert completion == Completion("a", (4, 5), (-0.5, -1.5), "length", (9, 9))
 
 
 def test_aborted_request_has_failed():
-    assert isinstance(completion_of("a", output(finish_reason="abort"), version=0), FailedRequest)
+    assert isinstance(to_completion("a", output(finish_reason="abort"), version=0), FailedRequest)
 
 
 def dying_engine() -> Any:
@@ -88,7 +88,7 @@ def controlled(answer: Any, *, control_s: float) -> VllmGeneration:
         setattr(engine, name, answer)
     engine.engine_core = SimpleNamespace(pause_scheduler_async=answer)
     generation = VllmGeneration(engine, GenerationConfig(), device="cpu", control_s=control_s)
-    generation._num_running, generation._paused_engine, generation._sleeps = 1, True, True
+    generation._num_running, generation._paused_engine, generation._can_sleep = 1, True, True
     return generation
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.launch import commands as collect_command
+from nemo_rl.launch import commands
 from nemo_rl.launch.commands import (
     COLLECT_JOB,
     DISTILLATION_JOB,
@@ -103,7 +103,7 @@ def test_every_command_refuses_it_at_its_start(
 
 
 def test_a_server_may_call_its_model_as_it_likes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert collect_command.run([*NO_ENGINE, "--dry-run"]) == 0
+    assert commands.run_collect([*NO_ENGINE, "--dry-run"]) == 0
     assert "model_name: /models/theirs" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.experience.scoring import Scoring, rescored
+from nemo_rl.experience.scoring import Scoring, rescore_rollouts
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.launch.rescore import rescore_file
 from nemo_rl.launch.rollouts import load_prompts
@@ -119,7 +119,7 @@ def test_a_failed_rollout_of_a_task_without_scorers_does_not_become_a_reward_of_
 
     async def main() -> list[dict[str, Any]]:
         prompts = {("set", "p"): prompt}
-        rows = rescored([row], prompts, Scoring(), scored_alone=("unscored",), stall_timeout_s=60)
+        rows = rescore_rollouts([row], prompts, Scoring(), scorer_only_tasks=("unscored",), stall_timeout_s=60)
         return [one async for one in rows]
 
     assert asyncio.run(main()) == [row]

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import RequiredScores
-from nemo_rl.policy.attention import Pack
+from nemo_rl.policy.attention import PackedSequences
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.test_logprobs import LargestTensor
@@ -17,14 +17,14 @@ KEY = "policy.sequence_packing.enabled"
 
 
 def test_pack_of_three_rows() -> None:
-    pack = Pack.of((3, 1, 2), 4, torch.device("cpu"))
+    pack = PackedSequences.of((3, 1, 2), 4, torch.device("cpu"))
     token_ids = torch.tensor([[7, 8, 9, 0], [5, 0, 0, 0], [3, 4, 0, 0]])
     inputs = pack.model_inputs(token_ids)
     assert inputs["input_ids"].tolist() == [[7, 8, 9, 5, 3, 4]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
     assert pack.bounds.tolist() == [0, 3, 4, 6]
     needed = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)
-    assert pack.places_of(needed).tolist() == [2, 5]
+    assert pack.packed_positions(needed).tolist() == [2, 5]
 
 
 def scores_and_gradients(model: PreTrainedModel, *, packing_key: str | None, **options: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from nemo_rl.policy.saving import named_weights, save_weights, weight_copies
+from nemo_rl.policy.saving import copy_weights_to_cpu, named_weights, save_weights
 from tests.unit.policy.tiny import SIZES
 
 
@@ -12,7 +12,9 @@ def test_experts_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
     """transformers holds all experts of a layer in one tensor; files and engines have one tensor an expert."""
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
-    save_weights(weight_copies(named_weights(model, torch.float32)), model, tmp_path / "ours", config_dtype="float32")
+    save_weights(
+        copy_weights_to_cpu(named_weights(model, torch.float32)), model, tmp_path / "ours", config_dtype="float32"
+    )
     model.save_pretrained(tmp_path / "theirs")
     with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as file:
         expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, Qwen2Config
 from nemo_rl.config.policy import LoraAdapterConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.base_rank import matmul_parameters
-from nemo_rl.policy.lora import Adapters, Merged, adapted_modules, check_modules, merged_tensors
+from nemo_rl.policy.lora import Adapters, LazyMergedWeight, check_modules, merge_adapter_weights, select_adapted_modules
 from tests.unit.policy.tiny import SIZES, gpt2, qwen2
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -36,7 +36,7 @@ def layers(*names: str, of: tuple[int, ...] = (0, 1)) -> list[str]:
 def test_layers_are_named_by_their_last_part_their_whole_name_or_a_pattern(
     keys: dict[str, Any], expected: list[str]
 ) -> None:
-    assert adapted_modules(qwen2(), LoraAdapterConfig(**keys)) == expected
+    assert select_adapted_modules(qwen2(), LoraAdapterConfig(**keys)) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_names_that_no_layer_has_are_refused(keys: dict[str, Any], said: str) ->
 
 def test_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="of this 'gpt2' model"):
-        adapted_modules(gpt2(), LoraAdapterConfig(enabled=True))
+        select_adapted_modules(gpt2(), LoraAdapterConfig(enabled=True))
 
 
 def test_nothing_is_asked_of_a_model_without_adapters() -> None:
@@ -81,10 +81,10 @@ def test_merged_weight_is_base_plus_scaled_product() -> None:
         "h.lora_B.default.weight": b,
         "norm.weight": torch.zeros(2),
     }
-    merged = merged_tensors(tensors, 0.5)
+    merged = merge_adapter_weights(tensors, 0.5)
     assert merged.keys() == {"h.weight", "h.bias", "norm.weight"}
     weight = merged["h.weight"]
-    assert isinstance(weight, Merged)
+    assert isinstance(weight, LazyMergedWeight)
     assert weight.shape == base.shape
     assert weight.whole().tolist() == [[2.0, 1.0], [4.5, 2.5]]
     assert base.tolist() == [[1.0, 2.0], [3.0, 4.0]]

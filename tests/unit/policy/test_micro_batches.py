@@ -12,10 +12,10 @@ from nemo_rl.policy.micro_batches import (
     count_valid,
     expected_optimizer_steps,
     micro_batches,
-    scoring_batches,
+    scoring_micro_batching,
     split_optimizer_steps,
-    teacher_batches,
-    training_batches,
+    teacher_micro_batching,
+    training_micro_batching,
 )
 from nemo_rl.policy.ranks import RankLayout
 from tests.unit.policy.tiny import make_batch
@@ -133,13 +133,17 @@ def test_configuration_says_how_micro_batches_are_made() -> None:
         base = {"model_name": "m", "train_micro_batch_size": 2, "max_total_sequence_length": 100}
         return PolicyConfig.model_validate({**base, **config})
 
-    assert training_batches(policy()) == SampleCount(2)
-    assert scoring_batches(policy(logprob_batch_size=3)) == SampleCount(3)
+    assert training_micro_batching(policy()) == SampleCount(2)
+    assert scoring_micro_batching(policy(logprob_batch_size=3)) == SampleCount(3)
     packed = policy(sequence_packing={"enabled": True, "logprob_mb_tokens": 500, "algorithm": "concatenative"})
-    assert training_batches(packed) == PackedTokens(200, "policy.sequence_packing.train_mb_tokens", "concatenative")
-    assert scoring_batches(packed) == PackedTokens(500, "policy.sequence_packing.logprob_mb_tokens", "concatenative")
+    assert training_micro_batching(packed) == PackedTokens(
+        200, "policy.sequence_packing.train_mb_tokens", "concatenative"
+    )
+    assert scoring_micro_batching(packed) == PackedTokens(
+        500, "policy.sequence_packing.logprob_mb_tokens", "concatenative"
+    )
     padded = policy(dynamic_batching={"enabled": True, "train_mb_tokens": 300, "sequence_length_round": 8})
-    assert training_batches(padded) == PaddedTokens(300, "policy.dynamic_batching.train_mb_tokens", 8)
+    assert training_micro_batching(padded) == PaddedTokens(300, "policy.dynamic_batching.train_mb_tokens", 8)
     teacher = TeacherConfig.model_validate(
         {
             "model_name": "m",
@@ -147,5 +151,5 @@ def test_configuration_says_how_micro_batches_are_made() -> None:
         }
     )
     key = "teachers.math.sequence_packing.logprob_mb_tokens"
-    assert teacher_batches(teacher, "teachers.math") == PackedTokens(70, key, "concatenative")
-    assert teacher_batches(TeacherConfig(model_name="m", logprob_batch_size=3), "teacher") == SampleCount(3)
+    assert teacher_micro_batching(teacher, "teachers.math") == PackedTokens(70, key, "concatenative")
+    assert teacher_micro_batching(TeacherConfig(model_name="m", logprob_batch_size=3), "teacher") == SampleCount(3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.policy.micro_batches import ALGORITHMS, first_fit_decreasing, levelled, packs_of_ranks, split_to
+from nemo_rl.policy.micro_batches import ALGORITHMS, balance, first_fit_decreasing, pack_for_ranks, split_packs
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 
@@ -39,7 +39,7 @@ def test_ranks_have_as_many_packs_and_share_every_sequence(
     algorithm: str, lengths: list[int], slack: int, num_ranks: int
 ) -> None:
     capacity = max(lengths, default=1) + slack
-    ranks = packs_of_ranks(lengths, capacity, algorithm, num_ranks)
+    ranks = pack_for_ranks(lengths, capacity, algorithm, num_ranks)
     assert len(ranks) == num_ranks
     assert sorted(i for packs in ranks for pack in packs for i in pack) == list(range(len(lengths)))
     assert all(number <= capacity for packs in ranks for number in tokens(packs, lengths))
@@ -69,30 +69,30 @@ def test_modified_algorithm_saves_a_pack_where_the_plain_one_fills_badly() -> No
 
 
 def test_sequences_are_dealt_out_evenly() -> None:
-    assert packs_of_ranks([5, 4, 3, 2], 7, "first_fit_decreasing") == [[[0, 3], [1, 2]]]
-    assert packs_of_ranks([5, 4, 3, 2], 7, "first_fit_decreasing", 2) == [[[0, 3]], [[1, 2]]]
-    assert packs_of_ranks([5, 5, 5], 20, "first_fit_decreasing", 2) == [[[0, 2]], [[1]]]
-    assert packs_of_ranks([5], 20, "first_fit_decreasing", 3) == [[[0]], [[]], [[]]]
-    assert packs_of_ranks([], 20, "first_fit_decreasing", 2) == [[], []]
+    assert pack_for_ranks([5, 4, 3, 2], 7, "first_fit_decreasing") == [[[0, 3], [1, 2]]]
+    assert pack_for_ranks([5, 4, 3, 2], 7, "first_fit_decreasing", 2) == [[[0, 3]], [[1, 2]]]
+    assert pack_for_ranks([5, 5, 5], 20, "first_fit_decreasing", 2) == [[[0, 2]], [[1]]]
+    assert pack_for_ranks([5], 20, "first_fit_decreasing", 3) == [[[0]], [[]], [[]]]
+    assert pack_for_ranks([], 20, "first_fit_decreasing", 2) == [[], []]
 
 
 def test_packs_that_cannot_be_level_stay_as_they_were_fitted() -> None:
     """6 + 4, 5 + 5 and 3 + 3 + 3 fill three packs; 4 does not fit beside any pack that levelling makes."""
     lengths = [6, 5, 5, 4, 3, 3, 3]
-    assert max(tokens(levelled(lengths, 3), lengths)) > 10
-    assert sorted(tokens(packs_of_ranks(lengths, 10, "first_fit_decreasing")[0], lengths)) == [9, 10, 10]
-    assert [len(packs) for packs in packs_of_ranks(lengths, 10, "first_fit_decreasing", 2)] == [2, 2]
+    assert max(tokens(balance(lengths, 3), lengths)) > 10
+    assert sorted(tokens(pack_for_ranks(lengths, 10, "first_fit_decreasing")[0], lengths)) == [9, 10, 10]
+    assert [len(packs) for packs in pack_for_ranks(lengths, 10, "first_fit_decreasing", 2)] == [2, 2]
 
 
 def test_fullest_pack_is_halved_for_a_rank_without_one() -> None:
     lengths = [4, 4, 2, 7]
-    assert split_to(3, [[0, 1, 2], [3]], lengths) == [[3], [0, 2], [1]]
-    assert split_to(3, [[3]], lengths) == [[3], [], []]
+    assert split_packs(3, [[0, 1, 2], [3]], lengths) == [[3], [0, 2], [1]]
+    assert split_packs(3, [[3]], lengths) == [[3], [], []]
 
 
 def test_tokens_of_ranks_are_level_on_heavy_tails() -> None:
     draw = random.Random(0)
     lengths = [min(4096, int(draw.lognormvariate(6, 1)) + 1) for _ in range(2048)]
-    ranks = packs_of_ranks(lengths, 8192, "modified_first_fit_decreasing", 8)
+    ranks = pack_for_ranks(lengths, 8192, "modified_first_fit_decreasing", 8)
     of_ranks = [sum(tokens(packs, lengths)) for packs in ranks]
     assert max(of_ranks) / min(of_ranks) < 1.01

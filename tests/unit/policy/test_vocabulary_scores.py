@@ -28,8 +28,8 @@ def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
     weights = torch.randn(7, 13, generator=generator, dtype=torch.float64) * 3
     ids = torch.randint(13, (7, 4), generator=generator)
     ids[2] = 5  # the same token twice
-    of_logprobs = torch.randn(7, 4, generator=generator, dtype=torch.float64)
-    of_entropy = torch.randn(7, generator=generator, dtype=torch.float64)
+    grad_logprobs = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    grad_entropy = torch.randn(7, generator=generator, dtype=torch.float64)
     results = []
     for own in (True, False):
         leaf = weights.clone().requires_grad_()
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
         else:
             everything = logits.log_softmax(-1)
             logprobs, entropies = everything.gather(1, ids), -(everything.exp() * everything).sum(-1) * entropy
-        ((logprobs * of_logprobs).sum() + (entropies * of_entropy).sum()).backward()
+        ((logprobs * grad_logprobs).sum() + (entropies * grad_entropy).sum()).backward()
         results.append((logprobs, entropies, leaf.grad))
     torch.testing.assert_close(results[0], results[1])
 

@@ -9,16 +9,16 @@ from nemo_rl.weight_sync.transport import SharedMemory
 
 def cpu(*engine_nodes: int, ranks: int = 1, cluster: bool = True) -> Layout:
     nodes = max(engine_nodes) + 1
-    places = tuple(DeviceSlot(node) for node in engine_nodes)
-    return Layout("cpu", nodes, 0, (DeviceSlot(0),) * ranks, places, is_split=False, needs_cluster=cluster)
+    device_slots = tuple(DeviceSlot(node) for node in engine_nodes)
+    return Layout("cpu", nodes, 0, (DeviceSlot(0),) * ranks, device_slots, is_split=False, needs_cluster=cluster)
 
 
 def cuda(*, ranks: int = 1, engines: int = 1, gpus: int = 1, split: bool = False) -> Layout:
     first = ranks if split else 0
-    places = tuple(DeviceSlot(0, tuple(range(first + gpus * i, first + gpus * (i + 1)))) for i in range(engines))
+    device_slots = tuple(DeviceSlot(0, tuple(range(first + gpus * i, first + gpus * (i + 1)))) for i in range(engines))
     rank_places = tuple(DeviceSlot(0, (i,)) for i in range(ranks))
     several = ranks > 1 or engines > 1 or split
-    return Layout("cuda", 1, 8, rank_places, places, is_split=split, needs_cluster=several)
+    return Layout("cuda", 1, 8, rank_places, device_slots, is_split=split, needs_cluster=several)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
-from nemo_rl.weight_sync.refit import batch_of, verify_weights
+from nemo_rl.weight_sync.refit import to_logprob_batch, verify_weights
 
 
 class Echo:
@@ -81,7 +81,7 @@ def test_unanswered_probe_fails():
 def test_batch_holds_prompts_and_completions_side_by_side():
     requests = [GenerationRequest("a", (1, 2, 3), None, 0, "s"), GenerationRequest("b", (4,), None, 0, "s")]  # type: ignore[arg-type]
     completions = [Completion("a", (7,), (-1.0,), "stop"), Completion("b", (8, 9), (-2.0, -3.0), "length")]
-    batch = batch_of(requests, completions)
+    batch = to_logprob_batch(requests, completions)
     assert batch["token_ids"].tolist() == [[1, 2, 3, 7], [4, 8, 9, 0]]
     assert batch["token_mask"].tolist() == [[0, 0, 0, 1], [0, 1, 1, 0]]
     assert batch["generation_logprobs"].tolist() == [[0, 0, 0, -1], [0, -2, -3, 0]]

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
-from nemo_rl.environments.nemo_gym.reply import GymBrokenReply, GymCall, GymError, GymRefused, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymInvalidReply, GymRefused, GymUnavailable
 from nemo_rl.errors import ConfigError
 from tests.fakes import gym_stack
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row
@@ -160,7 +160,7 @@ def test_a_busy_server_is_asked_again_until_it_takes_the_row() -> None:
 def test_broken_replies_are_told_apart_and_not_asked_for_again(script: Script, said: str) -> None:
     async def run() -> tuple[GymError, int]:
         async with FakeGymStack(script=lambda agent, row: script) as stack, client_of(stack) as client:
-            with pytest.raises(GymBrokenReply) as error:
+            with pytest.raises(GymInvalidReply) as error:
                 await client.run("agent", row_of("?"))
             return error.value, len(stack.rows)
 
@@ -340,7 +340,7 @@ def test_what_is_no_head_server_is_said_at_once(status: int, text: str) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         client = GymClient(section(head_url=f"http://127.0.0.1:{runner.addresses[0][1]}", start_timeout_s=NEVER))
-        with pytest.raises(GymBrokenReply, match="no head server of NeMo Gym"):
+        with pytest.raises(GymInvalidReply, match="no head server of NeMo Gym"):
             await client.connect(["agent"])
         await client.close()
         await runner.cleanup()

@@ -38,8 +38,8 @@ def test_agents_are_found_among_all_entries() -> None:
 
 def test_an_agent_needs_what_its_servers_need() -> None:
     servers = parse_servers(CONFIG, head_host="127.0.0.1")
-    assert [s.name for s in servers.behind(["math_agent"])] == ["judge", "math", "math_agent", "policy_model"]
-    assert [s.name for s in servers.behind(["chess_agent", "nobody"])] == ["chess", "chess_agent"]
+    assert [s.name for s in servers.required_by(["math_agent"])] == ["judge", "math", "math_agent", "policy_model"]
+    assert [s.name for s in servers.required_by(["chess_agent", "nobody"])] == ["chess", "chess_agent"]
 
 
 def test_servers_that_listen_everywhere_are_reached_where_the_head_is() -> None:

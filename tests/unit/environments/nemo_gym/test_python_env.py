@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.environments.nemo_gym import workspace as python_env
-from nemo_rl.environments.nemo_gym.workspace import base_interpreters, gym_python
+from nemo_rl.environments.nemo_gym.workspace import base_interpreters, resolve_gym_python
 from nemo_rl.errors import ConfigError
 from tests.unit.environments.nemo_gym.fake_python import fake_environment, fake_uv
 
@@ -26,7 +26,7 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_python_by_path_is_taken_as_it_is(tmp_path: Path) -> None:
-    found = gym_python(str(fake_environment(tmp_path / "own", minor=13)))
+    found = resolve_gym_python(str(fake_environment(tmp_path / "own", minor=13)))
     assert (found.version, found.prefix, found.is_virtual) == ((3, 13), tmp_path / "own", True)
     assert found.site_packages == tmp_path / "own" / "site-packages"
 
@@ -41,14 +41,14 @@ def test_a_python_that_will_not_do_is_named(tmp_path: Path) -> None:
     }
     for path, said in cases.items():
         with pytest.raises(ConfigError, match=said) as error:
-            gym_python(path, key="env.gym.python")
+            resolve_gym_python(path, key="env.gym.python")
         assert (error.value.key, error.value.value) == ("env.gym.python", path)
 
 
 def test_an_environment_is_made_once_by_many_at_once(bin_folder: Path, tmp_path: Path) -> None:
     log = fake_uv(bin_folder)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: gym_python(None), range(4)))
+        found = list(pool.map(lambda _: resolve_gym_python(None), range(4)))
     folder = tmp_path / "cache" / "nemo_gym" / "0.4.0"
     assert {each.prefix for each in found} == {folder}
     commands = [line.split() for line in log.read_text().splitlines()]
@@ -61,8 +61,8 @@ def test_an_environment_is_made_once_by_many_at_once(bin_folder: Path, tmp_path:
 
 def test_each_set_of_requirements_has_an_environment_of_its_own(bin_folder: Path) -> None:
     log = fake_uv(bin_folder)
-    plain, math = gym_python(None), gym_python(None, ["sympy", "math-verify"])
-    assert gym_python(None, ["math-verify", "sympy", "sympy"]).prefix == math.prefix != plain.prefix
+    plain, math = resolve_gym_python(None), resolve_gym_python(None, ["sympy", "math-verify"])
+    assert resolve_gym_python(None, ["math-verify", "sympy", "sympy"]).prefix == math.prefix != plain.prefix
     assert len(log.read_text().splitlines()) == 4
     assert math.prefix.with_name(math.prefix.name + ".txt").read_text() == "nemo-gym==0.4.0\nmath-verify\nsympy\n"
 
@@ -70,24 +70,24 @@ def test_each_set_of_requirements_has_an_environment_of_its_own(bin_folder: Path
 def test_a_failed_installation_leaves_no_environment_and_says_why(bin_folder: Path, tmp_path: Path) -> None:
     fake_uv(bin_folder, fails=True)
     with pytest.raises(ConfigError, match="no such package; nobody has it") as error:
-        gym_python(None, key="env.gym.python")
+        resolve_gym_python(None, key="env.gym.python")
     assert error.value.key == "env.gym.python"
     assert not (tmp_path / "cache" / "nemo_gym" / "0.4.0").exists()
     fake_uv(bin_folder)
-    assert gym_python(None).version == (3, 12)
+    assert resolve_gym_python(None).version == (3, 12)
 
 
 def test_an_environment_that_has_lost_its_python_is_made_again(bin_folder: Path) -> None:
     log = fake_uv(bin_folder)
-    python = gym_python(None).python
+    python = resolve_gym_python(None).python
     python.unlink()
-    assert gym_python(None).python == python
+    assert resolve_gym_python(None).python == python
     assert len(log.read_text().splitlines()) == 4
 
 
 def test_without_uv_the_key_is_named(bin_folder: Path) -> None:
     with pytest.raises(ConfigError, match="needs uv on PATH") as error:
-        gym_python(None)
+        resolve_gym_python(None)
     assert error.value.key == "env.nemo_gym.python"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.nemo_gym.reply import GymBrokenReply, GymCall, parse_reply
+from nemo_rl.environments.nemo_gym.reply import GymCall, GymInvalidReply, parse_reply
 
 CALL = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, 0]}
 BODY = {
@@ -85,12 +85,12 @@ def test_items_whose_token_fields_are_null_have_no_tokens() -> None:
     ],
 )
 def test_broken_replies_name_the_field(body: Any, said: str) -> None:
-    with pytest.raises(GymBrokenReply) as error:
+    with pytest.raises(GymInvalidReply) as error:
         parse_reply(body)
     assert said in str(error.value)
 
 
 def test_json_that_was_cut_short_of_a_number_is_no_reward() -> None:
     body = json.loads(json.dumps(changed("reward", to=float("inf"))))
-    with pytest.raises(GymBrokenReply, match="not inf"):
+    with pytest.raises(GymInvalidReply, match="not inf"):
         parse_reply(body)

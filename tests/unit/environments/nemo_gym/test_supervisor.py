@@ -72,7 +72,9 @@ def test_the_death_of_the_starter_ends_everything(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "impatient.py"
-    script.write_text(Path(supervisor.__file__).read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.2"))
+    script.write_text(
+        Path(supervisor.__file__).read_text().replace("INTERRUPT_GRACE_S = 10.0", "INTERRUPT_GRACE_S = 0.2")
+    )
     starting = command(tmp_path / "pids", "deaf")
     starting[2] = str(script)
     with subprocess.Popen(starting, stdin=subprocess.PIPE) as process:

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from nemo_rl.environments.nemo_gym.workspace import (
     POLICY_MODEL_CONFIG,
     GymPython,
+    collect_requirements,
     find_configs,
-    requirements_of,
     write_workspace,
 )
 from nemo_rl.errors import ConfigError
@@ -68,7 +68,7 @@ def test_a_file_that_is_none_is_named(site_packages: Path, text: str | None, sai
 
 def test_only_what_configured_servers_need_beside_gym_is_required(site_packages: Path) -> None:
     configs = find_configs([MATH], site_packages, key=KEY).values()
-    assert requirements_of(configs, site_packages) == ["math-verify==0.8.0", "tiktoken"]
+    assert collect_requirements(configs, site_packages) == ["math-verify==0.8.0", "tiktoken"]
 
 
 def test_a_server_of_the_users_own_goes_before_gyms(site_packages: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_server_of_the_users_own_goes_before_gyms(site_packages: Path) -> None
     own.mkdir(parents=True)
     (own / "requirements.txt").write_text("sympy\n")
     configs = find_configs([MATH], site_packages, key=KEY).values()
-    assert requirements_of(configs, site_packages) == ["sympy", "tiktoken"]
+    assert collect_requirements(configs, site_packages) == ["sympy", "tiktoken"]
 
 
 def test_the_folder_has_keys_nobody_else_may_read_and_an_environment_a_server(site_packages: Path) -> None:

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.config.scorers import ClassifyScorerConfig
-from nemo_rl.environments.scorers.classify import ClassifyScorer, ConversationTokens, ConversationTooLong
+from nemo_rl.environments.scorers.classify import ClassifyScorer, ConversationTokenizer, ConversationTooLong
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, Message
@@ -74,14 +74,14 @@ def test_the_bos_that_a_template_writes_is_the_only_one() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.chat_template = WITH_BOS
-    token_ids = ConversationTokens(tokenizer).encode(TALK)
+    token_ids = ConversationTokenizer(tokenizer).encode(TALK)
     (bos_token_id,) = tokenizer.encode("<|im_start|>")
     assert token_ids.count(bos_token_id) == 1
     assert token_ids == [bos_token_id, *tokenizer.encode("abc")]
 
 
 def test_a_conversation_that_does_not_fit_is_said_to() -> None:
-    tokens = ConversationTokens(chat_tokenizer(), max_length=10)
+    tokens = ConversationTokenizer(chat_tokenizer(), max_length=10)
     with pytest.raises(ConversationTooLong, match="where 10 fit"):
         tokens.encode(TALK)
 
@@ -91,4 +91,4 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"scorers\.rm\.chat_template = None: the tokenizer of .* has none"):
-        ConversationTokens.load("scorers.rm", str(tmp_path), chat_template=None)
+        ConversationTokenizer.load("scorers.rm", str(tmp_path), chat_template=None)

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.config.scorers import JudgeScorerConfig
-from nemo_rl.environments.scorers.judge import JudgeScorer, answer_parser
+from nemo_rl.environments.scorers.judge import JudgeScorer, make_answer_parser
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
@@ -86,7 +86,7 @@ def test_an_answer_without_a_score_is_a_failure_and_never_zero(says: str, change
 )
 def test_parsers_that_cannot_be_used_are_refused_at_start(parser: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        answer_parser("scorers.judge.parser", parser)
+        make_answer_parser("scorers.judge.parser", parser)
 
 
 def test_a_template_that_cannot_be_read_is_refused_at_start() -> None:

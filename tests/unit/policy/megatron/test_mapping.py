@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.policy.megatron.mapping import GatedRows, QueryKeyValue, Vocabulary, Weight, weights_of
+from nemo_rl.policy.megatron.mapping import GatedRows, QueryKeyValue, Vocabulary, Weight, iter_model_weights
 from tests.unit.policy.tiny import llama, qwen2, qwen3
 
 MODELS = {"qwen2": qwen2, "llama": llama, "qwen3": qwen3}
@@ -35,7 +35,7 @@ def test_vocabulary_is_filled_with_zeros() -> None:
 
 
 def mapped(config: PreTrainedConfig, tensors: dict[str, torch.Tensor], size: int) -> Iterator[tuple[Weight, list]]:
-    for weight in weights_of(config):
+    for weight in iter_model_weights(config):
         whole = [tensors[name] for name in weight.sources]
         yield weight, [weight.shard(whole, rank, size) for rank in range(size)]
 

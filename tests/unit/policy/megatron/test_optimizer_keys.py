@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.policy.megatron.checks import in_torchs_names
+from nemo_rl.policy.megatron.checks import to_torch_config
 from nemo_rl.policy.optim import check_optimizer, make_optimizer, make_scheduler
 from tests.unit.policy.tiny import qwen2
 
@@ -27,11 +27,11 @@ def rates(config: PolicyConfig, num_steps: int) -> list[float]:
 
 def test_without_keys_of_their_own_policys_are_used() -> None:
     config = policy()
-    assert in_torchs_names(config) is config
+    assert to_torch_config(config) is config
 
 
 def test_adam_is_torchs_adamw() -> None:
-    config = in_torchs_names(policy(optimizer={"lr": 0.5, "adam_beta1": 0.8, "adam_eps": 1e-6, "weight_decay": 0.1}))
+    config = to_torch_config(policy(optimizer={"lr": 0.5, "adam_beta1": 0.8, "adam_eps": 1e-6, "weight_decay": 0.1}))
     assert config.optimizer.name == "torch.optim.AdamW"
     assert config.optimizer.kwargs == {"lr": 0.5, "betas": [0.8, 0.999], "eps": 1e-6, "weight_decay": 0.1}
     check_optimizer(config)
@@ -39,7 +39,7 @@ def test_adam_is_torchs_adamw() -> None:
 
 
 def test_sgd_has_momentum() -> None:
-    config = in_torchs_names(policy(optimizer={"optimizer": "sgd", "lr": 0.5}))
+    config = to_torch_config(policy(optimizer={"optimizer": "sgd", "lr": 0.5}))
     assert config.optimizer.name == "torch.optim.SGD"
     assert config.optimizer.kwargs["momentum"] == 0.9
 
@@ -54,10 +54,10 @@ def test_sgd_has_momentum() -> None:
 )
 def test_learning_rate_warms_up_and_decays(style: str, expected: list[float]) -> None:
     schedule = {"lr_warmup_iters": 2, "lr_warmup_init": 0.1, "lr_decay_style": style, "lr_decay_iters": 6}
-    config = in_torchs_names(policy(optimizer={"lr": 1.0, "min_lr": 0.2}, scheduler=schedule))
+    config = to_torch_config(policy(optimizer={"lr": 1.0, "min_lr": 0.2}, scheduler=schedule))
     assert rates(config, len(expected)) == pytest.approx(expected)
 
 
 def test_schedule_goes_with_policys_optimizer() -> None:
-    config = in_torchs_names(policy(scheduler={"lr_warmup_iters": 5}))
+    config = to_torch_config(policy(scheduler={"lr_warmup_iters": 5}))
     assert rates(config, 2) == pytest.approx([0.0, 1e-6])  # of 5e-6
