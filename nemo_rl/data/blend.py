@@ -160,7 +160,7 @@ class Rows(Protocol):
 
     def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]: ...
 
-    def position(self, index: int) -> str: ...
+    def location(self, index: int) -> str: ...
 
 
 class FilePrompts:
@@ -210,7 +210,7 @@ class FilePrompts:
             return self._make_prompt(row)
         except (DataError, KeyError, TypeError, ValueError) as error:
             problem = f"has no field {error}" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"{self._file.position(index)}: {problem}") from error
+            raise DataError(f"{self._file.location(index)}: {problem}") from error
 
 
 class InMemoryPrompts:

@@ -9,10 +9,12 @@ import resource
 import socket
 import tempfile
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from nemo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +24,10 @@ def cache_directory() -> Path:
     return Path(os.environ.get("NEMO_RL_CACHE", Path.home() / ".cache" / "nemo_rl"))
 
 
-def resolve_device(name: str, key: str = "policy.device") -> torch.device:
+def resolve_device(name: str, key: str = "policy.device") -> "torch.device":
     """auto is CUDA where there is one; the first device that the process sees. Raises ConfigError under `key`."""
+    import torch  # seconds that users of the other functions need not wait
+
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError(key, name, "this machine has no CUDA device; allowed: cpu, auto")

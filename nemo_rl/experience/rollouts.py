@@ -137,7 +137,7 @@ async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutCon
 class _Rollout:
     """An episode with its clock, and its score once it has ended."""
 
-    __slots__ = ("_ending", "episode", "started_at")
+    __slots__ = ("_result", "episode", "started_at")
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode

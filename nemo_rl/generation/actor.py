@@ -90,7 +90,7 @@ class VllmActorGeneration:
 
         It stands on `slot`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
         """
-        placed = {} if slot is None else {"seat": slot}
+        placed = {} if slot is None else {"slot": slot}
         needs_gpus = device == "cuda" and slot is None
         actor = spawn_actor(
             VllmActor,

@@ -289,7 +289,7 @@ class LiveCollectionProgress(CollectionProgress):
 
     def __init__(self, console: Console, *, total: int, num_finished: int) -> None:
         super().__init__(total=total, num_finished=num_finished)
-        self._bar = Progress(
+        self._bar = RichBars(
             TextColumn("rollouts"),
             BarColumn(40),
             MofNCompleteColumn(),

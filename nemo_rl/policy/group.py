@@ -84,7 +84,7 @@ class PolicyGroup:
 
         Ranks write to `log_dir/policy_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """
-        factory = _TeacherWorkerFactory(config)
+        factory = _PolicyWorkerFactory(config)
         workers = await WorkerGroup.create(
             factory, slots=slots, role="policy", timeout_s=timeout_s, log_dir=log_dir, **arguments
         )
@@ -152,7 +152,7 @@ def _absolute(path: Path) -> Path:
     return Path(path).absolute()
 
 
-class _TeacherWorkerFactory:
+class _PolicyWorkerFactory:
     """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -194,7 +194,7 @@ class TeacherGroup:
         Ranks write to `log_dir/<section>_<rank>.log`. Raises WorkerError when they are not ready within `timeout_s`.
         """
         workers = await WorkerGroup.create(
-            _MakeRank_of_teacher_group(config),
+            _TeacherWorkerFactory(config),
             slots=slots,
             role=section,
             timeout_s=timeout_s,
@@ -228,7 +228,7 @@ class TeacherGroup:
         return (await self._workers.call_all(name, *args, timeout_s=CALL_S))[0]
 
 
-class _MakeRank_of_teacher_group:
+class _TeacherWorkerFactory:
     """Makes a worker's rank from what a WorkerGroup tells it of its place."""
 
     def __init__(self, config: TeacherConfig) -> None:

@@ -26,7 +26,7 @@ collect: {{output_dir: {output}, num_repeats: 2, concurrency: 4}}
 policy: {{model_name: {model}, max_total_sequence_length: 64, generation: {{max_new_tokens: 8}}}}
 server: {{address: {url}}}
 data: {{input: {{dataset_name: jsonl, data_path: {data}, env_name: letters}}}}
-env: {{letters: {{type: "tests.unit.build.scoring:length"}}}}
+env: {{letters: {{type: "tests.unit.launch.scoring:length"}}}}
 logger: {{progress: false}}
 """
 

@@ -32,7 +32,7 @@ def published(
 
 def is_paused(engine: Any) -> bool:
     """Whether a refit that failed left it paused."""
-    return engine._compute_lock.locked() if hasattr(engine, "_free") else not engine._admission_open.is_set()
+    return engine._compute_lock.locked() if hasattr(engine, "_compute_lock") else not engine._admission_open.is_set()
 
 
 @pytest.fixture(params=ENTRY_KINDS, ids="-".join)

@@ -55,7 +55,7 @@ class JudgeScorer:
         answer = await self._endpoint.post("/v1/chat/completions", body, num_tokens=estimated)
         used = answer.get("usage") or {} if isinstance(answer, dict) else {}
         if isinstance(used.get("total_tokens"), int):
-            self._endpoint.used(used["total_tokens"], estimated=estimated)
+            self._endpoint.correct_token_estimate(used["total_tokens"], estimated=estimated)
         return self._check_range(self._parse(_extract_content(answer)))
 
     def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:

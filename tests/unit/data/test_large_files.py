@@ -14,7 +14,7 @@ ROW = {
 }
 LOAD = """
 import json, resource, sys, time
-from nemo_rl.config.data import Data, Dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.data.datasets import load_datasets
 from nemo_rl.data.loader import PromptLoader
 
@@ -22,8 +22,8 @@ def megabytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 before, began = megabytes(), time.perf_counter()
-section = Dataset(dataset_name="nemo_gym", data_path=sys.argv[1])
-train, _ = load_datasets(Data(train=section, validation=Dataset(**{**section.model_dump(), "size": 10})), run_seed=0)
+section = DatasetConfig(dataset_name="nemo_gym", data_path=sys.argv[1])
+train, _ = load_datasets(DataConfig(train=section, validation=DatasetConfig(**{**section.model_dump(), "size": 10})), run_seed=0)
 loader = PromptLoader(train.prompts, shuffle=True, seed=0, max_epochs=2)
 loaded_s = time.perf_counter() - began
 for _ in range(20):

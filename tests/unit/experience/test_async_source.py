@@ -261,7 +261,7 @@ def test_groups_that_queue_behind_others_in_the_engine_do_not_stall():
     """Each takes 0.6 of the stall timeout, one after the other."""
 
     async def main() -> None:
-        generation = engine(lambda *_: 0.6 * STALL_S, prompt_indices=1)
+        generation = engine(lambda *_: 0.6 * STALL_S, slots=1)
         source = async_source(generation, batch=2, group=1, age=2, num_prompts=6)
         for version in range(3):
             await step(source, generation, version)

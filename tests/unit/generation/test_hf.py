@@ -4,21 +4,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl.generation.hf import HFGeneration, kept, sample_token, to_weight_spans
+from nemo_rl.generation.hf import HFGeneration, filter_logits, sample_token, to_weight_spans
 from nemo_rl.types import SamplingParams, WeightSpan
 from tests.contracts.engines import answers, request, save_tiny_model
 
 
 def test_top_k_keeps_the_best():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
-    assert kept(logits, SamplingParams(1, top_k=2)).tolist() == [-torch.inf, 3.0, 2.0, -torch.inf]
+    assert filter_logits(logits, SamplingParams(1, top_k=2)).tolist() == [-torch.inf, 3.0, 2.0, -torch.inf]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    assert kept(logits, SamplingParams(1, top_p=0.4)).isfinite().tolist() == [True, False, False]
-    assert kept(logits, SamplingParams(1, top_p=0.6)).isfinite().tolist() == [True, True, False]
-    assert kept(logits, SamplingParams(1, top_p=0.9)).isfinite().tolist() == [True, True, True]
+    assert filter_logits(logits, SamplingParams(1, top_p=0.4)).isfinite().tolist() == [True, False, False]
+    assert filter_logits(logits, SamplingParams(1, top_p=0.6)).isfinite().tolist() == [True, True, False]
+    assert filter_logits(logits, SamplingParams(1, top_p=0.9)).isfinite().tolist() == [True, True, True]
 
 
 def test_log_prob_is_of_the_tempered_distribution():

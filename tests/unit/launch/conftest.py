@@ -49,7 +49,7 @@ def save_model(folder: Path, *, seed: int, **weights: Any) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, model_folder: Path) -> Recipe:
-    """`recipe(*overrides)`: two questions a step, three answers each, scored by `tests.unit.build.scoring`."""
+    """`recipe(*overrides)`: two questions a step, three answers each, scored by `tests.unit.launch.scoring`."""
     rows = [{"input": letter, "output": letter} for letter in "abcdef"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "recipe.yaml"
@@ -65,7 +65,7 @@ policy:
   max_total_sequence_length: {MAX_LENGTH}
   generation: {{backend: hf, max_new_tokens: 4}}
 data: {{train: {{dataset_name: jsonl, data_path: {tmp_path / "data.jsonl"}, env_name: letters}}}}
-env: {{letters: {{type: "tests.unit.build.scoring:length"}}}}
+env: {{letters: {{type: "tests.unit.launch.scoring:length"}}}}
 logger: {{log_dir: {tmp_path / "runs"}, progress: false}}
 """
     )

@@ -12,9 +12,9 @@ from nemo_rl.launch.dependencies import make_agents, make_codec
 from nemo_rl.launch.training import run_training
 from nemo_rl.types import Prompt
 from tests.templates import byte_tokenizer
-from tests.unit.build.conftest import Recipe
+from tests.unit.launch.conftest import Recipe
 
-AGENT = "++env.asker={type: agent, function: 'tests.unit.build.test_agents:ask', scored_by: letters}"
+AGENT = "++env.asker={type: agent, function: 'tests.unit.launch.test_agents:ask', scored_by: letters}"
 
 
 def ask(prompt: Prompt, base_url: str, api_key: str) -> None:
@@ -50,8 +50,8 @@ def test_agents_are_functions_or_commands(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("tests.unit.build.test_agents:aks", "did you mean ask"),
-        ("tests.unit.build.test_agents:AGENT", "not a function"),
+        ("tests.unit.launch.test_agents:aks", "did you mean ask"),
+        ("tests.unit.launch.test_agents:AGENT", "not a function"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(recipe: Recipe, function: str, said: str) -> None:

@@ -18,7 +18,7 @@ from nemo_rl.errors import ConfigError, RolloutError
 from nemo_rl.launch import collect, commands
 from nemo_rl.launch.collect import CollectionResult, model_digest, run_collection
 from tests.fakes.gym_stack import row_of, spell_and_play
-from tests.unit.build.scoring import Closing
+from tests.unit.launch.scoring import Closing
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ policy:
   generation: {{max_new_tokens: 4}}
 server: {{backend: hf}}
 data: {{input: {{dataset_name: jsonl, data_path: {tmp_path / "data.jsonl"}, env_name: letters}}}}
-env: {{letters: {{type: "tests.unit.build.scoring:length"}}}}
+env: {{letters: {{type: "tests.unit.launch.scoring:length"}}}}
 logger: {{progress: false}}
 """
     )
@@ -107,7 +107,7 @@ def test_a_model_is_told_by_its_weights(model_folder: Path, tmp_path: Path) -> N
 def test_rollouts_that_fail_each_time_are_told_and_make_the_command_fail(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--config", str(path), "env.letters.type=tests.unit.build.scoring:raising", "collect.max_attempts=2"]
+    arguments = ["--config", str(path), "env.letters.type=tests.unit.launch.scoring:raising", "collect.max_attempts=2"]
     assert commands.run_collect(arguments) == 1
     out = capsys.readouterr().out
     assert "Rollouts    0 of 12" in out
@@ -118,7 +118,7 @@ def test_rollouts_that_fail_each_time_are_told_and_make_the_command_fail(
 
 def test_something_broken_stops_before_all_attempts_are_spent(path: Path) -> None:
     with pytest.raises(RolloutError, match="3 rollouts in a row failed"):
-        run(path, "env.letters.type=tests.unit.build.scoring:raising", "collect.max_failures_in_a_row=3")
+        run(path, "env.letters.type=tests.unit.launch.scoring:raising", "collect.max_failures_in_a_row=3")
     assert len(rows(path, "rollouts-rs0_failures.jsonl")) == 3
 
 
@@ -160,12 +160,12 @@ def test_a_signal_ends_it_cleanly_with_what_is_stored(
 
 def test_what_was_opened_is_closed(path: Path) -> None:
     Closing.closed.clear()
-    run(path, "env.letters.type=tests.unit.build.scoring:Closing", "collect.limit=1", "collect.max_attempts=1")
+    run(path, "env.letters.type=tests.unit.launch.scoring:Closing", "collect.limit=1", "collect.max_attempts=1")
     assert Closing.closed == ["closed"]
 
 
 def test_agents_are_collected_through_the_gateway(path: Path) -> None:
-    agent = "{type: agent, function: 'tests.unit.build.test_agents:ask', scored_by: letters}"
+    agent = "{type: agent, function: 'tests.unit.launch.test_agents:ask', scored_by: letters}"
     collected = run(
         path,
         f"++env.asker={agent}",

@@ -62,7 +62,7 @@ policy:
   optimizer: {{name: torch.optim.AdamW, kwargs: {{lr: 1.0e-3}}}}
   generation: {{backend: hf, max_new_tokens: 6}}
 data: {{train: {{dataset_name: jsonl, data_path: {tmp_path / "data.jsonl"}, env_name: letters}}}}
-env: {{letters: {{type: "tests.unit.build.scoring:length"}}}}
+env: {{letters: {{type: "tests.unit.launch.scoring:length"}}}}
 logger: {{log_dir: {tmp_path / "runs"}, progress: false}}
 """
     )

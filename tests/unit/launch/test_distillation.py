@@ -16,8 +16,8 @@ from nemo_rl.launch.placement import placement_plan
 from nemo_rl.launch.training import run_training
 from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_tokenizer
-from tests.unit.build.conftest import DistillationRecipe, Recipe
-from tests.unit.build.scoring import Counting
+from tests.unit.launch.conftest import DistillationRecipe, Recipe
+from tests.unit.launch.scoring import Counting
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
@@ -125,7 +125,7 @@ def test_opd_learns_from_the_teacher_alone(recipe: Recipe, teacher_folder: Path)
     """Rewards are lengths of answers; the advantages are the teacher's, one of each token."""
     teacher = f"++teacher={{model_name: {teacher_folder}, precision: float32}}"
     _, metrics = trained(
-        recipe("grpo.adv_estimator.name=opd", teacher, "env.letters.type=tests.unit.build.scoring:length")
+        recipe("grpo.adv_estimator.name=opd", teacher, "env.letters.type=tests.unit.launch.scoring:length")
     )
     step = metrics[1]
     assert find_undocumented(name for name in step if "/" in name) == []
@@ -168,7 +168,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(
 
 def test_a_task_without_a_teacher_is_named(distillation_recipe: DistillationRecipe, teacher_folder: Path) -> None:
     own = f"++teachers.other={{model_name: {teacher_folder}}}"
-    config = distillation_recipe("~teacher", own, "++env.other={type: 'tests.unit.build.scoring:length'}")
+    config = distillation_recipe("~teacher", own, "++env.other={type: 'tests.unit.launch.scoring:length'}")
     assert "teachers.letters" in refusal(config)
 
 

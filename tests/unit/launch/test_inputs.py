@@ -7,7 +7,7 @@ from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.rollouts import Inputs, load_inputs, load_prompts
-from tests.unit.build.conftest import MAX_LENGTH, Recipe
+from tests.unit.launch.conftest import MAX_LENGTH, Recipe
 
 
 def loaded(config: GRPORunConfig, model_path: str) -> Inputs:

@@ -12,7 +12,7 @@ from nemo_rl.distributed.machine import unused_port
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.training import run_training
 from tests.fakes.gym_stack import FakeGymStack, row_of, spell_and_play
-from tests.unit.build.conftest import Recipe
+from tests.unit.launch.conftest import Recipe
 
 
 def train(recipe: Recipe, folder: Path, rows: Sequence[Any], *overrides: str) -> FakeGymStack:

@@ -6,7 +6,7 @@ import nemo_rl.quickstart
 from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.loading import load_collect_config, load_eval_config
 from nemo_rl.launch.placement import collection_placement_plan, placement_plan
-from tests.unit.build.conftest import Recipe
+from tests.unit.launch.conftest import Recipe
 
 
 def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:

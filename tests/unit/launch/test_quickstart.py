@@ -142,7 +142,7 @@ def test_faster_process_wins(tmp_path):
     folder = made(tmp_path / "model", Recipe(num_steps=1))
     recipe = (folder / "complete").read_text()
     (folder / "note").touch()
-    quickstart._put_in_place(tmp_path / "mine", folder, recipe)
+    quickstart._move_into_place(tmp_path / "mine", folder, recipe)
     assert (folder / "note").exists()
 
 

@@ -15,7 +15,7 @@ from nemo_rl.launch.rescore import rescore_file
 from nemo_rl.launch.rollouts import load_prompts
 from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, Trajectory
 
-HERE = "tests.unit.build.test_rescore"
+HERE = "tests.unit.launch.test_rescore"
 
 
 def length(messages: Sequence[dict[str, str]], metadata: dict[str, Any]) -> float:

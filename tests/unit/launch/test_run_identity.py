@@ -12,7 +12,7 @@ collect: {output_dir: out}
 policy: {model_name: m, max_total_sequence_length: 32, generation: {max_new_tokens: 4}}
 server: {address: "http://127.0.0.1:8000"}
 data: {input: {dataset_name: reasoning_gym, task: spell_backward, env_name: letters}}
-env: {letters: {type: "tests.unit.build.scoring:length"}}
+env: {letters: {type: "tests.unit.launch.scoring:length"}}
 """
 
 

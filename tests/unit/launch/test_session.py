@@ -11,8 +11,8 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.launch.training import open_run, required_logprobs, run_training
 from nemo_rl.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl.observability.metric_names import find_undocumented
-from tests.unit.build.conftest import Recipe
-from tests.unit.build.scoring import Closing
+from tests.unit.launch.conftest import Recipe
+from tests.unit.launch.scoring import Closing
 
 pytestmark = pytest.mark.usefixtures("process_state")
 
@@ -65,7 +65,7 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
     Closing.closed.clear()
 
     async def main() -> None:
-        config = recipe("env.letters.type=tests.unit.build.scoring:Closing", "++env.other={type: no_such_type}")
+        config = recipe("env.letters.type=tests.unit.launch.scoring:Closing", "++env.other={type: no_such_type}")
         async with open_run(config):
             raise AssertionError("opened")
 

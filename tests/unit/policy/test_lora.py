@@ -142,7 +142,7 @@ def test_adapters_are_off_only_inside() -> None:
             if ".lora_B." in name:
                 parameter.fill_(0.1)
         adapted = model(ids).logits
-        with adapters.off():
+        with adapters.disabled():
             assert torch.equal(model(ids).logits, base)
         assert torch.equal(model(ids).logits, adapted)
     assert not torch.allclose(adapted, base)

@@ -1,0 +1,118 @@
+"""Kinds: everything pluggable, found by name or by dotted path through one resolver.
+
+A kind (loss, advantage estimator, engine, weight transport, environment, scorer, dataset, processor, policy backend,
+logger) has entries. An `Entry` owns, in one file or folder of its package, its torch-free configuration section, the
+check of that section against the rest of the configuration, and the factory. Built-in entries are listed by where they
+live and imported on first use, so that a configuration loads in a fraction of a second; entries of a user's own package
+are named by dotted path and need no change here.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from nemo_rl.config.section import Section
+from nemo_rl.errors import ConfigError, suggest_name
+
+SectionT = TypeVar("SectionT", bound=Section)
+TargetT = TypeVar("TargetT")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[SectionT]):
+    """One implementation of a kind.
+
+    Example: `CISPO = Entry(CISPOConfig, make=CISPOLoss, check=check_cispo)`
+    """
+
+    section: type[SectionT]
+    make: Callable[..., Any]  # called with the section; each kind says with what else
+    check: Callable[[str, SectionT, Any], None] | None = None  # (key, section, run config); raises ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The entries of one kind: built in, registered, or by dotted path."""
+
+    noun: str  # in errors, with its article: "an environment"
+    name_key: str  # the key of a section that names its entry, e.g. "type"
+    base: type[Section]  # the base class of all sections of this kind
+    built_in: Mapping[str, str]  # name -> "package.module:ATTRIBUTE" of its Entry
+    adapter: str  # "package.module:function" (key, path, target) -> Entry, for a user's class or function
+    default: str | None = None  # the entry of a section that names none; None: the key under which the section stands
+    registered: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a configuration may use, built in first."""
+        return (*self.built_in, *self.registered)
+
+    def register(self, name: str) -> Callable[[TargetT], TargetT]:
+        """Return a decorator that makes an `Entry`, a class or a function known under `name` in this process."""
+
+        def add(target: TargetT) -> TargetT:
+            if name in self.names:
+                raise ValueError(f"{self.noun} named {name!r} is registered already")
+            self.registered[name] = target
+            return target
+
+        return add
+
+    def entry(self, name: str, *, key: str) -> Entry[Any]:
+        """Return the entry called `name`; raises ConfigError for `key` where there is none.
+
+        `name` is a built-in or registered name, or the dotted path ("package.module:Name" or "package.module.Name") of
+        an `Entry`, or of a class or function that the kind's adapter makes an entry of. Modules beside the directory
+        that the run is started in are found too.
+        """
+        if name in self.registered:
+            target = self.registered[name]
+        elif name in self.built_in:
+            target = import_path(key, self.built_in[name])
+        elif "." in name or ":" in name:
+            target = import_path(key, name)
+        else:
+            raise ConfigError(key, name, f"unknown {self.noun.partition(' ')[2]}, and no dotted path", known=self.names)
+        return target if isinstance(target, Entry) else import_path(key, self.adapter)(key, name, target)
+
+    def name_of(self, data: Any, fallback: str | None = None) -> str | None:
+        """Return the name that a section's data asks for: that of `name_key`, else the default, else `fallback`."""
+        name = data.get(self.name_key) if isinstance(data, Mapping) else None
+        return name if isinstance(name, str) else self.default or fallback
+
+    def section(self, name: str, *, key: str = "") -> type[Section]:
+        """Return the section class of the entry called `name`."""
+        return self.entry(name, key=key).section
+
+    def read(self, data: Any, fallback: str | None = None, *, key: str = "") -> Any:
+        """Return `data` as the section of its entry; anything but a mapping is left for pydantic to refuse."""
+        name = self.name_of(data, fallback)
+        if not isinstance(data, dict) or name is None:
+            return data
+        return self.section(name, key=f"{key}.{self.name_key}").model_validate({**data, self.name_key: name})
+
+    def read_all(self, entries: Any, *, key: str = "") -> Any:
+        """Return a mapping of named sections, each read by its own entry."""
+        if not isinstance(entries, dict):
+            return entries
+        return {name: self.read(data, name, key=f"{key}.{name}") for name, data in entries.items()}
+
+
+def import_path(key: str, path: str) -> Any:
+    """Return what "package.module:Name" names; raises ConfigError for `key` where there is no such thing."""
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or module_name.startswith("."):
+        raise ConfigError(key, path, "no dotted path such as package.module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module of the user's, beside where the run is started
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(key, path, f"module {module_name!r} cannot be imported: {error}") from error
+    if not hasattr(module, attribute):
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(key, path, f"module {module_name!r} has no {attribute!r}{suggest_name(attribute, public)}")
+    return getattr(module, attribute)
