@@ -23,7 +23,8 @@ def megabytes():
 
 before, began = megabytes(), time.perf_counter()
 section = DatasetConfig(dataset_name="nemo_gym", data_path=sys.argv[1])
-train, _ = load_datasets(DataConfig(train=section, validation=DatasetConfig(**{**section.model_dump(), "size": 10})), run_seed=0)
+held_out = DatasetConfig(**{**section.model_dump(), "size": 10})
+train, _ = load_datasets(DataConfig(train=section, validation=held_out), run_seed=0)
 loader = PromptLoader(train.prompts, shuffle=True, seed=0, max_epochs=2)
 loaded_s = time.perf_counter() - began
 for _ in range(20):
