@@ -5,8 +5,8 @@ from nemo_rl.config.checks import check_data, check_micro_batch, check_scheduler
 from nemo_rl.config.layout import make_policy_layout
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError, suggest_name
+from nemo_rl.metric_names import ranking_metrics
 
-TRAIN_METRICS = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_valid_toks", "total_num_tokens"})
 UNUSED_DATASET_KEYS = ("env_name", "agent_name", "processor")  # keys of data sets that only rollouts read
 
 
@@ -45,11 +45,11 @@ def _check_metric(config: SFTRunConfig) -> None:
     kind, _, name = metric.partition(":")
     if kind not in ("val", "train") or not name:
         raise ConfigError(METRIC_NAME, metric, 'must be "val:" or "train:" and a metric\'s name, e.g. "val:loss"')
-    known = {"loss"} if kind == "val" else TRAIN_METRICS
+    known = ranking_metrics(kind, "sft")
     if "/" not in name and name not in known:
         raise ConfigError(METRIC_NAME, metric, f"no such metric{suggest_name(name, known)}")
     if kind == "val" and config.data.validation is None:
-        raise ConfigError(METRIC_NAME, metric, "needs a data set in data.validation; without one use null")
+        raise ConfigError(METRIC_NAME, metric, "needs a dataset in data.validation; without one use null")
     if kind == "val" and config.sft.val_period == 0 and not config.sft.val_at_end:
         raise ConfigError(METRIC_NAME, metric, "needs sft.val_period above 0, or sft.val_at_end")
     if name.rpartition("/")[2] == "loss" and config.checkpointing.higher_is_better:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.observability.metric_names import find_undocumented
+from nemo_rl.metric_names import find_undocumented
 from tests.functional.cli import ROOT, Run, run_command_line
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the models

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.metric_names import find_undocumented, ranking_metrics
 from tests.functional.cli import Run, run_grpo
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the quickstart's model
@@ -53,6 +54,20 @@ def test_metrics_have_the_names_of_the_field(run: Run) -> None:
         "timing/validation/total_validation_time",
     }  # fmt: skip
     assert expected <= names
+
+
+def test_every_logged_metric_is_documented(run: Run) -> None:
+    logged = {name for metrics in run.metrics().values() for name in metrics}
+    assert logged
+    assert find_undocumented(logged) == []
+
+
+def test_every_plain_metric_of_a_checkpoint_may_rank_it(run: Run) -> None:
+    assert run.directory is not None
+    info = json.loads((run.directory / "checkpoints" / "step_3" / "training_info.json").read_text())
+    train = {name.removeprefix("train:") for name in info["metrics"] if name.startswith("train:") and "/" not in name}
+    assert train
+    assert train <= ranking_metrics("train", "grpo")
 
 
 def test_the_run_directory_holds_configuration_rollouts_and_checkpoint(run: Run) -> None:

@@ -9,7 +9,7 @@ from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loop import TrainingProgress, train
 from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.errors import RolloutError
-from nemo_rl.observability.metric_names import find_undocumented
+from nemo_rl.metric_names import find_undocumented
 from nemo_rl.types import EnvStep, FailureClass
 from tests.fakes.environments import Conversation, State
 from tests.fakes.generation import FakeGeneration

@@ -18,8 +18,8 @@ from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
 from nemo_rl.losses.sft import NegativeLogLikelihood
+from nemo_rl.metric_names import find_undocumented
 from nemo_rl.observability.loggers import JsonlLogger
-from nemo_rl.observability.metric_names import find_undocumented
 from nemo_rl.observability.progress import Progress
 from nemo_rl.policy.fsdp2 import LocalPolicy
 from tests.contracts.policies import SETTINGS

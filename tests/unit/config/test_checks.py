@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.checks import TRAIN_METRICS
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.metric_names import ranking_metrics
 from nemo_rl.types import Prompt, StopReason, Trajectory
 from tests.unit.config.conftest import Load
 
@@ -176,6 +176,8 @@ def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrid
         ["cluster.gpus_per_node=0"],
         [CHECKPOINTS, "checkpointing.metric_name=train:reward"],
         [CHECKPOINTS, "checkpointing.metric_name=train:advantages/mean"],
+        [CHECKPOINTS, "checkpointing.metric_name=train:max_trajectory_age"],
+        [CHECKPOINTS, "checkpointing.metric_name=train:num_skipped_steps"],
         [CHECKPOINTS, "checkpointing.metric_name=val:accuracy", VALIDATION],
         [CHECKPOINTS, "checkpointing.metric_name=val:gsm8k/accuracy", VALIDATION],
         [CHECKPOINTS, "checkpointing.metric_name=val:pass_4", VALIDATION, "grpo.val_num_generations_per_prompt=4"],
@@ -194,6 +196,7 @@ def test_what_has_a_meaning_is_accepted(load: Load, overrides: list[str]) -> Non
         ("val:acuracy", [VALIDATION], "did you mean accuracy"),
         ("val:pass_8", [VALIDATION], "no such metric"),
         ("train:rewards", [], r"did you mean reward\?"),
+        ("train:forward_kl", [], "no such metric"),
         ("val:accuracy", [], "data.validation"),
         ("val:accuracy", [VALIDATION, NO_END, "grpo.val_period=0"], "grpo.val_period"),
         ("val:greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
@@ -244,4 +247,4 @@ def test_files_of_data_sets_that_exist_are_accepted(load: Load, tmp_path: Path) 
 def test_every_metric_of_rollouts_may_rank_checkpoints() -> None:
     trajectory = Trajectory(Prompt("p", "math", ()), "g", 0, (), StopReason.DONE, {"math": 1.0}, num_turns=1)
     names = {name for name in rollout_metrics([trajectory]) if "/" not in name}
-    assert names <= TRAIN_METRICS
+    assert names <= ranking_metrics("train", "grpo")

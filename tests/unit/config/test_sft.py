@@ -74,7 +74,7 @@ def test_what_is_shown_reads_as_the_same(recipe_name: str, tmp_path: Path) -> No
         ("++data.overlong=cut", r"data\.overlong"),
         ("checkpointing.metric_name=val:accuracy", r"no such metric"),
         ("checkpointing.higher_is_better=true", r"val:loss is better when it is lower"),
-        ("~data.validation", r"needs a data set in data\.validation"),
+        ("~data.validation", r"needs a dataset in data\.validation"),
         ("++sft.max_steps=3", r"unknown key; did you mean sft\.max_num_steps"),
         ("++policy.device=cpu ++policy.dtensor_cfg.data_parallel_size=3", r"multiple of the 3 data parallel ranks"),
     ],

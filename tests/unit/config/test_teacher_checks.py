@@ -43,6 +43,11 @@ def test_groups_of_one_are_trained_on(load: LoadDistillation) -> None:
     assert config.min_group_size == 1
 
 
+@pytest.mark.parametrize("metric", ["forward_kl", "reverse_kl", "teacher_topk_mass", "divergence", "unmatched", "loss"])
+def test_metrics_of_distillation_may_rank_checkpoints(load: LoadDistillation, metric: str) -> None:
+    load("", "++checkpointing.enabled=true", f"++checkpointing.metric_name=train:{metric}")
+
+
 def test_a_tasks_own_teacher_comes_before_the_one_of_all(load: LoadDistillation) -> None:
     config = load("teachers: {math: {model_name: own}}")
     assert (config.teacher_key("math"), config.teacher_key("code")) == ("teachers.math", "teacher")

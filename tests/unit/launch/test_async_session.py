@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.launch.training import run_training
-from nemo_rl.observability.metric_names import find_undocumented
+from nemo_rl.metric_names import find_undocumented
 from tests.unit.launch.conftest import Recipe
 
 pytestmark = pytest.mark.usefixtures("process_state")

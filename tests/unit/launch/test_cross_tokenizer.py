@@ -14,7 +14,7 @@ from nemo_rl.config.master import DistillationRunConfig
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.training import open_run, run_training
-from nemo_rl.observability.metric_names import find_undocumented
+from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_pair_tokenizer
 
 pytestmark = pytest.mark.usefixtures("process_state")

@@ -14,7 +14,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.launch.placement import placement_plan
 from nemo_rl.launch.training import run_training
-from nemo_rl.observability.metric_names import find_undocumented
+from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_tokenizer
 from tests.unit.launch.conftest import DistillationRecipe, Recipe
 from tests.unit.launch.scoring import Counting

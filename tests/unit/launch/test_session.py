@@ -10,7 +10,7 @@ from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.training import open_run, required_logprobs, run_training
 from nemo_rl.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl.observability.metric_names import find_undocumented
+from nemo_rl.metric_names import find_undocumented, ranking_metrics
 from tests.unit.launch.conftest import Recipe
 from tests.unit.launch.scoring import Closing
 
@@ -46,6 +46,10 @@ def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
     assert len((directory / "rollouts" / "validation.jsonl").read_text().splitlines()) == 1
     checkpoints = directory / "checkpoints"
     assert (checkpoints / "step_1" / "policy" / "weights").is_dir()
+    measured = json.loads((checkpoints / "step_1" / "training_info.json").read_text())["metrics"]
+    assert {name for name in measured if "/" not in name} <= {
+        f"{split}:{name}" for split in ("train", "val") for name in ranking_metrics(split, "grpo")
+    }
     out = capsys.readouterr().out
     assert f"Metrics     {directory / 'metrics.jsonl'}" in out
     assert f"Continue    uv run train.py checkpointing.checkpoint_dir={checkpoints} grpo.max_num_steps=2\n" in out

@@ -1,0 +1,291 @@
+"""The table of all metric names: for W&B, TensorBoard, metrics.jsonl and `checkpointing.metric_name`.
+
+docs/metrics.md is `render_metrics_page()`. A part in angle brackets stands for one word: an environment, a dataset.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+TOKENS = "mean over the trained tokens"
+ROLLOUT_ALGORITHMS = frozenset({"grpo", "distillation"})  # algorithms by the key of their section
+CHECKPOINT_ONLY_METRICS = frozenset({"train_flops"})  # of one step; logged as a rate, performance/train_flops
+
+
+@dataclass(frozen=True, slots=True)
+class MetricGroup:
+    """Metrics that are documented together."""
+
+    title: str
+    algorithms: frozenset[str]  # in whose runs these metrics may rank checkpoints
+    meanings: Mapping[str, str]  # by full name
+
+
+OPTIMIZATION = MetricGroup(
+    "Optimization",
+    ROLLOUT_ALGORITHMS | {"sft"},
+    {
+        "train/loss": "the minimised loss, summed over the micro-batches of an optimizer step",
+        "train/grad_norm": "norm of the gradient before clipping",
+        "train/lr": "learning rate of the step",
+        "train/global_valid_seqs": "samples that contribute to the gradient",
+        "train/global_valid_toks": "tokens that contribute to the gradient",
+        "train/total_num_tokens": "tokens of the batch, including prompts, excluding padding",
+        "train/num_optimizer_steps": "optimizer steps taken on the batch",
+        "train/num_skipped_steps": "optimizer steps skipped because no token had a gradient or its norm was not finite",
+    },
+)
+REWARDS = MetricGroup(
+    "Batch and rewards",
+    ROLLOUT_ALGORITHMS,
+    {
+        "train/reward": "mean reward of the rollouts that did not fail, before scaling and shaping",
+        "train/filtered_reward": "mean reward of the groups that are trained on (dynamic sampling)",
+        "train/shaped_reward": "mean reward after scaling and shaping",
+        "train/reward/<name>": "mean of one named reward, if there are several",
+        "train/reward_penalties/<penalty>": "rollouts that lose their reward to one of `reward_penalties`",
+        "train/num_valid_samples": "samples of the batch whose weight is not 0",
+        "train/mean_prompt_length": "mean tokens of a prompt",
+        "train/avg_trajectory_age": "mean age of a rollout: steps from the weights that sampled it to those it trains",
+        "train/max_trajectory_age": "highest age of a rollout",
+        "train/failures/<class>": "failed rollouts by class: infra, environment, agent, reward, cancelled",
+        "train/env/<environment>/reward_mean": "mean reward of the rollouts of one environment, or agent of NeMo Gym",
+        "train/env/<environment>/turns": "mean turns of its rollouts that did not fail",
+        "train/env/<environment>/tokens": "mean sampled tokens of its rollouts that did not fail",
+        "train/env/<environment>/truncation_rate": "share of all its rollouts that were cut by a token limit",
+        "train/env/<environment>/num_failed": "its failed rollouts",
+        "train/env/<environment>/<metric>": "with several environments: the rollout metrics of each",
+        "train/env/<environment>/failures/<class>": "with several environments: the failures of each",
+        "train/env/<environment>/reward/<name>": "with several environments: the named rewards of each",
+    },
+)
+POLICY_GRADIENT = MetricGroup(
+    "Policy gradient",
+    ROLLOUT_ALGORITHMS,
+    {
+        "train/advantages/mean": "mean advantage over the trained tokens",
+        "train/advantages/max": "highest advantage of a trained token",
+        "train/advantages/min": "lowest advantage of a trained token",
+        "train/probs_ratio": f"{TOKENS} of exp(lp - lp_prev)",
+        "train/probs_ratio_min": "its lowest value",
+        "train/probs_ratio_max": "its highest value",
+        "train/probs_ratio_clamped": "the ratio after clipping",
+        "train/probs_ratio_clamped_min": "its lowest value",
+        "train/probs_ratio_clamped_max": "its highest value",
+        "train/kl_penalty": "KL divergence from the reference policy, before its coefficient",
+        "train/approx_entropy": f"{TOKENS} of -exp(lp - lp_gen) lp",
+        "train/num_invalid_tool_calls": "replies whose advantage is `grpo.invalid_tool_call_advantage`",
+        "train/num_malformed_thinking": "replies whose advantage is `grpo.malformed_thinking_advantage`",
+        "train/dynamic_sampling_num_gen_batches": "batches generated to fill the step (dynamic sampling)",
+        "train/dynamic_sampling_num_discarded_valid_samples": "usable rollouts that did not fit the step",
+    },
+)
+ENGINE_MISMATCH = MetricGroup(
+    "Trainer against engine",
+    ROLLOUT_ALGORITHMS,
+    {
+        "train/token_mult_prob_error": f"{TOKENS} of exp(abs(lp_prev - lp_gen)); 1 is perfect",
+        "train/gen_kl_error": f"{TOKENS} of the k3 estimate with d = lp_prev - lp_gen",
+        "train/policy_kl_error": f"{TOKENS} of the k3 estimate with d = lp_gen - lp_prev",
+        "train/js_divergence_error": f"{TOKENS} of half the k3 estimate to the mixture, from each side",
+        "train/max_logprob_error": "highest abs(lp_prev - lp_gen) of a token",
+        "train/num_nonfinite_generation_logprobs": "trained tokens for which the engine's log-prob is not finite",
+        "train/sampling_importance_ratio": f"{TOKENS} of exp(lp_prev - lp_gen), as it weights the loss",
+        "train/is_oob_ratio": "share of the tokens or sequences whose importance weight was clamped or dropped",
+        "train/max_seq_mult_prob_error": "highest mean of exp(abs(lp_prev - lp_gen)) of a sequence",
+        "train/mean_seq_mult_prob_error": "its mean over the sequences",
+        "train/max_seq_mult_prob_error_after_mask": "its highest value below `grpo.seq_logprob_error_threshold`",
+        "train/num_masked_seqs_by_logprob_error": "sequences above that threshold, which get no gradient",
+        "train/masked_correct_pct": "share of those that had a positive reward",
+    },
+)
+DISTILLATION = MetricGroup(
+    "Distillation",
+    frozenset({"distillation"}),
+    {
+        "train/forward_kl": f"{TOKENS} of sum p (log p - log q) over the teacher's top tokens; q is the student",
+        "train/reverse_kl": f"{TOKENS} of sum q (log q - log p), whichever of the two is trained on",
+        "train/teacher_topk_mass": f"{TOKENS} of the total probability that the teacher gives to those tokens",
+        "train/student_topk_mass": f"{TOKENS} of the total probability that the student gives to them",
+    },
+)
+CROSS_TOKENIZER = MetricGroup(
+    "Teachers with another tokenizer",
+    frozenset({"distillation"}),
+    {
+        "train/divergence": f"{TOKENS} of the divergence from the teacher's top tokens",
+        "train/unmatched": f"{TOKENS} of the distance between tokens without a counterpart (matching: identical)",
+        "train/cross_tokenizer/with_target": "share of sampled tokens for which the teacher's distribution is known",
+        "train/cross_tokenizer/target_mass": "mean probability that the teacher gives to the candidates of a token",
+        "train/cross_tokenizer/unmatched_mass": "mean probability of teacher tokens that the student does not have",
+        "train/cross_tokenizer/teacher_tokens_per_token": "teacher's tokens per sampled token, for the same text",
+    },
+)
+TEACHERS = MetricGroup(
+    "Teachers, measured once at the start",
+    frozenset(),
+    {
+        "validation/teacher_accuracy": "mean reward of the teachers (`distillation.val_teacher`)",
+        "validation/teacher_greedy_accuracy": "mean reward of the teachers at temperature 0",
+    },
+)
+ROLLOUTS = MetricGroup(
+    "Rollouts",
+    ROLLOUT_ALGORITHMS,
+    {
+        "train/num_rollouts": "rollouts of the step, including failed ones",
+        "train/total_turns": "turns of all rollouts together",
+        "train/avg_turns_per_sample": "mean turns of a rollout",
+        "train/max_turns_per_sample": "most turns of a rollout",
+        "train/natural_termination_rate": "share ended by the environment",
+        "train/truncation_rate": "share cut by a token limit",
+        "train/max_turns_reached_rate": "share that used all allowed turns without an end",
+        "train/mean_total_tokens_per_sample": "mean tokens of a rollout",
+        "train/mean_gen_tokens_per_sample": "mean sampled tokens of a rollout",
+        "train/max_gen_tokens_per_sample": "most sampled tokens of a rollout",
+        "train/mean_env_tokens_per_sample": "mean tokens that environments added to a rollout",
+    },
+)
+BACKGROUND_COLLECTION = MetricGroup(
+    "Background collection",
+    ROLLOUT_ALGORITHMS,
+    {
+        "train/replay_buffer/size": "complete groups left in the buffer after this step's groups are taken",
+        "train/replay_buffer/in_flight": "groups whose rollouts are still running at that time",
+        "train/replay_buffer/dropped_groups": "groups dropped since the last step: late, or older than the bound",
+    },
+)
+VALIDATION = MetricGroup(
+    "Validation",
+    ROLLOUT_ALGORITHMS,
+    {
+        "validation/accuracy": "mean reward at the validation temperature; with several datasets the mean over them",
+        "validation/greedy_accuracy": "mean reward at temperature 0 (`grpo.val_greedy`)",
+        "validation/avg_length": "mean sampled tokens of a rollout",
+        "validation/pass_<k>": "pass@k of the k generations of a prompt",
+        "validation/num_failed": "failed rollouts, which are left out of the means",
+        "validation/<dataset>/<metric>": "each of these for one of several validation datasets",
+    },
+)
+REWARD_MODELS = MetricGroup(
+    "Reward models (run_rm.py)",
+    frozenset({"rm"}),
+    {
+        "train/pair_accuracy": "share of the step's pairs whose chosen answer has the higher score",
+        "train/reward_margin": "mean score of the chosen answers minus that of the rejected ones",
+        "validation/pair_accuracy": "the share over all validation pairs",
+        "validation/reward_margin": "the margin over all validation pairs",
+    },
+)
+SUPERVISED = MetricGroup(
+    "Supervised training (run_sft.py)",
+    frozenset({"sft"}),
+    {
+        "validation/loss": "mean loss of all trained tokens of the validation set; of run_rm.py, of all pairs",
+        "data/train/num_conversations": "training conversations, logged once",
+        "data/train/num_overlong": "conversations with more tokens than `data.max_input_seq_length`",
+        "data/train/num_dropped": "conversations that were dropped because of their length",
+        "data/validation/<dataset>/<count>": "the same counts for each validation dataset",
+    },
+)
+SECONDS = MetricGroup(
+    "Seconds",
+    frozenset(),
+    {
+        "timing/train/total_step_time": "the whole step",
+        "timing/train/generation": "rollouts of a synchronous step, including environments",
+        "timing/train/exposed_generation": "waiting for rollouts that are collected in the background (async_grpo)",
+        "timing/train/data_processing": "batch assembly",
+        "timing/train/reward_calculation": "reward scaling and shaping",
+        "timing/train/teacher_logprobs": "the teachers' forward passes, including moving them to the device",
+        "timing/train/policy_and_reference_logprobs": "forward passes before training",
+        "timing/train/advantage_calculation": "advantages",
+        "timing/train/policy_training": "forward, backward and optimizer",
+        "timing/train/weight_sync": "sending the new weights to the engine",
+        "timing/train/checkpointing": "waiting for a checkpoint, in steps that begin or finish one",
+        "timing/validation/total_validation_time": "a whole validation",
+    },
+)
+EFFICIENCY = MetricGroup(
+    "Efficiency",
+    frozenset(),
+    {
+        "efficiency/training_busy_pct": "share of the step in which the policy computed log-probs or trained",
+        "efficiency/exposed_wait_s/<cause>": "seconds that the trainer waited for generation, teachers, weight_sync, "
+        "validation, checkpointing; of generation, for too_few_groups that are complete, or for a late_group at the "
+        "age bound",
+        "efficiency/generation_busy_pct": "share of the time since the last step's groups in which rollouts ran",
+    },
+)
+THROUGHPUT = MetricGroup(
+    "Throughput",
+    frozenset(),
+    {
+        "performance/samples_per_sec": "trained samples per second of the step",
+        "performance/tokens_per_sec": "tokens of the batch per second of the step",
+        "performance/generation_tokens_per_sec": "sampled tokens per second of generation",
+        "performance/policy_training_tokens_per_sec": "tokens of the batch per second of training",
+        "performance/train_flops": "floating-point operations per second of training",
+    },
+)
+METRIC_GROUPS = (
+    OPTIMIZATION,
+    REWARDS,
+    POLICY_GRADIENT,
+    ENGINE_MISMATCH,
+    DISTILLATION,
+    CROSS_TOKENIZER,
+    TEACHERS,
+    ROLLOUTS,
+    BACKGROUND_COLLECTION,
+    VALIDATION,
+    REWARD_MODELS,
+    SUPERVISED,
+    SECONDS,
+    EFFICIENCY,
+    THROUGHPUT,
+)
+
+_PAGE_HEAD = """# Metrics
+
+W&B, TensorBoard and `metrics.jsonl` use the same names; the x axis is the training step. `lp` is a token's log-prob
+under the policy that is trained, `lp_prev` before the first optimizer step on the batch, `lp_gen` as the engine
+sampled it.
+"""
+
+
+def ranking_metrics(split: Literal["train", "val"], algorithm: str) -> frozenset[str]:
+    """Return the names that `checkpointing.metric_name` may use after `train:` or `val:` for an algorithm.
+
+    Names with a slash or of variable parts depend on the data and are left to the first checkpoint.
+
+    Example: `ranking_metrics("val", "sft")` is `{"loss"}`.
+    """
+    prefix = "train/" if split == "train" else "validation/"
+    names = (name for group in METRIC_GROUPS if algorithm in group.algorithms for name in group.meanings)
+    plain = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    ranking = frozenset(name for name in plain if not set(name) & set("/<"))
+    return ranking | CHECKPOINT_ONLY_METRICS if split == "train" and algorithm in ROLLOUT_ALGORITHMS else ranking
+
+
+def render_metrics_page() -> str:
+    """Return the text of docs/metrics.md."""
+    parts = [_PAGE_HEAD]
+    for group in METRIC_GROUPS:
+        rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in group.meanings.items())
+        parts.append(f"## {group.title}\n\n| metric | meaning |\n|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
+def find_undocumented(names: Iterable[str]) -> list[str]:
+    """Return those of `names` that no row of the table describes."""
+    patterns = [_pattern(name) for group in METRIC_GROUPS for name in group.meanings]
+    return [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the pattern of a name, in which a part in angle brackets matches one word without a slash."""
+    return re.compile(
+        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split("(<[a-z]+>)", name))
+    )
