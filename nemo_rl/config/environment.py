@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.kinds import Entry, factory_at
 from nemo_rl.config.section import Section
 
 
@@ -132,12 +133,16 @@ class CustomEnvironmentConfig(EnvironmentConfig):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-ENVIRONMENT_CONFIGS: dict[str, type[EnvironmentConfig]] = {
-    "math": MathEnvironmentConfig,
-    "reasoning_gym": ReasoningGymEnvironmentConfig,
-    "sliding_puzzle": SlidingPuzzleEnvironmentConfig,
-    "tools": ToolsEnvironmentConfig,
-    "agent": AgentConfig,
-    "nemo_gym": NemoGymConfig,
-    "reward_model": RewardModelEnvironmentConfig,
-}
+MATH = Entry(MathEnvironmentConfig, make=factory_at("nemo_rl.environments.math:MathEnvironment"))
+REASONING_GYM = Entry(
+    ReasoningGymEnvironmentConfig, make=factory_at("nemo_rl.environments.reasoning_gym:ReasoningGymEnvironment")
+)
+SLIDING_PUZZLE = Entry(
+    SlidingPuzzleEnvironmentConfig, make=factory_at("nemo_rl.environments.sliding_puzzle:SlidingPuzzleEnvironment")
+)
+TOOLS = Entry(ToolsEnvironmentConfig, make=factory_at("nemo_rl.environments.tools:ToolsEnvironment"))
+REWARD_MODEL = Entry(
+    RewardModelEnvironmentConfig, make=factory_at("nemo_rl.environments.reward_model:RewardModelEnvironment")
+)
+AGENT = Entry(AgentConfig, make=factory_at("nemo_rl.launch.dependencies:make_agent"))
+NEMO_GYM = Entry(NemoGymConfig, make=factory_at("nemo_rl.launch.dependencies:open_nemo_gym"))

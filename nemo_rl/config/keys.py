@@ -7,8 +7,9 @@ from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from nemo_rl.config.entries import ENTRY_KINDS, get_entry_kind
+from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
@@ -24,6 +25,8 @@ class SchemaNode:
     values: Any = None  # the annotation of a free mapping's values; None: no free mapping
     items: Any = None  # the annotation of a list's items; None: no list
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of a free mapping
+    kind: Kind | None = None  # of the section, or of the sections that the mapping's values are
+    entry_name: str | None = None  # the entry of the kind whose section this is
 
     @property
     def names(self) -> frozenset[str]:
@@ -44,14 +47,8 @@ def find_schema_node(path: Path, raw: Any, schema: type[Section] = GRPORunConfig
     for depth, name in enumerate(path):
         if node is None:
             return None
-        kinds = ENTRY_KINDS.get(str(path[0])) if depth == 1 else None
-        node = _child_node(node, name) if kinds is None else _make_node(kinds.section(entry_kind(path[:2], raw)))
+        node = _child_node(node, name, at(raw, path[: depth + 1]))
     return node
-
-
-def entry_kind(path: Path, raw: Any) -> str:
-    """The kind of the entry at `path`: its section and its name."""
-    return get_entry_kind(str(path[1]), at(raw, path))
 
 
 def at(raw: Any, path: Path) -> Any:
@@ -78,19 +75,46 @@ def dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _child_node(node: SchemaNode, name: str | int) -> SchemaNode | None:
+def kind_of_field(info: FieldInfo) -> Kind | None:
+    """Return the kind that the field's annotation names; None: its section is fixed."""
+    return next((item for item in info.metadata if isinstance(item, Kind)), None)
+
+
+def sections_in(annotation: Any) -> Iterator[type[Section]]:
+    """Yield the section classes that an annotation allows, in lists too."""
+    for option in _options(annotation):
+        if isinstance(option, type) and issubclass(option, Section):
+            yield option
+        elif get_origin(option) is list:
+            yield from sections_in(get_args(option)[0])
+
+
+def _child_node(node: SchemaNode, name: str | int, raw: Any) -> SchemaNode | None:
+    """The node one key below; `raw` is the value there, which names the entry where the section is one of a kind."""
     if node.section is not None and name in node.section.model_fields:
-        field_info = node.section.model_fields[str(name)]
-        default = field_info.get_default(call_default_factory=True, validated_data={})
-        return _make_node(field_info.annotation, default)
+        info = node.section.model_fields[str(name)]
+        default = info.get_default(call_default_factory=True, validated_data={})
+        child = _make_node(info.annotation, default, kind_of_field(info))
+        is_one_section = child.kind is not None and not child.is_free
+        return _entry_node(child.kind, raw, None) if child.kind and is_one_section else child
     if node.items is not None and str(name).isdigit():
         return _make_node(node.items)
     if node.values is not None:
-        return _make_node(node.values)
+        return _make_node(node.values) if node.kind is None else _entry_node(node.kind, raw, str(name))
     return None
 
 
-def _make_node(annotation: Any, default: Any = None) -> SchemaNode:
+def _entry_node(kind: Kind, raw: Any, fallback: str | None) -> SchemaNode | None:
+    """The node of the section that `raw` names; None for an entry that does not exist, which reading refuses."""
+    name = kind.name_of(raw, fallback)
+    try:
+        section = None if name is None else kind.section(name)
+    except ConfigError:
+        return None
+    return SchemaNode(section, kind=kind, entry_name=name)
+
+
+def _make_node(annotation: Any, default: Any = None, kind: Kind | None = None) -> SchemaNode:
     section, values, items = None, None, None
     for option in _options(annotation):
         if isinstance(option, type) and issubclass(option, Section):
@@ -99,7 +123,7 @@ def _make_node(annotation: Any, default: Any = None) -> SchemaNode:
             values = get_args(option)[1]
         elif get_origin(option) is list:
             items = get_args(option)[0]
-    return SchemaNode(section, values, items, default if isinstance(default, dict) else {})
+    return SchemaNode(section, values, items, default if isinstance(default, dict) else {}, kind)
 
 
 def _options(annotation: Any) -> Iterator[Any]:
@@ -150,11 +174,10 @@ def make_unknown_key_error(path: Path, raw: Any, schema: type[Section] = GRPORun
     """An unknown key, with the nearest of those that its section has."""
     node = find_schema_node(path[:-1], raw, schema)
     problem = "unknown key"
-    if len(path) == 3 and (kinds := ENTRY_KINDS.get(str(path[0]))):
-        kind = entry_kind(path[:2], raw)
-        is_own = kind not in kinds.built_in
-        problem += f" of {kinds.noun} of type {kind!r}"
-        problem += f" (built in: {', '.join(kinds.built_in)}; one's own takes kwargs)" if is_own else ""
+    if node is not None and node.kind is not None and node.entry_name is not None:
+        problem += f" of {node.kind.noun} of {node.kind.name_key} {node.entry_name!r}"
+        if node.entry_name not in node.kind.names:
+            problem += f" (built in: {', '.join(node.kind.names)}; one's own takes kwargs)"
     return ConfigError(dotted(path), at(raw, path), problem, known=node.names if node else ())
 
 

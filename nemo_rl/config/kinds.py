@@ -12,7 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError, suggest_name
@@ -33,13 +36,17 @@ class Entry(Generic[SectionT]):
     check: Callable[[str, SectionT, Any], None] | None = None  # (key, section, run config); raises ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """The entries of one kind: built in, registered, or by dotted path."""
+    """The entries of one kind: built in, registered, or by dotted path.
+
+    As an annotation of a field it makes the field's value a section of the entry that the value names:
+    `loss_fn: Annotated[SerializeAsAny[LossConfig], LOSSES]`, or of a mapping of named sections, where each section may
+    be named after its entry: `env: Annotated[dict[str, SerializeAsAny[EnvironmentConfig]], ENVIRONMENTS]`.
+    """
 
     noun: str  # in errors, with its article: "an environment"
     name_key: str  # the key of a section that names its entry, e.g. "type"
-    base: type[Section]  # the base class of all sections of this kind
     built_in: Mapping[str, str]  # name -> "package.module:ATTRIBUTE" of its Entry
     adapter: str  # "package.module:function" (key, path, target) -> Entry, for a user's class or function
     default: str | None = None  # the entry of a section that names none; None: the key under which the section stands
@@ -75,7 +82,8 @@ class Kind:
         elif "." in name or ":" in name:
             target = import_path(key, name)
         else:
-            raise ConfigError(key, name, f"unknown {self.noun.partition(' ')[2]}, and no dotted path", known=self.names)
+            hint = suggest_name(name, self.names)
+            raise ConfigError(key, name, f"unknown {self.noun.partition(' ')[2]}, and no dotted path{hint}")
         return target if isinstance(target, Entry) else import_path(key, self.adapter)(key, name, target)
 
     def name_of(self, data: Any, fallback: str | None = None) -> str | None:
@@ -99,6 +107,23 @@ class Kind:
         if not isinstance(entries, dict):
             return entries
         return {name: self.read(data, name, key=f"{key}.{name}") for name, data in entries.items()}
+
+    def new(self) -> Any:
+        """Return the section of the default entry with all its defaults."""
+        return self.read({})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        read = self.read_all if get_origin(source) is dict else self.read
+        return core_schema.no_info_before_validator_function(read, handler(source))
+
+
+def factory_at(path: str) -> Callable[..., Any]:
+    """Return a factory that imports "package.module:function" when it is called, for entries with heavy imports."""
+
+    def make(*arguments: Any, **named: Any) -> Any:
+        return import_path("factory", path)(*arguments, **named)
+
+    return make
 
 
 def import_path(key: str, path: str) -> Any:

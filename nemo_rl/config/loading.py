@@ -7,7 +7,7 @@ that have no meaning here taken out, and the rest validated by the schema and by
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -23,10 +23,18 @@ from nemo_rl.config.compatibility import (
     normalize_metric_name,
     remove_unsupported_keys,
 )
-from nemo_rl.config.entries import ENTRY_KINDS, EntryKinds
 from nemo_rl.config.environment import collect_gym_overrides
 from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation, rename_legacy_keys
-from nemo_rl.config.keys import make_interpolation_error, make_schema_error, reject_booleans
+from nemo_rl.config.keys import Path as KeyPath
+from nemo_rl.config.keys import (
+    dotted,
+    kind_of_field,
+    make_interpolation_error,
+    make_schema_error,
+    reject_booleans,
+    sections_in,
+)
+from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
 from nemo_rl.config.overrides import apply_override, merge_layers
 from nemo_rl.config.reward_model import RewardModelRunConfig, check_reward_model
@@ -180,11 +188,8 @@ def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
-    """Entries with kinds first, each by its own section, so that an error keeps its full key."""
-    data = dict(resolved)
-    for key, kinds in ENTRY_KINDS.items():
-        if key in schema.model_fields and isinstance(data.get(key), dict):
-            data[key] = {name: _parse_entry(key, kinds, name, entry, resolved) for name, entry in data[key].items()}
+    """Return `resolved` as the schema; sections of kinds come first, so that an error keeps its full key."""
+    data = _read_kinds(schema, resolved, (), resolved, schema)
     try:
         config = schema.model_validate(data)
     except ValidationError as error:
@@ -193,14 +198,41 @@ def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
     return config
 
 
-def _parse_entry(key: str, kinds: EntryKinds, name: str, entry: Any, resolved: dict[str, Any]) -> Any:
-    entry = {} if entry is None else entry  # all defaults
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{key}.{name}", entry, "must be a mapping")
+def _read_kinds(
+    section: type[Section], data: dict[str, Any], path: KeyPath, resolved: dict[str, Any], root: type[Section]
+) -> dict[str, Any]:
+    """Return the section's data with every value of a kind, at any depth, as the section of its entry."""
+    read = dict(data)
+    for name, info in section.model_fields.items():
+        value, here = data.get(name), (*path, name)
+        if (kind := kind_of_field(info)) is None:
+            for inner in sections_in(info.annotation):
+                if isinstance(value, dict):
+                    read[name] = _read_kinds(inner, value, here, resolved, root)
+                elif isinstance(value, list):
+                    read[name] = [
+                        _read_kinds(inner, item, (*here, index), resolved, root) if isinstance(item, dict) else item
+                        for index, item in enumerate(value)
+                    ]
+        elif get_origin(info.annotation) is dict and isinstance(value, dict):
+            read[name] = {key: _read_entry(kind, item, (*here, key), resolved, root) for key, item in value.items()}
+        elif isinstance(value, dict):
+            read[name] = _read_entry(kind, value, here, resolved, root)
+    return read
+
+
+def _read_entry(kind: Kind, data: Any, path: KeyPath, resolved: dict[str, Any], root: type[Section]) -> Any:
+    """Return `data`, null for all defaults, as the section of the entry of `kind` that it names."""
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise ConfigError(dotted(path), data, "must be a mapping")
+    name = kind.name_of(data, str(path[-1])) or ""
+    section = kind.section(name, key=f"{dotted(path)}.{kind.name_key}")
+    read = _read_kinds(section, data, path, resolved, root)
     try:
-        return kinds.read(name, entry)
+        return section.model_validate({**read, kind.name_key: name})
     except ValidationError as error:
-        raise make_schema_error(error, resolved, (key, name)) from error
+        raise make_schema_error(error, resolved, path, root) from error
 
 
 def _register_resolvers() -> None:

@@ -1,15 +1,15 @@
 """The whole configuration of a training run on rollouts; one class a script of examples/."""
 
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, SerializeAsAny
 
 from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RewardPenaltiesConfig, RolloutTrainingConfig
 from nemo_rl.config.data import BaseDataConfig, DataConfig
-from nemo_rl.config.entries import ENTRY_KINDS
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.loss import DistillationLossConfig, LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
+from nemo_rl.config.registries import ENVIRONMENTS, SCORERS
 from nemo_rl.config.run import (
     CheckpointingConfig,
     ClusterConfig,
@@ -30,8 +30,8 @@ class RolloutRunConfig(Section):
 
     policy: SampledModelConfig
     data: BaseDataConfig
-    env: dict[str, SerializeAsAny[EnvironmentConfig]] = Field(default_factory=dict)
-    scorers: dict[str, SerializeAsAny[ScorerConfig]] = Field(default_factory=dict)
+    env: Annotated[dict[str, SerializeAsAny[EnvironmentConfig]], ENVIRONMENTS] = Field(default_factory=dict)
+    scorers: Annotated[dict[str, SerializeAsAny[ScorerConfig]], SCORERS] = Field(default_factory=dict)
     reward_model: RewardModelPlacementConfig = RewardModelPlacementConfig()
     rollout: RolloutBoundsConfig = RolloutBoundsConfig()
     gateway: GatewayConfig = GatewayConfig()
@@ -46,16 +46,6 @@ class RolloutRunConfig(Section):
     @property
     def max_rollout_turns(self) -> int:
         raise NotImplementedError
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _environment_by_type(cls, entries: Any) -> Any:
-        return ENTRY_KINDS["env"].read_all(entries)
-
-    @field_validator("scorers", mode="before")
-    @classmethod
-    def _scorer_by_type(cls, entries: Any) -> Any:
-        return ENTRY_KINDS["scorers"].read_all(entries)
 
 
 class TrainingRunConfig(RolloutRunConfig):

@@ -18,7 +18,6 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from nemo_rl.config.compatibility import current_key
-from nemo_rl.config.environment import ENVIRONMENT_CONFIGS
 from nemo_rl.config.keys import at, dotted, find_schema_node, has
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.section import Section
@@ -72,12 +71,12 @@ def _parse(text: str) -> Override:
 def _check_exists(config: dict[str, Any], path: list[str], value: object, schema: type[Section]) -> None:
     """Below a free mapping the schema cannot catch a misspelt key, so that it must be there already."""
     for depth in range(1, len(path)):
-        place = find_schema_node(path[:depth], config, schema)
-        if place is None or not place.is_free:
+        node = find_schema_node(path[:depth], config, schema)
+        if node is None or not node.is_free:
             continue
-        known = set(place.names) | set(at(config, path[:depth]) or {})
-        if path[:depth] == ["env"]:
-            known |= set(ENVIRONMENT_CONFIGS)
+        known = set(node.names) | set(at(config, path[:depth]) or {})
+        if node.kind is not None and node.kind.default is None:  # an entry may be named after its kind
+            known |= set(node.kind.names)
         if path[depth] not in known:
             problem = "the recipe has no such key; ++ adds it"
             raise ConfigError(dotted(path[: depth + 1]), value, problem, known=known)

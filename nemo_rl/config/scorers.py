@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.config.kinds import Entry, factory_at
 from nemo_rl.config.policy import ServedModelConfig
 from nemo_rl.config.section import Section
 
@@ -80,12 +81,12 @@ class CustomScorerConfig(BatchedScorerConfig):
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-SCORER_CONFIGS: dict[str, type[ScorerConfig]] = {
-    "function": FunctionScorerConfig,
-    "reward_model": RewardModelScorerConfig,
-    "classify": ClassifyScorerConfig,
-    "judge": JudgeScorerConfig,
-}
+FUNCTION = Entry(FunctionScorerConfig, make=factory_at("nemo_rl.environments.scorers.rules:RuleScorer"))
+REWARD_MODEL = Entry(
+    RewardModelScorerConfig, make=factory_at("nemo_rl.environments.scorers.reward_model:RewardModelScorer")
+)
+CLASSIFY = Entry(ClassifyScorerConfig, make=factory_at("nemo_rl.environments.scorers.classify:ClassifyScorer"))
+JUDGE = Entry(JudgeScorerConfig, make=factory_at("nemo_rl.environments.scorers.judge:JudgeScorer"))
 
 
 class RewardModelPlacementConfig(Section):

@@ -8,12 +8,10 @@ from typing import Any
 from nemo_rl.config.environment import MathEnvironmentConfig
 from nemo_rl.environments.boundary import StepResult, error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
-from nemo_rl.environments.registry import register
 from nemo_rl.errors import WorkerError
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 
-@register("math")
 class MathEnvironment:
     """One turn; reward `math` is 1 where the response's answer equals `state["answer"]`, else 0.
 

@@ -9,13 +9,11 @@ from typing import Any
 from nemo_rl.config.environment import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, BlockingCalls, StepResult, error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
-from nemo_rl.environments.registry import register
 from nemo_rl.types import EnvStep, FailureClass, Message
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-@register("reasoning_gym")
 class ReasoningGymEnvironment:
     """One turn; reward `reasoning_gym` is the verifier's score of the answer: 1 for a full score, else 0.
 

@@ -1,21 +1,20 @@
 """Environments by name: built-in, registered, or by dotted path."""
 
 import asyncio
-import importlib
+import functools
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import (
-    ENVIRONMENT_CONFIGS,
     BatchingConfig,
     CustomEnvironmentConfig,
     EnvironmentConfig,
     RemoteConfig,
 )
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.environments.batcher import BatchedEnvironment
 from nemo_rl.environments.boundary import (
     BlockingCalls,
@@ -24,7 +23,7 @@ from nemo_rl.environments.boundary import (
     error_to_failure,
     is_async_callable,
 )
-from nemo_rl.errors import ConfigError, EnvironmentContractError, suggest_name
+from nemo_rl.errors import ConfigError, EnvironmentContractError
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
 
@@ -172,19 +171,20 @@ def _parse_observation(message: Mapping[str, Any] | None) -> tuple[Message, ...]
 Factory: TypeAlias = Callable[[str, Any], Environment]  # (the entry's name, its section)
 FactoryT = TypeVar("FactoryT", bound=Factory)
 
-ENVIRONMENTS: dict[str, Factory] = {}
-
 
 def register(name: str) -> Callable[[FactoryT], FactoryT]:
     """Make a class or function, called with an entry's name and section, known as `env.<entry>.type: name`."""
 
     def add(factory: FactoryT) -> FactoryT:
-        if name in ENVIRONMENTS:
-            raise ValueError(f"environment {name!r} is registered already")
-        ENVIRONMENTS[name] = factory
+        ENVIRONMENTS.register(name)(Entry(CustomEnvironmentConfig, make=factory))
         return factory
 
     return add
+
+
+def adapt_environment(key: str, path: str, target: Any) -> Entry[CustomEnvironmentConfig]:
+    """Return the entry of a user's class or function (see `make_environment`); its section has `kwargs`."""
+    return Entry(CustomEnvironmentConfig, make=functools.partial(_make_from_target, key, path, target))
 
 
 def make_environment(name: str, section: EnvironmentConfig) -> Environment:
@@ -222,21 +222,11 @@ def strip_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
 
 
 def _make_local(name: str, section: EnvironmentConfig) -> Environment:
-    kind = section.type or name
-    if "." in kind or ":" in kind:
-        return _make_from_path(name, kind, section)
-    if kind in ENVIRONMENT_CONFIGS:
-        importlib.import_module(f"nemo_rl.environments.{kind}")  # registers itself
-    if kind not in ENVIRONMENTS:
-        hint = suggest_name(kind, {*ENVIRONMENT_CONFIGS, *ENVIRONMENTS})
-        raise ConfigError(f"env.{name}.type", kind, f"unknown environment, and no dotted path{hint}")
-    return ENVIRONMENTS[kind](name, section)
+    return ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
 
 
-def _make_from_path(name: str, path: str, section: EnvironmentConfig) -> Environment:
-    key = f"env.{name}.type"
-    target = import_path(key, path)
-    kwargs = section.kwargs if isinstance(section, CustomEnvironmentConfig) else {}
+def _make_from_target(key: str, path: str, target: Any, name: str, section: CustomEnvironmentConfig) -> Environment:
+    kwargs = section.kwargs
     if is_nemo_rl_environment(target):
         return NemoRLEnvironment(name, target, kwargs)
     if inspect.isclass(target):
@@ -266,20 +256,3 @@ def _instantiate(key: str, path: str, target: type, kwargs: dict[str, Any]) -> E
         raise ConfigError(
             key, path, f"cannot be made with kwargs {kwargs!r}: {type(error).__name__}: {error}"
         ) from error
-
-
-def import_path(key: str, path: str) -> Any:
-    """What "package.module:Name" names; raises ConfigError for `key` where there is no such thing."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module_name or module_name.startswith("."):
-        raise ConfigError(key, path, "no dotted path such as package.module:name")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module of the user's, beside where the run is started
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(key, path, f"module {module_name!r} cannot be imported: {error}") from error
-    if not hasattr(module, attribute):
-        public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError(key, path, f"module {module_name!r} has no {attribute!r}{suggest_name(attribute, public)}")
-    return getattr(module, attribute)

@@ -5,11 +5,9 @@ from typing import Any
 
 from nemo_rl.config.environment import RewardModelEnvironmentConfig
 from nemo_rl.environments.boundary import StepResult
-from nemo_rl.environments.registry import register
 from nemo_rl.types import EnvStep, Message
 
 
-@register("reward_model")
 class RewardModelEnvironment:
     """One turn, and no reward of its own: `env.<name>.scorers` score the rollout behind its end."""
 

@@ -8,7 +8,6 @@ from typing import Any
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.environment import SlidingPuzzleEnvironmentConfig
 from nemo_rl.environments.boundary import StepResult, error_to_failure
-from nemo_rl.environments.registry import register
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, FailureClass, Message
 
@@ -25,7 +24,6 @@ RULES = (
 )
 
 
-@register("sliding_puzzle")
 class SlidingPuzzleEnvironment:
     """One move a turn; reward `sliding_puzzle` is 1 when solved.
 

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 from nemo_rl.config.environment import ToolsEnvironmentConfig
 from nemo_rl.environments.boundary import BlockingCalls, StepResult
-from nemo_rl.environments.registry import register
 from nemo_rl.environments.sandbox import SandboxLimits, run_python
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
@@ -128,7 +127,6 @@ RELATIVE_TOLERANCE = 1e-6  # of numbers
 ARGUMENTS = {"calculator": "expression", "python": "code"}
 
 
-@register("tools")
 class ToolsEnvironment:
     """Several turns; reward `tools` is 1 for the right final answer, else 0.
 

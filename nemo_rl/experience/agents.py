@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
+from nemo_rl.config.kinds import import_path
 from nemo_rl.data.chat import to_openai_message
 from nemo_rl.environments.boundary import BlockingCalls, is_async_callable
-from nemo_rl.environments.registry import import_path
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
 

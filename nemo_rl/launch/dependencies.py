@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config.environment import AgentConfig, NemoGymConfig
+from nemo_rl.config.kinds import import_path
 from nemo_rl.config.layout import Layout, make_reward_model_layout
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.data.blend import Blend
@@ -14,7 +15,7 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.stack import GymStack
-from nemo_rl.environments.registry import import_path, make_environment
+from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent

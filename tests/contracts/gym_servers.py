@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 ROOT = Path(nemo_gym.__file__).parent.parent
-ENTRY_KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
+KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
 SEED = 7  # deals 7 and 4, then 2, 3 and a ten to whoever hits
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     ports = iter(settings["ports"])
     places = {}
     for name, entry in config.items():
-        kind = next((kind for kind in ENTRY_KINDS if OmegaConf.is_dict(entry) and kind in entry), None)
+        kind = next((kind for kind in KINDS if OmegaConf.is_dict(entry) and kind in entry), None)
         if kind is not None:
             implementation = next(iter(entry[kind]))
             entry[kind][implementation].update(host="127.0.0.1", port=next(ports))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.entries import parse_environment_config
+from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.sliding_puzzle import generate_puzzle
 from nemo_rl.interfaces import Environment
@@ -16,7 +16,7 @@ from nemo_rl.types import EnvStep, Failure, Message
 CUSTOM = "tests.unit.environments.custom"
 GCD_ENTRY = {"question": "?", "answer": "6", "metadata": {}}
 # By name: the entry of `env`, a state, and a response that ends the conversation.
-ENVIRONMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+BY_NAME: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "math": ({"verify_timeout_s": 60}, {"answer": "6"}, "\\boxed{6}"),
     "reasoning_gym": ({}, {"task": "gcd", "entry": GCD_ENTRY}, "6"),
     "sliding_puzzle": ({}, {"size": 2, "board": [1, 2, 0, 3]}, "left"),
@@ -26,14 +26,14 @@ ENVIRONMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nemo_rl": ({"type": f"{CUSTOM}:GuessEnvironment", "kwargs": {"cfg": {"number": 6}}}, {}, "6"),
 }
 every_environment = pytest.mark.parametrize("batched", [False, True], ids=["direct", "batched"])
-every_name = pytest.mark.parametrize("name", ENVIRONMENTS)
+every_name = pytest.mark.parametrize("name", BY_NAME)
 
 
 def with_environment(name: str, batched: bool, use: Callable[[Environment], Awaitable[None]]) -> None:
-    entry = {**ENVIRONMENTS[name][0], "batching": {"enabled": batched, "max_batch_size": 2, "max_wait_ms": 1}}
+    entry = {**BY_NAME[name][0], "batching": {"enabled": batched, "max_batch_size": 2, "max_wait_ms": 1}}
 
     async def main() -> None:
-        environment = make_environment(name, parse_environment_config(name, entry))
+        environment = make_environment(name, ENVIRONMENTS.read(entry, name, key=f"env.{name}"))
         try:
             await use(environment)
         finally:
@@ -43,7 +43,7 @@ def with_environment(name: str, batched: bool, use: Callable[[Environment], Awai
 
 
 def item(name: str, response: str | None = None) -> tuple[tuple[Message, ...], dict[str, Any]]:
-    _, state, final = ENVIRONMENTS[name]
+    _, state, final = BY_NAME[name]
     messages = (Message("user", "?"), Message("assistant", final if response is None else response))
     return messages, {**state, "response_truncated": False}
 

@@ -12,7 +12,7 @@ from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 PROBES = [(5, 6, 7, 8), (250, 3), (11, 12, 13, 14, 15, 16), (1, 99)]
-ENTRY_KINDS = [("hf", "tied"), ("hf", "untied"), ("vllm", "tied"), ("vllm", "untied")]
+KINDS = [("hf", "tied"), ("hf", "untied"), ("vllm", "tied"), ("vllm", "untied")]
 
 
 def published(
@@ -35,7 +35,7 @@ def is_paused(engine: Any) -> bool:
     return engine._compute_lock.locked() if hasattr(engine, "_compute_lock") else not engine._admission_open.is_set()
 
 
-@pytest.fixture(params=ENTRY_KINDS, ids="-".join)
+@pytest.fixture(params=KINDS, ids="-".join)
 def engine_and_name(request: pytest.FixtureRequest, engines: Any) -> tuple[Any, str]:
     return engines(*request.param), request.param[1]
 

@@ -17,7 +17,7 @@ CORPUS = (
     "def f(x):\n    return x ** 2\n\n\tprint(f(12345))",
 )
 SPECIAL = ("<s>", "<|im_end|>", "<|im_start|>")
-ENTRY_KINDS = ("bytes", "byte_bpe", "byte_bpe_large", "sentencepiece", "nfkc")
+KINDS = ("bytes", "byte_bpe", "byte_bpe_large", "sentencepiece", "nfkc")
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from nemo_rl.config.scorers import ClassifyScorerConfig
 from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.environments.registry import messages_to_dicts
-from nemo_rl.environments.scorers.registry import register_scorer, score_each
+from nemo_rl.environments.scorers.registry import score_each
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, Message
 
@@ -55,7 +55,6 @@ APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
-@register_scorer("classify")
 class ClassifyScorer:
     """Sends the tokens of a conversation, so that no server adds a second BOS; the score is number `label`."""
 

@@ -8,10 +8,11 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nemo_rl.config.kinds import import_path
 from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
-from nemo_rl.environments.registry import import_path, messages_to_dicts
-from nemo_rl.environments.scorers.registry import register_scorer, score_each
+from nemo_rl.environments.registry import messages_to_dicts
+from nemo_rl.environments.scorers.registry import score_each
 from nemo_rl.errors import ConfigError, NemoRLError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure
@@ -23,7 +24,6 @@ class JudgementError(NemoRLError):
     """An answer of the judge that holds no score, or one out of range."""
 
 
-@register_scorer("judge")
 class JudgeScorer:
     """`prompt` is Jinja with `messages`, `prompt` (the last message before the response), `response`, `metadata`."""
 

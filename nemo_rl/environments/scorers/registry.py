@@ -1,7 +1,7 @@
 """Scorers by name: built-in, registered, or a class by dotted path."""
 
 import asyncio
-import importlib
+import functools
 import inspect
 import logging
 import math
@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.registries import SCORERS
 from nemo_rl.config.scorers import (
-    SCORER_CONFIGS,
     BatchedScorerConfig,
     CustomScorerConfig,
     RewardModelScorerConfig,
@@ -18,8 +19,7 @@ from nemo_rl.config.scorers import (
 )
 from nemo_rl.environments.batcher import Batcher
 from nemo_rl.environments.boundary import error_to_failure, reraise_own_cancellation
-from nemo_rl.environments.registry import import_path
-from nemo_rl.errors import ConfigError, EnvironmentContractError, suggest_name
+from nemo_rl.errors import ConfigError, EnvironmentContractError
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass
 
@@ -114,20 +114,20 @@ async def score_each(
 Factory: TypeAlias = Callable[..., Scorer]  # (the entry's name, its section), and of reward models `slots`
 FactoryT = TypeVar("FactoryT", bound=Factory)
 
-SCORERS: dict[str, Factory] = {}
-SCORER_MODULES = {"function": "rules", "reward_model": "reward_model", "classify": "classify", "judge": "judge"}
-
 
 def register_scorer(name: str) -> Callable[[FactoryT], FactoryT]:
     """Make a class or function, called with an entry's name and section, known as `scorers.<entry>.type: name`."""
 
     def add(factory: FactoryT) -> FactoryT:
-        if name in SCORERS:
-            raise ValueError(f"scorer {name!r} is registered already")
-        SCORERS[name] = factory
+        SCORERS.register(name)(Entry(CustomScorerConfig, make=factory))
         return factory
 
     return add
+
+
+def adapt_scorer(key: str, path: str, target: Any) -> Entry[CustomScorerConfig]:
+    """Return the entry of a user's class that satisfies interfaces.Scorer; its section has `kwargs`."""
+    return Entry(CustomScorerConfig, make=functools.partial(_make_from_target, key, path, target))
 
 
 def make_scorer(
@@ -156,27 +156,22 @@ def make_scorer(
 
 
 def _make_inner(name: str, section: ScorerConfig, slots: "Sequence[ReservedSlot]") -> Scorer:
-    kind = section.type or name
-    if "." in kind or ":" in kind:
-        return _make_from_path(f"scorers.{name}", kind, section)
-    if kind in SCORER_CONFIGS:
-        importlib.import_module(f"nemo_rl.environments.scorers.{SCORER_MODULES[kind]}")  # registers itself
-    if kind not in SCORERS:
-        hint = suggest_name(kind, {*SCORER_CONFIGS, *SCORERS})
-        raise ConfigError(f"scorers.{name}.type", kind, f"unknown scorer, and no dotted path{hint}")
-    if isinstance(section, RewardModelScorerConfig) and slots:
-        return SCORERS[kind](name, section, slots=slots)
-    return SCORERS[kind](name, section)
+    make = SCORERS.entry(section.type or name, key=f"scorers.{name}.type").make
+    return (
+        make(name, section, slots=slots)
+        if isinstance(section, RewardModelScorerConfig) and slots
+        else make(name, section)
+    )
 
 
-def _make_from_path(key: str, path: str, section: ScorerConfig) -> Scorer:
-    target = import_path(f"{key}.type", path)
+def _make_from_target(_key: str, path: str, target: Any, name: str, section: CustomScorerConfig) -> Scorer:
+    key = f"scorers.{name}"
     if not inspect.isclass(target):
         raise ConfigError(f"{key}.type", path, "not a class; for a function: type: function, function: <path>")
     for method in ("score", "close"):
         if not inspect.iscoroutinefunction(getattr(target, method, None)):
             raise ConfigError(f"{key}.type", path, f"the class needs `async def {method}`")
-    kwargs = section.kwargs if isinstance(section, CustomScorerConfig) else {}
+    kwargs = section.kwargs
     try:
         scorer: Any = target(**kwargs)
     except Exception as error:  # a user's own constructor

@@ -21,7 +21,6 @@ from nemo_rl.environments.scorers.classifier import (
     score_padded,
 )
 from nemo_rl.environments.scorers.classify import ConversationTokenizer
-from nemo_rl.environments.scorers.registry import register_scorer
 from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
@@ -80,7 +79,6 @@ class RewardModel:
             return [error_to_failure(error, FailureClass.REWARD)] * len(rows)
 
 
-@register_scorer("reward_model")
 class RewardModelScorer:
     """`RewardModel` behind interfaces.Scorer, in any number of requests a call.
 

@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import Sequence
 
+from nemo_rl.config.kinds import import_path
 from nemo_rl.config.scorers import FunctionScorerConfig
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
-from nemo_rl.environments.registry import import_path, messages_to_dicts
-from nemo_rl.environments.scorers.registry import register_scorer
+from nemo_rl.environments.registry import messages_to_dicts
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass
 
 
-@register_scorer("function")
 class RuleScorer:
     """`(messages, metadata) -> float`; what it raises, a hang and a crash fail their own request alone."""
 

@@ -65,7 +65,7 @@ def test_misspelt_override_names_the_key_the_value_and_the_nearest_key(load: Loa
         ("policy: {generation: {vllm_cfg: {max_modl: 3}}}", "policy.generation.vllm_cfg.max_modl", "max_model_len?"),
         ("env: {math: {num_worker: 4}}", "env.math.num_worker", "did you mean env.math.num_workers?"),
         ("env: {sums: {type: math, num_worker: 4}}", "env.sums.num_worker", "did you mean env.sums.num_workers?"),
-        ("env: {mth: {num_workers: 4}}", "env.mth.num_workers", "built in: math, reasoning_gym"),
+        ("env: {mth: {num_workers: 4}}", "env.mth.type", "did you mean math?"),
         ("env: {math: {batching: {max_batch: 4}}}", "env.math.batching.max_batch", "max_batch_size?"),
         ("env: {math: {num_workers: many}}", "env.math.num_workers", "valid integer"),
         ("env: {math: 3}", "env.math", "must be a mapping"),
@@ -153,10 +153,10 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_environments_are_validated_by_the_section_of_their_type(load: Load) -> None:
     env = load(
-        "env: {reasoning_gym: null, sums: {type: math, num_workers: 3}, own: {type: 'my.envs:Own', kwargs: {a: 1}}}"
+        "env: {reasoning_gym: null, sums: {type: math, num_workers: 3}, own: {type: 'tests.unit.environments.custom:EchoEnvironment', kwargs: {a: 1}}}"
     ).env
     assert env["sums"] == MathEnvironmentConfig(type="math", num_workers=3)
-    assert env["own"] == CustomEnvironmentConfig(type="my.envs:Own", kwargs={"a": 1})
+    assert env["own"] == CustomEnvironmentConfig(type="tests.unit.environments.custom:EchoEnvironment", kwargs={"a": 1})
     assert env["math"].type == "math"
     assert env["reasoning_gym"] == ReasoningGymEnvironmentConfig(type="reasoning_gym")
 
@@ -171,7 +171,7 @@ def test_resolved_yaml_loads_to_an_equal_config(load: Load, tmp_path: Path) -> N
         data:
           train: [{dataset_name: reasoning_gym, task: gcd, task_kwargs: {a: 1}}, {dataset_name: gsm8k}]
           validation: {dataset_name: gsm8k}
-        env: {own: {type: 'my.envs:Own', kwargs: {a: null}}}
+        env: {own: {type: 'tests.unit.environments.custom:EchoEnvironment', kwargs: {a: null}}}
         """
     )
     path = tmp_path / "config.yaml"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.token_alignment import Span, Vocabulary, align, encode_with_pieces, valid_utf8_prefix
-from tests.templates.vocabularies import ENTRY_KINDS, trained_tokenizer
+from tests.templates.vocabularies import KINDS, trained_tokenizer
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=30) | st.sampled_from(
     [
@@ -68,10 +68,10 @@ def test_spans_partition_both_sides_hold_the_same_bytes_and_are_minimal(sides):
 
 @settings(max_examples=60, deadline=None)
 @given(texts)
-@pytest.mark.parametrize("student_kind", ENTRY_KINDS)
+@pytest.mark.parametrize("student_kind", KINDS)
 def test_unicode_text_is_aligned_between_any_two_tokenizers(student_kind, text):
     student = pieces_by(student_kind, text)
-    for teacher_kind in ENTRY_KINDS:
+    for teacher_kind in KINDS:
         teacher = pieces_by(teacher_kind, text)
         spans = check_spans(student, teacher)
         if student_kind == teacher_kind and all(student):

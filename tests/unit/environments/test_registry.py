@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.entries import parse_environment_config
-from nemo_rl.environments.registry import ENVIRONMENTS, make_environment, register
+from nemo_rl.config.registries import ENVIRONMENTS
+from nemo_rl.environments.registry import make_environment, register
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 from tests.unit.environments.custom import EchoEnvironment
@@ -20,7 +20,7 @@ def step_once(
     name: str, entry: Mapping[str, Any], texts: Sequence[str], states: Sequence[Mapping[str, Any]]
 ) -> list[EnvStep | Failure]:
     async def main() -> list[EnvStep | Failure]:
-        environment = make_environment(name, parse_environment_config(name, dict(entry)))
+        environment = make_environment(name, ENVIRONMENTS.read(dict(entry), name, key=f"env.{name}"))
         try:
             conversations = [(Message("user", "?"), Message("assistant", text)) for text in texts]
             return list(await environment.step(conversations, states))
@@ -95,7 +95,7 @@ def test_registered_name_is_found() -> None:
     try:
         (step,) = step_once("mine", {"type": "echo_for_test"}, ["hi"], [{}])
     finally:
-        del ENVIRONMENTS["echo_for_test"]
+        del ENVIRONMENTS.registered["echo_for_test"]
     assert isinstance(step, EnvStep)
     assert step.observation == (Message("user", "hi"),)
 
@@ -120,11 +120,11 @@ def test_registered_name_is_found() -> None:
 )
 def test_what_cannot_be_made_is_a_config_error(name: str, entry: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        make_environment(name, parse_environment_config(name, entry))
+        make_environment(name, ENVIRONMENTS.read(entry, name, key=f"env.{name}"))
 
 
 def test_module_with_a_syntax_error_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "unfinished_environment.py").write_text("def reward(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"'unfinished_environment' cannot be imported: .*line 1"):
-        make_environment("x", parse_environment_config("x", {"type": "unfinished_environment:reward"}))
+        make_environment("x", ENVIRONMENTS.read({"type": "unfinished_environment:reward"}, "x", key="env.x"))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import ray
 
-from nemo_rl.config.entries import parse_environment_config
+from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.distributed.cluster import connect
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
@@ -27,7 +27,7 @@ def test_items_are_dealt_over_actors_and_come_back_in_order() -> None:
     }
 
     async def main() -> list[EnvStep | Failure]:
-        environment = make_environment("length", parse_environment_config("length", entry))
+        environment = make_environment("length", ENVIRONMENTS.read(entry, "length", key="env.length"))
         conversations = [(Message("assistant", "a" * n),) for n in range(5)]
         states = [{"target": 4, "break": n == 3} for n in range(5)]
         try:
@@ -45,7 +45,7 @@ def test_nemo_rl_class_decorated_by_ray_lives_in_an_actor() -> None:
     entry = {"type": f"{__name__}:RemoteGuessEnvironment", "kwargs": {"cfg": {"number": 7}}}
 
     async def main() -> list[EnvStep | Failure]:
-        environment = make_environment("guess", parse_environment_config("guess", entry))
+        environment = make_environment("guess", ENVIRONMENTS.read(entry, "guess", key="env.guess"))
         try:
             return list(await environment.step([(Message("assistant", "7"),)], [{}]))
         finally:

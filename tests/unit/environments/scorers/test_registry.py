@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.entries import parse_scorer_config
+from nemo_rl.config.registries import SCORERS
 from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
@@ -36,7 +36,7 @@ class Constant:
 
 def scores_of(entry: dict[str, Any], answers: Sequence[str]) -> list[float | Failure]:
     async def main() -> list[float | Failure]:
-        scorer = make_scorer("rule", parse_scorer_config("rule", entry))
+        scorer = make_scorer("rule", SCORERS.read(entry, "rule", key="scorers.rule"))
         requests = [ScoreRequest((Message("user", "q"), Message("assistant", a)), {"bonus": 0.5}) for a in answers]
         try:
             return await scorer.score(requests)
@@ -71,5 +71,5 @@ def test_a_class_by_its_path_is_a_scorer() -> None:
 )
 def test_scorers_that_cannot_be_made_are_refused(entry: dict[str, Any], key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        make_scorer("rule", parse_scorer_config("rule", entry))
+        make_scorer("rule", SCORERS.read(entry, "rule", key="scorers.rule"))
     assert caught.value.key == key
