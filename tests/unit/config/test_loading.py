@@ -153,7 +153,8 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_environments_are_validated_by_the_section_of_their_type(load: Load) -> None:
     env = load(
-        "env: {reasoning_gym: null, sums: {type: math, num_workers: 3}, own: {type: 'tests.unit.environments.custom:EchoEnvironment', kwargs: {a: 1}}}"
+        "env: {reasoning_gym: null, sums: {type: math, num_workers: 3}, "
+        "own: {type: 'tests.unit.environments.custom:EchoEnvironment', kwargs: {a: 1}}}"
     ).env
     assert env["sums"] == MathEnvironmentConfig(type="math", num_workers=3)
     assert env["own"] == CustomEnvironmentConfig(type="tests.unit.environments.custom:EchoEnvironment", kwargs={"a": 1})
