@@ -105,6 +105,7 @@ class GenerationRequest:
     session_id: str  # requests of one session stay on one replica, whose cache holds their prefix
     messages: tuple[Message, ...] = ()  # the conversation, for servers that render it; else empty
     tools: tuple[Mapping[str, Any], ...] = ()  # likewise
+    timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class FailedRequest:
 
     request_id: str
     cause: str
+    timed_out: bool = False  # not answered by its deadline
 
 
 class FailureClass(StrEnum):

@@ -111,20 +111,25 @@ class Endpoint:
         self._headers = _headers(key, section.api_key_env)
         self._http: aiohttp.ClientSession | None = None
 
-    async def post(self, path: str, body: Mapping[str, Any], *, num_tokens: int) -> Any:
-        """The JSON that a replica answers with; `num_tokens` is what the request is thought to take.
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, num_tokens: int, caller_has_deadline: bool = False
+    ) -> Any:
+        """Return the JSON that a replica answers with; `num_tokens` is the estimate of what the request takes.
 
-        A refused connection, no answer in `limits.request_timeout_s`, 408, 425, 429 and 5xx are tried again, on another
-        replica where there is one, after a backoff that doubles (or what Retry-After says); any other status is not.
-        Raises EndpointError.
+        A refused connection, no answer in `limits.request_timeout_s` (not counted where the caller has a deadline of
+        its own), 408, 425, 429 and 5xx are retried, on another replica where there is one, after a backoff that doubles
+        (or what Retry-After says); any other status is not. Raises EndpointError.
         """
-        return await self._request_with_retries(path, body, num_tokens)
+        timeout_s = None if caller_has_deadline else self._section.limits.request_timeout_s
+        return await self._request_with_retries(path, body, num_tokens, timeout_s)
 
     async def get(self, path: str) -> Any:
-        """The same for what is only read."""
-        return await self._request_with_retries(path, None, 0)
+        """Return the JSON at `path`; retries and raises as `post`."""
+        return await self._request_with_retries(path, None, 0, self._section.limits.request_timeout_s)
 
-    async def _request_with_retries(self, path: str, body: Mapping[str, Any] | None, num_tokens: int) -> Any:
+    async def _request_with_retries(
+        self, path: str, body: Mapping[str, Any] | None, num_tokens: int, timeout_s: float | None
+    ) -> Any:
         limits, failed_at = self._section.limits, []
         async with self._concurrency:
             for attempt in range(limits.max_retries + 1):
@@ -132,7 +137,7 @@ class Endpoint:
                 await self._tokens.take(num_tokens)
                 async with self._replicas.least_busy(avoid=failed_at) as url:
                     try:
-                        return await self._request_once(url + path, body)
+                        return await self._request_once(url + path, body, timeout_s)
                     except _RetryableError as error:
                         failed_at.append(url)
                         if attempt == limits.max_retries:
@@ -152,8 +157,7 @@ class Endpoint:
             await self._http.close()
             self._http = None
 
-    async def _request_once(self, url: str, body: Mapping[str, Any] | None) -> Any:
-        timeout_s = self._section.limits.request_timeout_s
+    async def _request_once(self, url: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         method, given = ("GET", None) if body is None else ("POST", dict(body))
         try:
             async with asyncio.timeout(timeout_s), self._session().request(method, url, json=given) as response:

@@ -6,13 +6,15 @@ Nothing that happens behind them raises here: it becomes a `Failure` of exactly 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_rl.errors import EnvironmentContractError, GenerationError, RolloutError, summarize_error
 from nemo_rl.experience.turns import EnvironmentCall
+from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Environment, Generation
 from nemo_rl.types import Completion, EnvStep, Failure, FailureClass, GenerationRequest, Trajectory, TrajectoryGroup
 
@@ -189,14 +191,10 @@ async def generate(
     generation: Generation,
     requests: Sequence[GenerationRequest],
     *,
-    timeout_s: float,
     retries: RetryPolicy,
     watchdog: StallWatchdog,
 ) -> list[Completion | Failure]:
-    """One result a request, in order. What fails or takes longer than `timeout_s` is asked again, then fails (infra).
-
-    The deadline is that of each further result: a batch may take longer as a whole.
-    """
+    """Return one result per request, in order. What fails or misses its deadline is retried, then fails (infra)."""
     completions: dict[str, Completion] = {}
     causes: dict[str, str] = {}
     pending = list(requests)
@@ -205,7 +203,7 @@ async def generate(
             with watchdog.waiting_for("generation to be retried", len(pending)):
                 await asyncio.sleep(retries.backoff_s * 2 ** (attempt - 1))
         with watchdog.waiting_for("generation", len(pending)):
-            error = await _try_generate(generation, pending, timeout_s, watchdog, completions, causes)
+            error = await _try_generate(generation, pending, watchdog, completions, causes)
         pending = [request for request in pending if request.request_id not in completions]
         if not pending:
             break
@@ -245,29 +243,23 @@ async def step_environment(
 async def _try_generate(
     generation: Generation,
     requests: Sequence[GenerationRequest],
-    timeout_s: float,
     watchdog: StallWatchdog,
     completions: dict[str, Completion],
     causes: dict[str, str],
 ) -> str:
     """Ask once: successes go to `completions`, refusals to `causes`; returns why the others have no result."""
-    clock, num_left = asyncio.get_running_loop().time, len(requests)
-    stream = generation.generate(requests)
+    num_left = len(requests)
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            async for result in stream:
+        async with aclosing(generate_by_deadline(generation, requests)) as results:
+            async for result in results:
                 num_left -= 1
                 if num_left:
                     watchdog.record_progress()
-                    deadline.reschedule(clock() + timeout_s)
                 if isinstance(result, Completion):
                     completions[result.request_id] = result
                 else:
                     causes.setdefault(result.request_id, result.cause)
     except Exception as error:
         logger.debug("a generation call of %d requests failed", len(requests), exc_info=error)
-        return f"no result in {timeout_s:g} s" if deadline.expired() else summarize_error(error)
-    finally:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()
+        return summarize_error(error)
     return summarize_error(GenerationError("the engine gave no result"))

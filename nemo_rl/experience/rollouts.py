@@ -173,7 +173,9 @@ class _SchedulerRun:
         limits = context.limits
         self.watchdog = (context.supervision or Supervision(limits.stall_timeout_s)).watchdog
         self._context = context
-        self._rules = TurnRules(limits.max_turns, limits.max_total_length, context.sampling, context.seed)
+        self._rules = TurnRules(
+            limits.max_turns, limits.max_total_length, context.sampling, context.seed, limits.generation_timeout_s
+        )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []
         self._prompts: dict[int, EncodedPrompt | Failure] = {}  # by the prompt's id(): the jobs keep the prompts alive
@@ -200,7 +202,6 @@ class _SchedulerRun:
         results = await generate(
             self._context.generation,
             requests,
-            timeout_s=self._context.limits.generation_timeout_s,
             retries=self._retries,
             watchdog=self.watchdog,
         )

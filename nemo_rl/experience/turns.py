@@ -50,6 +50,7 @@ class TurnRules:
     max_total_length: int  # tokens of prompt, responses and observations together
     sampling: SamplingParams  # `max_new_tokens` and `stop_strings` as configured; both vary by turn
     seed: int  # of the run
+    generation_timeout_s: float = 600.0  # of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ class Episode:
             session_id=session_id,
             messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
             tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),
+            timeout_s=self._rules.generation_timeout_s,
         )
 
     def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:

@@ -5,11 +5,11 @@ import itertools
 import logging
 import math
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 from nemo_rl.gateway.codec import Codec
@@ -18,6 +18,7 @@ from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.responses import Answer
 from nemo_rl.gateway.schema import ChatRequest, RequestError
 from nemo_rl.gateway.sessions import Echo, PendingCall, UnknownEcho
+from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 
@@ -62,7 +63,7 @@ class CompletionHandler:
         try:
             seed = _derive_seed(live.seed, array("q", call.prompt_token_ids).tobytes(), sample_index)
             asked = _make_generation_request(
-                call, self._sampling(request, call, live.sampling or self._rules.sampling), seed, live
+                call, self._sampling(request, call, live.sampling or self._rules.sampling), seed, self._rules, live
             )
             with_token_ids = is_named or bool(request.return_token_ids)
             answer = await self._answer_unless_closed(request, asked, live, with_token_ids=with_token_ids)
@@ -81,7 +82,9 @@ class CompletionHandler:
         call = self._encode_call(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
         seed = _derive_seed(self._rules.seed, b"without session", next(self._call_counter))
         sampling = self._sampling(request, call, self._rules.sampling)
-        answer = await self._answer(request, _make_generation_request(call, sampling, seed), with_token_ids=True)
+        answer = await self._answer(
+            request, _make_generation_request(call, sampling, seed, self._rules), with_token_ids=True
+        )
         calls.commit(call, answer.completion, answer.response.message)
         return answer
 
@@ -158,17 +161,15 @@ class CompletionHandler:
             raise RequestError(429, f"{self.num_running} calls are running", code="over_capacity")
         self.num_running += 1
         try:
-            async with asyncio.timeout(self._rules.timeout_s):
-                result = await self._first_result(asked)
-        except TimeoutError as error:
-            raise RequestError(500, f"not answered within {self._rules.timeout_s:g} s", code="timeout") from error
+            result = await self._first_result(asked)
         except Exception as error:  # an engine that raises has failed all that it was asked
             logger.exception("the engine raised at request %s", asked.request_id)
             raise RequestError(500, f"the engine failed: {type(error).__name__}", code="engine_failed") from error
         finally:
             self.num_running -= 1
         if isinstance(result, FailedRequest):
-            raise RequestError(500, f"the engine failed: {result.cause}", code="engine_failed")
+            code = "timeout" if result.timed_out else "engine_failed"
+            raise RequestError(500, f"the engine failed: {result.cause}", code=code)
         if len(result.token_ids) != len(result.logprobs) or len(result.token_ids) > asked.sampling.max_new_tokens:
             counts = f"{len(result.token_ids)} tokens with {len(result.logprobs)} log-probs"
             raise RequestError(500, f"the engine gave {counts}", code="engine_failed")
@@ -177,8 +178,7 @@ class CompletionHandler:
         return result
 
     async def _first_result(self, asked: GenerationRequest) -> Completion | FailedRequest:
-        results = cast("AsyncGenerator[Completion | FailedRequest, None]", self._generation.generate([asked]))
-        async with aclosing(results):
+        async with aclosing(generate_by_deadline(self._generation, [asked])) as results:
             async for result in results:
                 return result
         return FailedRequest(asked.request_id, "it gave no result")
@@ -211,11 +211,11 @@ def _begin_in_session(
 
 
 def _make_generation_request(
-    call: PendingCall, sampling: SamplingParams, seed: int, live: LiveSession | None = None
+    call: PendingCall, sampling: SamplingParams, seed: int, rules: CompletionRules, live: LiveSession | None = None
 ) -> GenerationRequest:
     request_id = uuid4().hex
     session_id = live.session_id if live is not None else request_id
-    return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id)
+    return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id, timeout_s=rules.timeout_s)
 
 
 def _derive_seed(seed: int, identity: bytes, sample_index: int) -> int:

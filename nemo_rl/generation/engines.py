@@ -1,35 +1,12 @@
 """Requests that an engine answers one by one, all at once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import GenerationError
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest
-
-AnswerRequest = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
-
-
-async def as_completed(
-    requests: Sequence[GenerationRequest], answer: AnswerRequest
-) -> AsyncIterator[Completion | FailedRequest]:
-    """One answer a request; closing the iterator cancels what is left, and returns when it has ended."""
-    if len(requests) == 1:  # without a task, which costs more than the rest of this
-        yield await answer(requests[0])
-        return
-    finished: asyncio.Queue[asyncio.Future[Completion | FailedRequest]] = asyncio.Queue()
-    tasks = [asyncio.ensure_future(answer(request)) for request in requests]
-    for task in tasks:
-        task.add_done_callback(finished.put_nowait)
-    try:
-        for _ in tasks:
-            yield (await finished.get()).result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def make_generation(

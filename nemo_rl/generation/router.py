@@ -182,8 +182,9 @@ class ReplicatedGeneration:
         except Exception as error:  # a bug: whoever iterates must see it
             call.results.put_nowait(error)
         finally:
-            for _ in waiting:
+            for attempt in waiting.values():
                 self._load_balancer.release(index)
+                self._load_balancer.forget(attempt.original.session_id)  # cancelled, as a late request is
 
     def _retry(self, attempts: Sequence[Attempt], error: GenerationError, call: GenerateCall) -> None:
         again = []

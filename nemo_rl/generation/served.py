@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from nemo_rl.data.chat import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
-from nemo_rl.generation.engines import as_completed
+from nemo_rl.generation.requests import as_completed
 from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest
 
@@ -60,7 +60,7 @@ class ServedGeneration(Generation):
         body = self._build_body(request)
         estimated = len(request.token_ids) + sum(len(m.content) for m in request.messages) // CHARACTERS_PER_TOKEN
         try:
-            answer = await self._endpoint.post(self._path, body, num_tokens=estimated)
+            answer = await self._endpoint.post(self._path, body, num_tokens=estimated, caller_has_deadline=True)
             completion = self._parse_response(request, answer)
         except (EndpointError, MalformedResponse) as error:
             return FailedRequest(request.request_id, str(error))

@@ -20,7 +20,7 @@ import torch
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
-from nemo_rl.generation.engines import as_completed
+from nemo_rl.generation.requests import as_completed
 from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
@@ -165,9 +165,8 @@ SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is kille
 class VllmGeneration:
     """Samples with vLLM's AsyncLLM. All calls are made from the event loop that `create` ran in.
 
-    A request that vLLM refuses, or that is not answered within `section.timeout_s`, is a FailedRequest; when the
-    engine has died, GenerationError is raised for all that were running and for all that follow. The other calls raise
-    it too, also when the engine does not answer them in `control_s`.
+    A request that vLLM refuses is a FailedRequest; when the engine has died, GenerationError is raised for all running
+    and all later requests. The other calls raise it too, also when the engine does not answer them in `control_s`.
     """
 
     def __init__(
@@ -181,7 +180,6 @@ class VllmGeneration:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._engine = engine
-        self._timeout_s = section.timeout_s
         self._control_s = control_s
         self._uses_request_seeds = section.vllm_cfg.seed_requests
         self._can_sleep = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
@@ -236,10 +234,7 @@ class VllmGeneration:
         version = self._weight_version
         self._num_running += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
-                output = await self._sample(request)
-        except TimeoutError:
-            return FailedRequest(request.request_id, f"not answered within {self._timeout_s:g} s")
+            output = await self._sample(request)
         except self._dead_error_type as error:
             raise _engine_dead_error() from error
         except self._refusal_errors as error:

@@ -1,5 +1,6 @@
 """A refit: weights from the policy to every engine by one of the transports, and the check that they arrived."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from weakref import WeakSet
@@ -17,6 +18,7 @@ from nemo_rl.weight_sync.transport import SharedMemory, Transport
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8  # sampled for each probe
+PROBES_TIMEOUT_S = 600.0  # for the engine to answer all of them
 
 
 async def verify_weights(
@@ -59,7 +61,10 @@ async def verify_weights(
 
 async def collect_completions(generation: Generation, requests: Sequence[GenerationRequest]) -> list[Completion]:
     try:
-        answers = {answer.request_id: answer async for answer in generation.generate(requests)}
+        async with asyncio.timeout(PROBES_TIMEOUT_S):
+            answers = {answer.request_id: answer async for answer in generation.generate(requests)}
+    except TimeoutError as error:
+        raise WeightSyncError(f"the engine did not answer the probes in {PROBES_TIMEOUT_S:g} s") from error
     except GenerationError as error:
         raise WeightSyncError(f"after a refit the engine fails: {error}") from error
     ordered = [answers[request.request_id] for request in requests]

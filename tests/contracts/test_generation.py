@@ -1,15 +1,17 @@
 """Every engine answers requests alike."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.generation.vllm import VllmGeneration
 from nemo_rl.types import Completion, FailedRequest
-from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, answers, exact_logprobs, request, section, tiny_model
+from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, answers, exact_logprobs, request, tiny_model
 from tests.contracts.test_weight_sync import published
 
 PROMPTS = [(5, 6, 7), (100,), tuple(range(40, 90)), (5, 6, 8), (299, 0, 1), (7, 7, 7, 7, 7)]
@@ -160,12 +162,12 @@ def test_request_without_an_answer_fails_at_its_deadline(engine_loop, engines):
     engine = engines("vllm", "tied")
 
     async def main():
-        impatient = VllmGeneration(engine._engine, section().model_copy(update={"timeout_s": 0.05}), device="cpu")
         await engine._engine.pause_generation(mode="keep")
+        late = replace(request("late"), timeout_s=0.05)
         try:
-            return await answers(impatient, [request("late")])
+            return [result async for result in generate_by_deadline(engine, [late])]
         finally:
             await engine._engine.resume_generation()
 
-    assert engine_loop.run(main())["late"] == FailedRequest("late", "not answered within 0.05 s")
+    assert engine_loop.run(main()) == [FailedRequest("late", "no result in 0.05 s", timed_out=True)]
     assert engine._engine.get_num_unfinished_requests() == 0

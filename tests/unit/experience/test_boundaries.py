@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -32,8 +33,7 @@ def ask(generation, *names: str, max_retries: int = 2, timeout_s: float = 60.0) 
     async def main() -> list[Completion | Failure]:
         return await generate(
             generation,
-            [request(name) for name in names],
-            timeout_s=timeout_s,
+            [replace(request(name), timeout_s=timeout_s) for name in names],
             retries=RetryPolicy(max_retries, backoff_s=0.0),
             watchdog=StallWatchdog(60.0),
         )
@@ -141,7 +141,7 @@ def test_waits_between_retries_double():
         monkeypatch.setattr(asyncio, "sleep", note)
         engine = ScriptedEngine(*[refuse_all] * 4)
         retries = RetryPolicy(max_retries=3, backoff_s=0.5)
-        await generate(engine, [request("a")], timeout_s=60.0, retries=retries, watchdog=StallWatchdog(60.0))
+        await generate(engine, [request("a")], retries=retries, watchdog=StallWatchdog(60.0))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         asyncio.run(main(monkeypatch))

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,10 +7,12 @@ import pytest
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import GenerationError
+from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.generation.vllm import VllmGeneration, importing_vllm, to_completion
 from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request
+from tests.fakes.virtual_time import run_in_virtual_time
 
 
 def output(*, finish_reason: str, spans: Any = None) -> Any:
@@ -70,6 +73,24 @@ def test_death_of_the_engine_ends_all_requests():
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
+
+
+def test_engine_keeps_no_deadline_that_fires_before_that_of_the_request():
+    """Background collection gives a request `policy.generation.timeout_s` times A + 1 (docs/async.md)."""
+    engine = dying_engine()
+
+    async def generate(prompt: Any, params: Any, request_id: str) -> Any:
+        await asyncio.sleep(900.0)
+        yield output(finish_reason="stop")
+
+    engine.generate = generate
+
+    async def main():
+        generation = VllmGeneration(engine, GenerationConfig(timeout_s=600.0), device="cpu")
+        requests = [replace(request("a"), timeout_s=1200.0)]
+        return [result async for result in generate_by_deadline(generation, requests)]
+
+    assert run_in_virtual_time(main()) == [Completion("a", (4, 5), (-0.5, -1.5), "stop")]
 
 
 CONTROLS = {
