@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
-from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits, RolloutOptions
 from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams
 from tests.fakes.encoder import END, FakeEncoder
@@ -156,14 +156,13 @@ async def measure(setting: Setting) -> tuple[float, float]:
     prompts = [Prompt(str(i), "game", (Message("user", "q"),)) for i in range(len(setting.seconds))]
     source = AsyncSource(
         PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1),
-        RolloutContext(
+        RolloutDependencies(
             engine,
             {"game": FakeEnvironment()},
             FakeEncoder(),
             RolloutLimits(max_turns=1, max_total_length=4096),
-            SamplingParams(max_new_tokens=64, stop_token_ids=(END,)),
-            seed=0,
         ),
+        RolloutOptions(SamplingParams(max_new_tokens=64, stop_token_ids=(END,)), seed=0),
         num_prompts_per_step=NUM_PROMPTS,
         num_generations_per_prompt=NUM_GENERATIONS,
         max_age_steps=setting.age,

@@ -26,7 +26,7 @@ from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.config.data import DatasetConfig, InputDataConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import load_input
-from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
 from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Completion, EnvStep, GenerationRequest, Message, SamplingParams
 
@@ -95,14 +95,13 @@ async def collect(folder: Path, num_tasks: int, num_repeats: int, concurrency: i
     section = DatasetConfig(dataset_name="jsonl", data_path=str(folder / "rows.jsonl"), env_name="simulated")
     encoder = ChatEncoder(make_tokenizer())
     encoder.check()
-    context = RolloutContext(
+    dependencies = RolloutDependencies(
         SimulatedEngine([*range(10, 10 + NUM_TOKENS - 1), *encoder.stop_token_ids[:1]]),  # pyright: ignore[reportArgumentType]
         {"simulated": NoEnvironment()},
         encoder,
         RolloutLimits(max_turns=1, max_total_length=512),
-        SamplingParams(max_new_tokens=NUM_TOKENS, stop_token_ids=encoder.stop_token_ids),
-        seed=0,
     )
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS, stop_token_ids=encoder.stop_token_ids)
     watch = Watch()
     input_set = load_input(InputDataConfig(input=section))
     rows = (Task(prompt.prompt_id, prompt.dataset, prompt.task_name, row) for prompt, row in input_set.rows())
@@ -119,7 +118,7 @@ async def collect(folder: Path, num_tasks: int, num_repeats: int, concurrency: i
                 watch.look()
 
         limits = CollectionLimits(concurrency=concurrency)
-        await collect_rollouts([store], input_set.prompts, context, limits=limits, on_rollout=count)
+        await collect_rollouts([store], input_set.prompts, dependencies, sampling, limits=limits, on_rollout=count)
         figures = watch.figures()
         return {"opened_s": opened["s"], "opened_mib": opened["growth_mib"], "rollouts": store.num_finished, **figures}
 

@@ -26,7 +26,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
@@ -113,12 +113,13 @@ async def measure(codec: Codec, turns: int, num_tokens: int, profile: cProfile.P
     await client.connect(["agent"])
     runtime = GymRuntime(client, manager, max_concurrency=NUM_ROLLOUTS)
     limits = RolloutLimits(max_turns=turns, max_total_length=MAX_MODEL_LEN)
-    context = RolloutContext(engine, {}, codec.encoder, limits, sampling, 1, gyms={"gym": runtime})  # type: ignore[arg-type]
+    dependencies = RolloutDependencies(engine, {}, codec.encoder, limits, gyms={"gym": runtime})  # type: ignore[arg-type]
+    options = RolloutOptions(sampling, seed=1)
     figures = []
     for index in range(WARM_UP_ROUNDS + ROUNDS):
         if profile is not None and index == WARM_UP_ROUNDS:
             profile.enable()
-        figures.append(await one_round(context, turns))
+        figures.append(await one_round(dependencies, options, turns))
     if profile is not None:
         profile.disable()
     await client.close()
@@ -129,7 +130,7 @@ async def measure(codec: Codec, turns: int, num_tokens: int, profile: cProfile.P
     return f"| {turns} | {num_tokens} | {ms:.2f} | {rate:,.0f} |"
 
 
-async def one_round(context: RolloutContext, turns: int) -> tuple[float, float]:
+async def one_round(dependencies: RolloutDependencies, options: RolloutOptions, turns: int) -> tuple[float, float]:
     """CPU milliseconds of this process and calls a second."""
     groups = NUM_ROLLOUTS // GROUP_SIZE
     parameters = {"input": [{"role": "user", "content": QUESTION}]}
@@ -139,7 +140,7 @@ async def one_round(context: RolloutContext, turns: int) -> tuple[float, float]:
     ]
     jobs = [RolloutJob(prompt, prompt.prompt_id, index) for prompt in prompts for index in range(GROUP_SIZE)]
     cpu, started = time.process_time(), time.perf_counter()
-    done = await run_nemo_gym_rollouts(jobs, context)
+    done = await run_nemo_gym_rollouts(jobs, dependencies, options)
     assert all(trajectory.failure is None for trajectory in done), done[0].failure
     members = [done[i * GROUP_SIZE : (i + 1) * GROUP_SIZE] for i in range(groups)]
     assemble_batch([TrajectoryGroup(m[0].group_id, m[0].prompt, m) for m in members], min_group_size=1)

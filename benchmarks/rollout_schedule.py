@@ -26,9 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nemo_rl.experience.rollouts import (
-    RolloutContext,
+    RolloutDependencies,
     RolloutJob,
     RolloutLimits,
+    RolloutOptions,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
 )
@@ -142,10 +143,14 @@ class SimulatedEnvironment:
     async def close(self) -> None: ...
 
 
-def context_of(engine: SimulatedEngine, environment: SimulatedEnvironment, num_turns: int) -> RolloutContext:
+OPTIONS = RolloutOptions(SamplingParams(max_new_tokens=64, stop_token_ids=(END,)), seed=0)
+
+
+def make_dependencies(
+    engine: SimulatedEngine, environment: SimulatedEnvironment, num_turns: int
+) -> RolloutDependencies:
     limits = RolloutLimits(max_turns=num_turns, max_total_length=4096)
-    sampling = SamplingParams(max_new_tokens=64, stop_token_ids=(END,))
-    return RolloutContext(engine, {"game": environment}, FakeEncoder(), limits, sampling, seed=0)
+    return RolloutDependencies(engine, {"game": environment}, FakeEncoder(), limits)
 
 
 def jobs_of(num_samples: int) -> list[RolloutJob]:
@@ -166,10 +171,10 @@ class Measured:
 def measure(num_samples: int, num_turns: int, trace: Trace, concurrency: int) -> Measured:
     async def main() -> Measured:
         environment = SimulatedEnvironment(num_turns, lambda sample, turn: trace.environment_s[sample][turn])
-        context = context_of(SimulatedEngine(trace, concurrency), environment, num_turns)
+        dependencies = make_dependencies(SimulatedEngine(trace, concurrency), environment, num_turns)
         jobs = jobs_of(num_samples)
         started, cpu = time.perf_counter(), time.process_time()
-        trajectories = await run_async_multi_turn_rollout(jobs, context)
+        trajectories = await run_async_multi_turn_rollout(jobs, dependencies, OPTIONS)
         measured = Measured(time.perf_counter() - started, time.process_time() - cpu, environment.num_calls)
         assert all(t.num_turns == num_turns and t.failure is None for t in trajectories)
         return measured
@@ -183,9 +188,9 @@ def measure_judge(scheduler: Callable[..., Any], num_samples: int) -> Measured:
     async def main() -> Measured:
         trace = Trace([[0.0]] * num_samples, [[0.0]] * num_samples)
         environment = SimulatedEnvironment(1, lambda sample, turn: JUDGE_S, is_serial=True)
-        context = context_of(SimulatedEngine(trace, num_samples), environment, 1)
+        dependencies = make_dependencies(SimulatedEngine(trace, num_samples), environment, 1)
         started = time.perf_counter()
-        await scheduler(jobs_of(num_samples), context)
+        await scheduler(jobs_of(num_samples), dependencies, OPTIONS)
         return Measured(time.perf_counter() - started, 0.0, environment.num_calls)
 
     return asyncio.run(main())

@@ -15,11 +15,12 @@ from dataclasses import replace
 
 from rollout_schedule import (
     GENERATION_S,
+    OPTIONS,
     SimulatedEngine,
     SimulatedEnvironment,
-    context_of,
     draw_trace,
     jobs_of,
+    make_dependencies,
     simulate,
 )
 
@@ -53,10 +54,12 @@ async def measured(num_samples: int, places: int, seconds_each: float) -> tuple[
     trace = replace(trace, environment_s=[[0.0]] * num_samples)
     batching = BatchingConfig(enabled=True, max_batch_size=BATCH, max_wait_ms=20, max_calls=1)
     scorer = BatchedScorer(SimulatedRewardModel(seconds_each), batching, timeout_s=None)
-    context = context_of(SimulatedEngine(trace, places), SimulatedEnvironment(1, lambda sample, turn: 0.0), 1)
-    context = replace(context, scoring=Scoring({"game": (WeightedScorer("rm", scorer, 1.0),)}))
+    dependencies = make_dependencies(
+        SimulatedEngine(trace, places), SimulatedEnvironment(1, lambda sample, turn: 0.0), 1
+    )
+    dependencies = replace(dependencies, scoring=Scoring({"game": (WeightedScorer("rm", scorer, 1.0),)}))
     started = time.perf_counter()
-    trajectories = await run_async_multi_turn_rollout(jobs_of(num_samples), context)
+    trajectories = await run_async_multi_turn_rollout(jobs_of(num_samples), dependencies, OPTIONS)
     seconds = time.perf_counter() - started
     assert all("rm" in trajectory.rewards for trajectory in trajectories)
     await scorer.close()

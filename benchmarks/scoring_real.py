@@ -59,18 +59,20 @@ async def main(folder: Path, model: str) -> None:
     async with open_run(config) as run:
         await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
         source: Any = run.source
-        context = source._context
-        (weighted,) = context.scoring.by_task["chat"]
+        dependencies, options = source._dependencies, source._options
+        (weighted,) = dependencies.scoring.by_task["chat"]
         jobs = make_rollout_jobs(source._loader.take(NUM_PROMPTS), config.grpo.num_generations_per_prompt)
         for index in range(WARM_UP_ROUNDS + ROUNDS):
             timed = Timed(weighted.scorer)
             scoring = Scoring({"chat": (replace(weighted, scorer=timed),)})
             started = time.perf_counter()
-            unscored = await run_rollouts(jobs, replace(context, scoring=Scoring()), run_async_multi_turn_rollout)
+            unscored = await run_rollouts(
+                jobs, replace(dependencies, scoring=Scoring()), options, run_async_multi_turn_rollout
+            )
             generated = time.perf_counter()
-            await context.scoring.score_batch(unscored, stall_timeout_s=600)
+            await dependencies.scoring.score_batch(unscored, stall_timeout_s=600)
             scored = time.perf_counter()
-            await run_rollouts(jobs, replace(context, scoring=scoring), run_async_multi_turn_rollout)
+            await run_rollouts(jobs, replace(dependencies, scoring=scoring), options, run_async_multi_turn_rollout)
             ended = time.perf_counter()
             if index >= WARM_UP_ROUNDS:
                 alone_s.append(generated - started)

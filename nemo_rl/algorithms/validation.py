@@ -8,8 +8,9 @@ from nemo_rl.data.datasets import PromptSet
 from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.metrics import pass_at_k
 from nemo_rl.experience.rollouts import (
-    RolloutContext,
+    RolloutDependencies,
     RolloutJob,
+    RolloutOptions,
     run_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
 )
@@ -29,7 +30,9 @@ class Validator:
     """Measures the policy that the engine holds on every validation set."""
 
     prompt_sets: tuple[PromptSet, ...]
-    context: RolloutContext  # sampling at the validation temperature
+    dependencies: RolloutDependencies
+    sampling: SamplingParams  # at the validation temperature
+    seed: int
     num_generations_per_prompt: int
     batch_size: int  # prompts generated at once
     max_samples: int | None  # prompts of each set; None: all
@@ -46,10 +49,10 @@ class Validator:
         all_trajectories: list[Trajectory] = []
         for prompt_set in self.prompt_sets:
             prompts = prompt_set.prompts[: self.max_samples]
-            sampled = await self._rollouts(prompts, self.num_generations_per_prompt, self.context.sampling)
+            sampled = await self._rollouts(prompts, self.num_generations_per_prompt, self.sampling)
             metrics = sampled_metrics(sampled, self.num_generations_per_prompt)
             if self.greedy:
-                greedy_sampling = replace(self.context.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+                greedy_sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
                 metrics |= greedy_metrics(await self._rollouts(prompts, 1, greedy_sampling))
             by_set[prompt_set.name] = metrics
             all_trajectories += sampled
@@ -58,8 +61,8 @@ class Validator:
     async def _rollouts(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams
     ) -> list[Trajectory]:
-        context = replace(self.context, sampling=sampling)
-        run = run_multi_turn_rollout_async_generation if context.generation.is_async else run_multi_turn_rollout
+        is_async = self.dependencies.generation.is_async
+        scheduler = run_multi_turn_rollout_async_generation if is_async else run_multi_turn_rollout
         trajectories: list[Trajectory] = []
         for start in range(0, len(prompts), self.batch_size):
             jobs = [
@@ -67,7 +70,7 @@ class Validator:
                 for prompt in prompts[start : start + self.batch_size]
                 for index in range(num_generations)
             ]
-            trajectories += await run_rollouts(jobs, context, run)
+            trajectories += await run_rollouts(jobs, self.dependencies, RolloutOptions(sampling, self.seed), scheduler)
         return trajectories
 
 

@@ -7,7 +7,7 @@ each that ends. Memory: `concurrency` rollouts, and the stores' tables.
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,9 +16,9 @@ from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.boundaries import Supervision
 from nemo_rl.experience.collection import run_training_rollouts
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
 from nemo_rl.experience.writer import rollout_row
-from nemo_rl.types import Prompt, Trajectory
+from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +43,23 @@ class RolloutBatch:
 async def collect_rollouts(
     stores: Sequence[RolloutStore],
     prompts: Sequence[Prompt],
-    context: RolloutContext,
+    dependencies: RolloutDependencies,
+    sampling: SamplingParams,
     *,
     limits: CollectionLimits,
     on_rollout: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> None:
     """Run until no store has a missing rollout; each store is marked as done when its last one has ended.
 
-    `prompts` is the whole input: task i is prompt i. A store's seed takes the place of the context's. A rollout that
+    `prompts` is the whole input: task i is prompt i. Each store is sampled with its own seed. A rollout that
     fails is tried again behind all others, up to the store's `max_attempts`. When cancelled, what has ended is stored.
     Raises RolloutError on a stall and after `max_failures_in_a_row`.
     """
-    runner = _Runner(prompts, context, limits, on_rollout)
+    runner = _Runner(prompts, dependencies, sampling, limits, on_rollout)
     for store in stores:
         _finish_if_complete(store)
     while any(store.num_missing for store in stores):
-        await runner.run(_batches(stores, limits.concurrency, whole=not context.generation.is_async))
+        await runner.run(_batches(stores, limits.concurrency, whole=not dependencies.generation.is_async))
 
 
 class _Runner:
@@ -67,14 +68,17 @@ class _Runner:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        context: RolloutContext,
+        dependencies: RolloutDependencies,
+        sampling: SamplingParams,
         limits: CollectionLimits,
         on_rollout: Callable[[Trajectory], None],
     ) -> None:
         self._prompts = prompts
         self._limits = limits
         self._on_rollout = on_rollout
-        self._context = replace(context, supervision=Supervision(context.limits.stall_timeout_s))
+        self._dependencies = dependencies
+        self._sampling = sampling
+        self._supervision = Supervision(dependencies.limits.stall_timeout_s)
         self._free_slots = asyncio.Semaphore(limits.concurrency)
         self._failures_in_a_row = 0
         self._is_stopping = False  # an error ends the pass: rollouts that still end are stored, failures are not
@@ -112,7 +116,8 @@ class _Runner:
                 self._is_stopping = True
                 raise
 
-        await run_training_rollouts(jobs, replace(self._context, seed=seed, progress=ended))
+        options = RolloutOptions(self._sampling, seed, progress=ended, supervision=self._supervision)
+        await run_training_rollouts(jobs, self._dependencies, options)
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:
         if trajectory.failure is None:

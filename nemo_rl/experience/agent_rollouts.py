@@ -16,7 +16,7 @@ from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import summarize_error
 from nemo_rl.experience.agents import AgentRuntime, SessionProvider
 from nemo_rl.experience.boundaries import StallWatchdog, Supervision, cancel_all, gather_or_cancel, step_environment
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
 from nemo_rl.experience.turns import (
     EnvironmentCall,
     find_reward_problem,
@@ -50,7 +50,8 @@ TrajectorySelection: TypeAlias = Literal["all", "longest"]
 
 async def run_recorded_rollouts(
     jobs: Sequence[RolloutJob],
-    context: RolloutContext,
+    dependencies: RolloutDependencies,
+    options: RolloutOptions,
     run: Callable[[RolloutJob, StallWatchdog], Awaitable[Trajectory]],
     *,
     max_concurrency: Mapping[str, int],
@@ -59,15 +60,15 @@ async def run_recorded_rollouts(
 
     A failure is a trajectory; RolloutError is raised on a stall alone.
     """
-    supervision = context.supervision or Supervision(context.limits.stall_timeout_s)
+    supervision = options.supervision or Supervision(dependencies.limits.stall_timeout_s)
 
     async def alone(job: RolloutJob) -> Trajectory:
         task_name = job.prompt.task_name
         async with supervision.concurrency_limit(task_name, max_concurrency[task_name]):
             trajectory = await run(job, supervision.watchdog)
-        trajectory = await context.scoring.score(trajectory, supervision.watchdog)
-        if context.progress is not None:
-            context.progress(trajectory)
+        trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
+        if options.progress is not None:
+            options.progress(trajectory)
         return trajectory
 
     return tuple(await supervision.watchdog.guard(gather_or_cancel(alone(job) for job in jobs)))
@@ -75,14 +76,14 @@ async def run_recorded_rollouts(
 
 @contextlib.asynccontextmanager
 async def open_rollout_session(
-    sessions: SessionProvider, job: RolloutJob, context: RolloutContext, *, server: int | None = None
+    sessions: SessionProvider, job: RolloutJob, options: RolloutOptions, *, server: int | None = None
 ) -> AsyncIterator["SessionHandle"]:
     """A session that samples from the rollout's seed; forgotten behind the block where it was not finished in it.
 
     `server`: one of the gateway's, for clients whose address is given; None: the one with the fewest sessions.
     """
-    seed = request_seed(context.seed, job.epoch, job.prompt.prompt_id, job.generation_index, 0)
-    handle = sessions.open_session(seed=seed, sampling=context.sampling, server=server)
+    seed = request_seed(options.seed, job.epoch, job.prompt.prompt_id, job.generation_index, 0)
+    handle = sessions.open_session(seed=seed, sampling=options.sampling, server=server)
     try:
         yield handle
     finally:
@@ -164,7 +165,9 @@ ENGINE_FAILURE_MARKERS = ("engine_failed", "the engine failed", "not answered wi
 CONTEXT_FULL_MARKERS = ("context_length_exceeded", "no room is left for a response")
 
 
-async def run_agent_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+async def run_agent_rollouts(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
+) -> tuple[Trajectory, ...]:
     """Each job's agent, at most `max_concurrency` of each at once. Trajectories in the order of `jobs`.
 
     Waits for agents and the environments that score them; unblocked by either's results. A failure is a trajectory;
@@ -172,10 +175,10 @@ async def run_agent_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext
     """
 
     async def run(job: RolloutJob, watchdog: StallWatchdog) -> Trajectory:
-        return await _AgentRollout(job, context, watchdog).run()
+        return await _AgentRollout(job, dependencies, options, watchdog).run()
 
-    max_concurrency = {name: runtime.max_concurrency for name, runtime in context.agents.items()}
-    return await run_recorded_rollouts(jobs, context, run, max_concurrency=max_concurrency)
+    max_concurrency = {name: runtime.max_concurrency for name, runtime in dependencies.agents.items()}
+    return await run_recorded_rollouts(jobs, dependencies, options, run, max_concurrency=max_concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +193,14 @@ class _AgentRunOutcome:
 class _AgentRollout:
     """One rollout: the agent, then its score."""
 
-    def __init__(self, job: RolloutJob, context: RolloutContext, watchdog: StallWatchdog) -> None:
+    def __init__(
+        self, job: RolloutJob, dependencies: RolloutDependencies, options: RolloutOptions, watchdog: StallWatchdog
+    ) -> None:
         self._job = job
-        self._context = context
+        self._dependencies = dependencies
+        self._options = options
         self._watchdog = watchdog
-        self._runtime: AgentRuntime = context.agents[job.prompt.task_name]
+        self._runtime: AgentRuntime = dependencies.agents[job.prompt.task_name]
 
     async def run(self) -> Trajectory:
         clock = time.perf_counter
@@ -213,7 +219,7 @@ class _AgentRollout:
         """The agent's run from the opening of its session to its close; nothing of the agent's is raised."""
         task_name, sessions = self._job.prompt.task_name, self._runtime.sessions
         try:
-            async with open_rollout_session(sessions, self._job, self._context) as handle:
+            async with open_rollout_session(sessions, self._job, self._options) as handle:
                 with self._watchdog.waiting_for(f"agent {task_name}"):
                     outcome = await self._run_agent(handle)
                 return _classify_outcome(outcome, await sessions.finish(handle))
@@ -248,7 +254,7 @@ class _AgentRollout:
         scored_by = self._runtime.scored_by
         if not rewards and scored_by is not None:
             return await self._score_with_environment(result.answer, longest, scored_by)
-        if not rewards and self._context.scoring.by_task.get(self._job.prompt.task_name):
+        if not rewards and self._dependencies.scoring.by_task.get(self._job.prompt.task_name):
             return AgentResult({}, result.answer)  # its scorers will say
         if not rewards:
             if ended.recording.is_incomplete:
@@ -263,10 +269,9 @@ class _AgentRollout:
         conversation = tuple(strip_tool_fields(message.message) for message in longest.message_log)
         state = copy.deepcopy(dict(self._job.prompt.env_state)) | {RESPONSE_TRUNCATED: longest.is_truncated}
         (step,) = await step_environment(
-            self._context.environments[environment],
+            self._dependencies.environments[environment],
             environment,
             [EnvironmentCall(conversation, state)],
-            timeout_s=self._context.environment_timeout_s(environment),
             watchdog=self._watchdog,
         )
         if isinstance(step, Failure):

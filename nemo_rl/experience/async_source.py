@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 from nemo_rl.config.run import RolloutConfig
@@ -24,7 +23,7 @@ from nemo_rl.experience.replay_buffer import (
     WaitReason,
     extract_buffer_state,
 )
-from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import TrajectoryGroup
@@ -85,7 +84,8 @@ class AsyncSource:
     def __init__(
         self,
         loader: PromptLoader,
-        context: RolloutContext,
+        dependencies: RolloutDependencies,
+        options: RolloutOptions,
         *,
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
@@ -98,7 +98,8 @@ class AsyncSource:
     ) -> None:
         """`num_steps`: of the whole training, where it is known; no group is issued that no step would train on."""
         self._loader = loader
-        self._context = replace(context, limits=_scale_generation_timeout(context.limits, max_age_steps))
+        self._dependencies = dependencies
+        self._options = options
         self._num_prompts = num_prompts_per_step
         self._num_generations = num_generations_per_prompt
         self._max_age = max_age_steps
@@ -279,7 +280,7 @@ class AsyncSource:
         """Start the groups that there is room for."""
         if self._weight_version is None or self._num_holds or self._is_closed or self._error is not None:
             return
-        is_async = self._context.generation.is_async
+        is_async = self._dependencies.generation.is_async
         if self._tasks and not is_async:
             return
         num_remaining_steps = None if self._num_steps is None else max(self._num_steps - 1 - self._weight_version, 0)
@@ -321,8 +322,16 @@ class AsyncSource:
             self._error = self._error or error
 
     async def _collect_groups(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:
-        context = replace(self._context, supervision=self._get_supervision())
-        trajectories = await run_training_rollouts(make_rollout_jobs(prompts, self._num_generations), context)
+        options = RolloutOptions(
+            self._options.sampling,
+            self._options.seed,
+            progress=self._options.progress,
+            supervision=self._get_supervision(),
+            # a request may queue in the engine behind those of as many steps as are collected ahead
+            generation_timeout_s=self._dependencies.limits.generation_timeout_s * (self._max_age + 1),
+        )
+        jobs = make_rollout_jobs(prompts, self._num_generations)
+        trajectories = await run_training_rollouts(jobs, self._dependencies, options)
         return group_trajectories(trajectories, self._num_generations)
 
     def _finish(self, prompts: Sequence[LoadedPrompt], groups: Sequence[TrajectoryGroup]) -> None:
@@ -339,10 +348,5 @@ class AsyncSource:
     def _get_supervision(self) -> Supervision:
         """One for all: a group that queues in the engine behind others does not stall."""
         if self._supervision is None:
-            self._supervision = Supervision(self._context.limits.stall_timeout_s)
+            self._supervision = Supervision(self._dependencies.limits.stall_timeout_s)
         return self._supervision
-
-
-def _scale_generation_timeout(limits: RolloutLimits, max_age_steps: int) -> RolloutLimits:
-    """A request may queue in the engine behind those of as many steps as are collected ahead."""
-    return replace(limits, generation_timeout_s=limits.generation_timeout_s * (max_age_steps + 1))

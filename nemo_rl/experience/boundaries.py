@@ -218,7 +218,7 @@ async def step_environment(
     task_name: str,
     calls: Sequence[EnvironmentCall],
     *,
-    timeout_s: float | None,
+    timeout_s: float | None = None,
     watchdog: StallWatchdog,
 ) -> list[EnvStep | Failure]:
     """One result a call, in order. An exception, a wrong count or no answer in `timeout_s` fails all of them."""

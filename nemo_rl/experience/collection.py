@@ -9,7 +9,8 @@ from nemo_rl.experience.agent_rollouts import run_agent_rollouts
 from nemo_rl.experience.boundaries import gather_or_cancel
 from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import (
-    RolloutContext,
+    RolloutDependencies,
+    RolloutOptions,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
 )
@@ -37,42 +38,47 @@ def flatten_groups(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-Scheduler: TypeAlias = Callable[[Sequence[RolloutJob], RolloutContext], Awaitable[tuple[Trajectory, ...]]]
+Scheduler: TypeAlias = Callable[
+    [Sequence[RolloutJob], RolloutDependencies, RolloutOptions], Awaitable[tuple[Trajectory, ...]]
+]
 
 
-async def run_training_rollouts(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+async def run_training_rollouts(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
+) -> tuple[Trajectory, ...]:
     """As `run_rollouts`: each sample alone, or all together where the engine does not generate asynchronously."""
-    scheduler = run_async_multi_turn_rollout if context.generation.is_async else run_multi_turn_rollout
-    return await run_rollouts(jobs, context, scheduler)
+    scheduler = run_async_multi_turn_rollout if dependencies.generation.is_async else run_multi_turn_rollout
+    return await run_rollouts(jobs, dependencies, options, scheduler)
 
 
 async def run_rollouts(
-    jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions, scheduler: Scheduler
 ) -> tuple[Trajectory, ...]:
     """Trajectories in the order of `jobs`; `scheduler` is one of rollouts.py and runs those that no agent runs.
 
     Scorers that share the engine's device have their turn behind the last rollout; progress is told then.
     """
-    if context.scoring.turn is None:
-        return await _dispatch_jobs(jobs, context, scheduler)
-    unscored = await _dispatch_jobs(jobs, replace(context, progress=None), scheduler)
-    scored = await context.scoring.score_batch(unscored, stall_timeout_s=context.limits.stall_timeout_s)
-    if context.progress is not None:
+    if dependencies.scoring.turn is None:
+        return await _dispatch_jobs(jobs, dependencies, options, scheduler)
+    unscored = await _dispatch_jobs(jobs, dependencies, replace(options, progress=None), scheduler)
+    scored = await dependencies.scoring.score_batch(unscored, stall_timeout_s=dependencies.limits.stall_timeout_s)
+    if options.progress is not None:
         for trajectory in scored:
-            context.progress(trajectory)
+            options.progress(trajectory)
     return scored
 
 
 async def _dispatch_jobs(
-    jobs: Sequence[RolloutJob], context: RolloutContext, scheduler: Scheduler
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions, scheduler: Scheduler
 ) -> tuple[Trajectory, ...]:
-    runners = dict.fromkeys(context.agents, run_agent_rollouts) | dict.fromkeys(context.gyms, run_nemo_gym_rollouts)
+    runners = dict.fromkeys(dependencies.agents, run_agent_rollouts)
+    runners |= dict.fromkeys(dependencies.gyms, run_nemo_gym_rollouts)
     job_indices: dict[Scheduler, list[int]] = {}
     for job_index, job in enumerate(jobs):
         job_indices.setdefault(runners.get(job.prompt.task_name, scheduler), []).append(job_index)
 
     async def run(part: Scheduler) -> tuple[Trajectory, ...]:
-        return await part([jobs[job_index] for job_index in job_indices[part]], context)
+        return await part([jobs[job_index] for job_index in job_indices[part]], dependencies, options)
 
     parts = await gather_or_cancel(run(part) for part in job_indices)
     by_job_index = {

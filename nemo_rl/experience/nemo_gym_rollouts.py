@@ -28,7 +28,7 @@ from nemo_rl.gateway.sessions import Echo, UnknownEcho
 from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
-    from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+    from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,9 @@ class GymRuntime:
     rows: RowPreparer = field(default_factory=RowPreparer)
 
 
-async def run_nemo_gym_rollouts(jobs: "Sequence[RolloutJob]", context: "RolloutContext") -> tuple[Trajectory, ...]:
+async def run_nemo_gym_rollouts(
+    jobs: "Sequence[RolloutJob]", dependencies: "RolloutDependencies", options: "RolloutOptions"
+) -> tuple[Trajectory, ...]:
     """Each job's row by its agent, at most `max_concurrency` of a stack at once. Trajectories in the order of `jobs`.
 
     Waits for Gym's agents; unblocked by their replies. A failure is a trajectory; RolloutError is raised on a stall
@@ -108,26 +110,28 @@ async def run_nemo_gym_rollouts(jobs: "Sequence[RolloutJob]", context: "RolloutC
     """
 
     async def run(job: "RolloutJob", watchdog: StallWatchdog) -> Trajectory:
-        return await _GymRollout(job, context, watchdog).run()
+        return await _GymRollout(job, dependencies.gyms[job.prompt.task_name], options, watchdog).run()
 
-    max_concurrency = {name: runtime.max_concurrency for name, runtime in context.gyms.items()}
-    return await run_recorded_rollouts(jobs, context, run, max_concurrency=max_concurrency)
+    max_concurrency = {name: runtime.max_concurrency for name, runtime in dependencies.gyms.items()}
+    return await run_recorded_rollouts(jobs, dependencies, options, run, max_concurrency=max_concurrency)
 
 
 class _GymRollout:
     """One rollout."""
 
-    def __init__(self, job: "RolloutJob", context: "RolloutContext", watchdog: StallWatchdog) -> None:
+    def __init__(
+        self, job: "RolloutJob", runtime: GymRuntime, options: "RolloutOptions", watchdog: StallWatchdog
+    ) -> None:
         self._job = job
-        self._context = context
+        self._runtime = runtime
+        self._options = options
         self._watchdog = watchdog
-        self._runtime: GymRuntime = context.gyms[job.prompt.task_name]
 
     async def run(self) -> Trajectory:
         started_at = time.perf_counter()
         try:
             sessions = self._runtime.sessions
-            async with open_rollout_session(sessions, self._job, self._context, server=GYM_SERVER_INDEX) as handle:
+            async with open_rollout_session(sessions, self._job, self._options, server=GYM_SERVER_INDEX) as handle:
                 result, recording = await self._run_in_session(handle)
         except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
             result, recording = Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"), Recording()

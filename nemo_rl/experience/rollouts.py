@@ -45,13 +45,10 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Where a rollout ends, and the deadline of every wait."""
+    """Length limits of a rollout, and its deadlines and retries."""
 
     max_turns: int
     max_total_length: int  # tokens of prompt, responses and observations together
-    # Of one call, by task name; None: the environment bounds its calls itself, and the watchdog is the last resort.
-    environment_timeout_s: Mapping[str, float | None] = field(default_factory=dict)
-    default_environment_timeout_s: float = 120.0  # of tasks not named
     generation_timeout_s: float = 600.0  # of one request
     max_retries: int = 2  # of one generation request
     retry_backoff_s: float = 0.5  # before the first retry; doubles
@@ -59,33 +56,38 @@ class RolloutLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutContext:
-    """What rollouts are run with."""
+class RolloutDependencies:
+    """Everything that the rollouts of a run share; it does not change once the run is open."""
 
     generation: Generation
     environments: Mapping[str, Environment]  # by task name
     encoder: ChatEncoder
     limits: RolloutLimits
-    sampling: SamplingParams  # `max_new_tokens` is the limit of one response
-    seed: int  # of the run
-    progress: Callable[[Trajectory], None] | None = None  # called with each rollout as it ends; what it raises ends all
     agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
-    gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # stacks of NeMo Gym, likewise
-    supervision: Supervision | None = None  # of several calls that run at once; None: each call has its own
-    scoring: Scoring = field(default_factory=Scoring)  # what scores whole rollouts, behind their end
-
-    def environment_timeout_s(self, task_name: str) -> float | None:
-        """The deadline of one call of a task's environment; None: it keeps its own."""
-        return self.limits.environment_timeout_s.get(task_name, self.limits.default_environment_timeout_s)
+    gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name, likewise
+    scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
 
 
-async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """The arguments of one call of the rollout layer."""
+
+    sampling: SamplingParams  # `max_new_tokens` limits one response
+    seed: int  # of the run
+    progress: Callable[[Trajectory], None] | None = None  # called with each finished rollout; what it raises ends all
+    supervision: Supervision | None = None  # shared by concurrent calls; None: the call has its own
+    generation_timeout_s: float | None = None  # of one request; None: that of the limits
+
+
+async def run_async_multi_turn_rollout(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
+) -> tuple[Trajectory, ...]:
     """Sample-pipelined: each rollout goes on alone, as soon as it can. Trajectories in the order of `jobs`.
 
     Waits for generation and environments, all at once; unblocked by either's results. Needs an engine whose
     overlapping calls are served together. A failure is a trajectory; RolloutError is raised on a stall alone.
     """
-    run = _SchedulerRun(jobs, context)
+    run = _SchedulerRun(jobs, dependencies, options)
 
     async def alone(job: RolloutJob) -> Trajectory:
         rollout = run.start(job)
@@ -98,13 +100,13 @@ async def run_async_multi_turn_rollout(jobs: Sequence[RolloutJob], context: Roll
 
 
 async def run_multi_turn_rollout_async_generation(
-    jobs: Sequence[RolloutJob], context: RolloutContext
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
     """Async generation; each environment is called once a turn with all of its live rollouts.
 
     Tasks do not wait for each other. Otherwise as `run_async_multi_turn_rollout`.
     """
-    run = _SchedulerRun(jobs, context)
+    run = _SchedulerRun(jobs, dependencies, options)
 
     async def generate_each(live: Sequence[_Rollout]) -> None:
         await gather_or_cancel(run.generate([rollout]) for rollout in live)
@@ -119,12 +121,14 @@ async def run_multi_turn_rollout_async_generation(
     return await run.guard(run_all_tasks())
 
 
-async def run_multi_turn_rollout(jobs: Sequence[RolloutJob], context: RolloutContext) -> tuple[Trajectory, ...]:
+async def run_multi_turn_rollout(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
+) -> tuple[Trajectory, ...]:
     """Plain batched: one generation call a turn with all live rollouts, then one environment call a task.
 
     For engines without async generation. Otherwise as `run_async_multi_turn_rollout`.
     """
-    run = _SchedulerRun(jobs, context)
+    run = _SchedulerRun(jobs, dependencies, options)
 
     async def together() -> tuple[Trajectory, ...]:
         rollouts = [run.start(job) for job in jobs]
@@ -167,14 +171,19 @@ class _Rollout:
 class _SchedulerRun:
     """One call of a scheduler: what its rollouts share, and the two steps that schedulers order."""
 
-    def __init__(self, jobs: Sequence[RolloutJob], context: RolloutContext) -> None:
-        for task_name in sorted({job.prompt.task_name for job in jobs} - context.environments.keys()):
-            raise ConfigError(f"env.{task_name}", None, "prompts name it as their task", known=context.environments)
-        limits = context.limits
-        self.watchdog = (context.supervision or Supervision(limits.stall_timeout_s)).watchdog
-        self._context = context
+    def __init__(self, jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions) -> None:
+        environments, limits = dependencies.environments, dependencies.limits
+        for task_name in sorted({job.prompt.task_name for job in jobs} - environments.keys()):
+            raise ConfigError(f"env.{task_name}", None, "prompts name it as their task", known=environments)
+        self.watchdog = (options.supervision or Supervision(limits.stall_timeout_s)).watchdog
+        self._dependencies = dependencies
+        self._options = options
         self._rules = TurnRules(
-            limits.max_turns, limits.max_total_length, context.sampling, context.seed, limits.generation_timeout_s
+            limits.max_turns,
+            limits.max_total_length,
+            options.sampling,
+            options.seed,
+            options.generation_timeout_s or limits.generation_timeout_s,
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []
@@ -190,8 +199,8 @@ class _SchedulerRun:
     def start(self, job: RolloutJob) -> _Rollout:
         prompt = self._prompts.get(id(job.prompt))
         if prompt is None:
-            prompt = self._prompts[id(job.prompt)] = encode_prompt(job.prompt, self._context.encoder)
-        rollout = _Rollout(Episode(job, prompt, self._context.encoder, self._rules))
+            prompt = self._prompts[id(job.prompt)] = encode_prompt(job.prompt, self._dependencies.encoder)
+        rollout = _Rollout(Episode(job, prompt, self._dependencies.encoder, self._rules))
         self._end([rollout])
         return rollout
 
@@ -200,7 +209,7 @@ class _SchedulerRun:
         requests = [_pending_request(rollout) for rollout in rollouts]
         started_at = time.perf_counter()
         results = await generate(
-            self._context.generation,
+            self._dependencies.generation,
             requests,
             retries=self._retries,
             watchdog=self.watchdog,
@@ -218,10 +227,9 @@ class _SchedulerRun:
         task_name = waiting[0][0].task_name
         started_at = time.perf_counter()
         results = await step_environment(
-            self._context.environments[task_name],
+            self._dependencies.environments[task_name],
             task_name,
             [call for _, call in waiting],
-            timeout_s=self._context.environment_timeout_s(task_name),
             watchdog=self.watchdog,
         )
         seconds = time.perf_counter() - started_at
@@ -241,7 +249,7 @@ class _SchedulerRun:
 
     def submit_for_scoring(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
         """The trajectory, scored while others go on; reported at once where there is nothing to score."""
-        if self._context.scoring.needs_scoring(trajectory):
+        if self._dependencies.scoring.needs_scoring(trajectory):
             task = asyncio.ensure_future(self._score_and_report(trajectory))
             self._scoring_tasks.append(task)
             return task
@@ -251,13 +259,13 @@ class _SchedulerRun:
         return done
 
     async def _score_and_report(self, trajectory: Trajectory) -> Trajectory:
-        scored = await self._context.scoring.score(trajectory, self.watchdog)
+        scored = await self._dependencies.scoring.score(trajectory, self.watchdog)
         self._report(scored)
         return scored
 
     def _report(self, trajectory: Trajectory) -> None:
-        if self._context.progress is not None:
-            self._context.progress(trajectory)
+        if self._options.progress is not None:
+            self._options.progress(trajectory)
 
     def _end(self, rollouts: Sequence[_Rollout]) -> None:
         for rollout in rollouts:

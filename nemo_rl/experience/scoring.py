@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Mappin
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from nemo_rl.errors import DataError
 from nemo_rl.experience.boundaries import StallWatchdog, gather_or_cancel
@@ -26,6 +26,9 @@ class WeightedScorer:
     weight: float
 
 
+ScoringTurn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """Which scorers reward the rollouts of which task; they add to what the environment gave.
@@ -35,7 +38,7 @@ class Scoring:
     """
 
     by_task: Mapping[str, Sequence[WeightedScorer]] = field(default_factory=dict)
-    turn: Callable[[], AbstractAsyncContextManager[None]] | None = None
+    turn: ScoringTurn | None = None
 
     def needs_scoring(self, trajectory: Trajectory) -> bool:
         """Whether it is to be scored as it ends: it did not fail, and its task has scorers that need not wait."""

@@ -14,7 +14,7 @@ from nemo_rl.experience.boundaries import FailureBudget
 from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.replay_buffer import extract_buffer_state
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
@@ -42,7 +42,8 @@ class SyncSource:
     def __init__(
         self,
         loader: PromptLoader,
-        context: RolloutContext,
+        dependencies: RolloutDependencies,
+        options: RolloutOptions,
         *,
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
@@ -50,7 +51,8 @@ class SyncSource:
         writer: RolloutWriter | None = None,
     ) -> None:
         self._loader = loader
-        self._context = context
+        self._dependencies = dependencies
+        self._options = options
         self._num_prompts = num_prompts_per_step
         self._num_generations = num_generations_per_prompt
         self._failures = failures
@@ -88,14 +90,14 @@ class SyncSource:
 
     async def _run(self, jobs: Sequence[RolloutJob]) -> tuple[Trajectory, ...]:
         budget = FailureBudget(num_rollouts=len(jobs), max_failed_share=self._failures.max_failed_share)
-        report = self._context.progress
+        report = self._options.progress
 
         def count(trajectory: Trajectory) -> None:
             budget.record(trajectory)
             if report is not None:
                 report(trajectory)
 
-        return await run_training_rollouts(jobs, replace(self._context, progress=count))
+        return await run_training_rollouts(jobs, self._dependencies, replace(self._options, progress=count))
 
 
 # Metrics of a background source: over the batches of a step

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, TasksSummary, write_tasks
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.section import Section
-from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import Generation
-from nemo_rl.launch.dependencies import attach_agents, open_rollout_dependencies
-from nemo_rl.launch.rollouts import make_context
+from nemo_rl.launch.dependencies import open_rollout_dependencies, open_rollout_parts
+from nemo_rl.launch.rollouts import make_limits, make_sampling
 from nemo_rl.launch.sampled import CollectionInputs, engine_name, load_collection_inputs, open_engine
 from nemo_rl.launch.training import open_console
 from nemo_rl.observability.progress import CollectionProgress, make_collection_progress
@@ -223,25 +223,25 @@ async def _run(
                     store.finish()
             return
         generation = await open_engine(config, inputs, stack)
-        context = await _open_context(config, inputs, generation, stack)
+        dependencies = await _open_dependencies(config, inputs, generation, stack)
         gc.collect()
         gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
         progress.start()
         stack.callback(progress.close)
         prompts = inputs.input_set.prompts
-        await collect_rollouts(stores, prompts, context, limits=limits, on_rollout=progress.rollout)
+        sampling = make_sampling(config, inputs.encoder.stop_token_ids)
+        await collect_rollouts(stores, prompts, dependencies, sampling, limits=limits, on_rollout=progress.rollout)
 
 
-async def _open_context(
+async def _open_dependencies(
     config: SampledRunConfig, inputs: CollectionInputs, generation: Generation, stack: AsyncExitStack
-) -> RolloutContext:
-    surroundings = await open_rollout_dependencies(config, inputs.encoder, None, stack)
-    context = make_context(
-        config, inputs, generation, surroundings.environments, lambda rollout: None, surroundings.scoring
-    )
-    if config.server.address is not None:  # its client retries by itself
-        context = replace(context, limits=replace(context.limits, max_retries=0))
-    gym_dir = Path(config.collection.output_dir) / "nemo_gym"
-    return await attach_agents(
-        context, surroundings, config, prompt_sets=(inputs.prompt_set,), gym_dir=gym_dir, stack=stack
+) -> RolloutDependencies:
+    return await open_rollout_dependencies(
+        config,
+        await open_rollout_parts(config, inputs.encoder, None, stack),
+        generation,
+        limits=make_limits(config, max_retries=None if config.server.address is None else 0),  # its client retries
+        prompt_sets=(inputs.prompt_set,),
+        gym_dir=Path(config.collection.output_dir) / "nemo_gym",
+        stack=stack,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,8 @@ from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
-from nemo_rl.experience.rollouts import RolloutContext
-from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
+from nemo_rl.experience.scoring import Scoring, ScoringTurn, WeightedScorer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
@@ -220,36 +220,50 @@ async def _reserve_pool(
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutDependencies:
+class RolloutParts:
+    """The parts of the rollout layer that need no engine."""
+
+    encoder: ChatEncoder
     environments: Mapping[str, Environment]
     scoring: Scoring
     agents: Mapping[str, Agent]
-    codec: Codec | None  # of the gateway; None: nobody talks to it
+    codec: Codec | None  # of the gateway; None: there is no agent to serve
 
 
-async def open_rollout_dependencies(
+async def open_rollout_parts(
     config: RolloutRunConfig, encoder: ChatEncoder, layout: Layout | None, stack: AsyncExitStack
-) -> RolloutDependencies:
-    """What needs no engine, closed with `stack`; raises ConfigError. `layout` is None where no policy runs beside."""
+) -> RolloutParts:
+    """Open environments, scorers and agents, to be closed with `stack`; raises ConfigError.
+
+    `layout` is that of the policy; None where no policy runs.
+    """
     environments = open_environments(config, stack)
     scoring = await open_scorers(config, layout, stack)
     agents = make_agents(config)
     codec = make_codec(config, encoder) if agents or gym_configs(config) else None
-    return RolloutDependencies(environments, scoring, agents, codec)
+    return RolloutParts(encoder, environments, scoring, agents, codec)
 
 
-async def attach_agents(
-    context: RolloutContext,
-    dependencies: RolloutDependencies,
+async def open_rollout_dependencies(
     config: RolloutRunConfig,
+    parts: RolloutParts,
+    generation: Generation,
     *,
+    limits: RolloutLimits,
     prompt_sets: Sequence[PromptSet],
     gym_dir: Path,
     stack: AsyncExitStack,
-) -> RolloutContext:
-    """The context with agents and NeMo Gym, behind a gateway to its engine; unchanged where there are none."""
-    if dependencies.codec is None:
-        return context
-    manager = await open_gateway(config, dependencies.codec, context.generation, stack)
-    gyms = await open_nemo_gym(config, prompt_sets, manager, gym_dir, stack)
-    return replace(context, agents=agent_runtimes(config, dependencies.agents, manager), gyms=gyms)
+    scoring_turn: ScoringTurn | None = None,
+) -> RolloutDependencies:
+    """Join `parts` with the engine; agents and NeMo Gym get a gateway in front of it.
+
+    `scoring_turn` is given where scorers share the engine's device.
+    """
+    agents: dict[str, AgentRuntime] = {}
+    gyms: dict[str, GymRuntime] = {}
+    if parts.codec is not None:
+        manager = await open_gateway(config, parts.codec, generation, stack)
+        gyms = await open_nemo_gym(config, prompt_sets, manager, gym_dir, stack)
+        agents = agent_runtimes(config, parts.agents, manager)
+    scoring = Scoring(parts.scoring.by_task, turn=scoring_turn)
+    return RolloutDependencies(generation, parts.environments, parts.encoder, limits, agents, gyms, scoring)

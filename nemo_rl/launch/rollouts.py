@@ -1,8 +1,8 @@
 """Inputs of a run (tokenizer, chat template, datasets) and its rollout layer, built from the configuration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -16,13 +16,12 @@ from nemo_rl.data.loader import PromptLoader
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.async_source import AsyncSource
-from nemo_rl.experience.rollouts import RolloutContext, RolloutLimits
-from nemo_rl.experience.scoring import Scoring
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits, RolloutOptions
 from nemo_rl.experience.sources import FilteredSource, RecordedResponseSource, SyncSource, prompts_per_batch
 from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.interfaces import Environment, Generation, GroupSource
+from nemo_rl.interfaces import GroupSource
 from nemo_rl.policy.hf_model import load_config
-from nemo_rl.types import SamplingParams
+from nemo_rl.types import SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +80,15 @@ def check_tasks(config: RolloutRunConfig, prompt_sets: Sequence[PromptSet]) -> N
             raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)
 
 
-class HasEncoder(Protocol):
-    """`Inputs`, or those of a collection."""
-
-    @property
-    def encoder(self) -> ChatEncoder: ...
-
-
-def make_context(
-    config: RolloutRunConfig,
-    inputs: HasEncoder,
-    generation: Generation,
-    environments: Mapping[str, Environment],
-    on_rollout: Callable[[object], None],
-    scoring: Scoring | None = None,
-) -> RolloutContext:
-    """What training and validation rollouts are run with; `on_rollout` is told each one as it ends."""
-    limits = RolloutLimits(
+def make_limits(config: RolloutRunConfig, *, max_retries: int | None = None) -> RolloutLimits:
+    """Return the limits of all rollouts of a run; `max_retries` replaces `rollout.max_retries`."""
+    return RolloutLimits(
         max_turns=config.max_rollout_turns,
         max_total_length=config.policy.max_total_sequence_length,
-        # `env.<name>.timeout_s` is kept by make_environment, for functions an item at a time: a deadline around the
-        # whole call would also count the wait for a free thread, and fail all items for one that hangs.
-        environment_timeout_s=dict.fromkeys(config.env),
         generation_timeout_s=config.policy.generation.timeout_s,
-        max_retries=config.rollout.max_retries,
+        max_retries=config.rollout.max_retries if max_retries is None else max_retries,
         retry_backoff_s=config.rollout.retry_backoff_s,
         stall_timeout_s=config.rollout.stall_timeout_s,
-    )
-    return RolloutContext(
-        generation=generation,
-        environments=environments,
-        encoder=inputs.encoder,
-        limits=limits,
-        sampling=make_sampling(config, inputs.encoder.stop_token_ids),
-        seed=config.seed,
-        progress=on_rollout,
-        scoring=scoring or Scoring(),
     )
 
 
@@ -135,9 +107,17 @@ def make_sampling(config: RolloutRunConfig, stop_token_ids: tuple[int, ...]) -> 
 
 
 def make_source(
-    config: TrainingRunConfig, inputs: Inputs, context: RolloutContext, writer: RolloutWriter | None
+    config: TrainingRunConfig,
+    inputs: Inputs,
+    dependencies: RolloutDependencies,
+    *,
+    on_rollout: Callable[[Trajectory], None] | None = None,
+    writer: RolloutWriter | None = None,
 ) -> GroupSource:
-    """Collection before each step or in the background, filtered where dynamic sampling is on; or what was recorded."""
+    """Make the source that the configuration asks for: synchronous, in the background, filtered, or recorded.
+
+    `on_rollout` is called with each finished rollout.
+    """
     algorithm = config.algorithm
     if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
         return RecordedResponseSource(
@@ -150,7 +130,14 @@ def make_source(
     num_prompts = algorithm.num_prompts_per_step
     if grpo is not None:
         num_prompts = prompts_per_batch(num_prompts, grpo.batch_multiplier)
-    source = _make_collecting_source(config, inputs, context, writer, num_prompts=num_prompts)
+    source = _make_collecting_source(
+        config,
+        _make_loader(config, inputs),
+        dependencies,
+        options=RolloutOptions(make_sampling(config, inputs.encoder.stop_token_ids), config.seed, on_rollout),
+        num_prompts=num_prompts,
+        writer=writer,
+    )
     if grpo is None:
         return source
     return FilteredSource(
@@ -165,14 +152,14 @@ def make_source(
 
 def _make_collecting_source(
     config: TrainingRunConfig,
-    inputs: Inputs,
-    context: RolloutContext,
-    writer: RolloutWriter | None,
+    loader: PromptLoader,
+    dependencies: RolloutDependencies,
     *,
+    options: RolloutOptions,
     num_prompts: int,
+    writer: RolloutWriter | None,
 ) -> SyncSource | AsyncSource:
     algorithm, background = config.algorithm, config.algorithm.background
-    loader = _make_loader(config, inputs)
     shared: dict[str, Any] = {
         "num_prompts_per_step": num_prompts,
         "num_generations_per_prompt": algorithm.num_generations_per_prompt,
@@ -180,10 +167,11 @@ def _make_collecting_source(
         "writer": writer,
     }
     if not background.enabled:
-        return SyncSource(loader, context, **shared)
+        return SyncSource(loader, dependencies, options, **shared)
     return AsyncSource(
         loader,
-        context,
+        dependencies,
+        options,
         max_age_steps=background.max_trajectory_age_steps,
         stale_groups=background.stale_groups,
         num_steps=algorithm.max_num_steps,
@@ -197,17 +185,19 @@ def _make_loader(config: TrainingRunConfig, inputs: Inputs) -> PromptLoader:
     return PromptLoader(inputs.train.prompts, shuffle=config.data.shuffle, seed=config.seed, max_epochs=epochs)
 
 
-def make_validator(config: TrainingRunConfig, inputs: Inputs, context: RolloutContext) -> Validator | None:
-    """None without validation sets."""
+def make_validator(config: TrainingRunConfig, inputs: Inputs, dependencies: RolloutDependencies) -> Validator | None:
+    """Make the validator, or return None without validation sets."""
     if not inputs.validation:
         return None
     algorithm = config.algorithm
-    sampling = context.sampling
+    sampling = make_sampling(config, dependencies.encoder.stop_token_ids)
     if algorithm.val_temperature is not None:
         sampling = replace(sampling, temperature=algorithm.val_temperature)
     return Validator(
         prompt_sets=inputs.validation,
-        context=replace(context, sampling=sampling, progress=None),  # which counts the rollouts of training
+        dependencies=dependencies,
+        sampling=sampling,
+        seed=config.seed,
         num_generations_per_prompt=algorithm.val_num_generations_per_prompt,
         batch_size=algorithm.val_batch_size,
         max_samples=algorithm.max_val_samples,

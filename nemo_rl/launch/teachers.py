@@ -24,10 +24,10 @@ from nemo_rl.data.datasets import PromptSet
 from nemo_rl.data.token_alignment import Vocabulary
 from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import Teacher
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.rollouts import Inputs, make_sampling, make_validator
+from nemo_rl.launch.rollouts import Inputs, make_validator
 from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.megatron.checks import check_model
@@ -179,7 +179,7 @@ REPORTED_METRICS = ("accuracy", "greedy_accuracy")
 
 
 async def validate_teachers(
-    config: TrainingRunConfig, inputs: Inputs, context: RolloutContext, teacher_paths: Mapping[str, str]
+    config: TrainingRunConfig, inputs: Inputs, dependencies: RolloutDependencies, teacher_paths: Mapping[str, str]
 ) -> dict[str, float]:
     """`validation/teacher_accuracy`, and the greedy one where it is asked for: means over the teachers.
 
@@ -198,13 +198,9 @@ async def validate_teachers(
         )
         engine = HFGeneration(path, dtype=section.precision, max_model_len=config.policy.max_total_sequence_length)
         try:
-            asked = replace(
-                context,
-                generation=engine,
-                encoder=encoder,
-                sampling=make_sampling(config, encoder.stop_token_ids),
-            )
-            validator = make_validator(config, replace(inputs, validation=own), asked)
+            environments, limits, scoring = dependencies.environments, dependencies.limits, dependencies.scoring
+            own_dependencies = RolloutDependencies(engine, environments, encoder, limits, scoring=scoring)
+            validator = make_validator(config, replace(inputs, validation=own), own_dependencies)
             assert validator is not None
             metrics = (await validator.validate()).metrics
         finally:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -36,9 +36,9 @@ from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import AdvantageEstimator, Logger, Policy
-from nemo_rl.launch.dependencies import attach_agents, open_rollout_dependencies
+from nemo_rl.launch.dependencies import open_rollout_dependencies, open_rollout_parts
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.rollouts import Inputs, load_inputs, load_prompts, make_context, make_source, make_validator
+from nemo_rl.launch.rollouts import Inputs, load_inputs, load_prompts, make_limits, make_source, make_validator
 from nemo_rl.launch.teachers import (
     check_teachers_fit,
     make_cross_tokenizer_loss,
@@ -208,7 +208,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
     prepared = await _prepare_run(config)
     inputs = prepared.inputs
     async with AsyncExitStack() as stack:
-        surroundings = await open_rollout_dependencies(config, inputs.encoder, prepared.layout, stack)
+        parts = await open_rollout_parts(config, inputs.encoder, prepared.layout, stack)
         run_dir, metrics_logger = open_records(config, stack)
         workers = await open_workers(
             config,
@@ -223,18 +223,20 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
         weight_sync = _open_weight_sync(config, inputs, prepared.layout, stack)
         progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)
         stack.callback(progress.close)
-        context = make_context(
-            config, inputs, workers.generation, surroundings.environments, progress.rollout, surroundings.scoring
-        )
-        if config.reward_model.shares_device:
-            context = replace(context, scoring=replace(context.scoring, turn=placement.scoring))
-        prompt_sets = (inputs.train, *inputs.validation)
-        context = await attach_agents(
-            context, surroundings, config, prompt_sets=prompt_sets, gym_dir=run_dir, stack=stack
+        dependencies = await open_rollout_dependencies(
+            config,
+            parts,
+            workers.generation,
+            limits=make_limits(config),
+            scoring_turn=placement.scoring if config.reward_model.shares_device else None,
+            prompt_sets=(inputs.train, *inputs.validation),
+            gym_dir=run_dir,
+            stack=stack,
         )
         if isinstance(config, DistillationRunConfig) and config.distillation.val_teacher:
-            metrics_logger.log_metrics(await validate_teachers(config, inputs, context, prepared.teacher_paths), 0)
-        source = make_source(config, inputs, context, _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack))
+            metrics_logger.log_metrics(await validate_teachers(config, inputs, dependencies, prepared.teacher_paths), 0)
+        writer = _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack)
+        source = make_source(config, inputs, dependencies, on_rollout=progress.rollout, writer=writer)
         stack.push_async_callback(source.close)
         algorithm = make_algorithm(
             config, inputs, workers.policy, placement, workers.teachers, prepared.target_builders
@@ -251,7 +253,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             policy=workers.policy,
             placement=placement,
             weight_sync=weight_sync,
-            validator=make_validator(config, inputs, context),
+            validator=make_validator(config, inputs, dependencies),
             checkpoints=make_checkpoint_store(config.checkpointing, run_dir),
             logger=metrics_logger,
             progress=progress,

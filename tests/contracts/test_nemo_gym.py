@@ -15,7 +15,7 @@ from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
 from nemo_rl.gateway import codec as parsers
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
@@ -112,11 +112,11 @@ def rollouts_of(
             await client.connect([agent])
             runtime = GymRuntime(client, manager, max_concurrency=1)
             limits = RolloutLimits(max_turns=1, max_total_length=MAX_MODEL_LEN)
-            context = RolloutContext(engine, {}, encoder, limits, sampling, seed=3, gyms={"gym": runtime})
+            dependencies = RolloutDependencies(engine, {}, encoder, limits, gyms={"gym": runtime})
             sent = {**ROWS[agent], "agent_ref": {"type": "responses_api_agents", "name": agent}}
             prompt = Prompt("p", "gym", (Message("user", "as Gym's"),), {"row": sent}, agent_name=agent)
             jobs = [RolloutJob(prompt, "0:p", index) for index in range(NUM_GENERATIONS)]
-            trajectories = await run_nemo_gym_rollouts(jobs, context)
+            trajectories = await run_nemo_gym_rollouts(jobs, dependencies, RolloutOptions(sampling, seed=3))
             assert manager.num_sessions == (0,)
             assert manager.num_echoed_calls == 0
             return trajectories

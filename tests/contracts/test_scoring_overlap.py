@@ -4,14 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import make_environment
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits, run_async_multi_turn_rollout
+from nemo_rl.experience.rollouts import (
+    RolloutDependencies,
+    RolloutJob,
+    RolloutLimits,
+    RolloutOptions,
+    run_async_multi_turn_rollout,
+)
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.launch.dependencies import open_scorers
@@ -88,18 +94,17 @@ async def rolled_out(engine: Any, folder: Path, timeline: Timeline) -> tuple[Tra
         scoring = await open_scorers(config, None, stack)
         (weighted,) = scoring.by_task["chat"]
         scoring = Scoring({"chat": (WeightedScorer("rm", TimedScorer(weighted.scorer, timeline), weighted.weight),)})
-        context = RolloutContext(
+        dependencies = RolloutDependencies(
             generation=TimedGeneration(engine, timeline),  # type: ignore[arg-type]
             environments={"chat": make_environment("chat", config.env["chat"])},
             encoder=encoder,
             limits=RolloutLimits(max_turns=1, max_total_length=MAX_MODEL_LEN),
-            sampling=SamplingParams(2),
-            seed=0,
             scoring=scoring,
         )
-        longer = replace(context, sampling=SamplingParams(60))
+        longer, shorter = RolloutOptions(SamplingParams(60), seed=0), RolloutOptions(SamplingParams(2), seed=0)
         parts = await asyncio.gather(
-            run_async_multi_turn_rollout(jobs()[::3], longer), run_async_multi_turn_rollout(jobs()[1::3], context)
+            run_async_multi_turn_rollout(jobs()[::3], dependencies, longer),
+            run_async_multi_turn_rollout(jobs()[1::3], dependencies, shorter),
         )
         return (*parts[0], *parts[1])
 

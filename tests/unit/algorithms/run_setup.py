@@ -14,8 +14,9 @@ from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.datasets import PromptSet
+from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import CollectedGroups, GroupSource
-from nemo_rl.launch.rollouts import Inputs, make_context, make_source, make_validator
+from nemo_rl.launch.rollouts import Inputs, make_limits, make_source, make_validator
 from nemo_rl.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl.observability.progress import Progress
 from nemo_rl.types import EnvStep, Message, Prompt
@@ -161,9 +162,9 @@ def make_rig(
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
     inputs = Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(num_prompts)), tuple(validation), ())
     progress = Progress()
-    context = make_context(config, inputs, generation, environments, progress.rollout)
+    dependencies = RolloutDependencies(generation, environments, inputs.encoder, make_limits(config))
     policy = FakePolicy(calls, on_train_step=on_train_step)
-    source = RecordingSource(make_source(config, inputs, context, None), calls)
+    source = RecordingSource(make_source(config, inputs, dependencies, on_rollout=progress.rollout), calls)
     logger = RecordingLogger()
     placement = Placement(policy, generation, shares_device=shares_device)
     algorithm = GRPO(
@@ -184,7 +185,7 @@ def make_rig(
         policy=policy,
         placement=placement,
         weight_sync=FakeWeightSync(calls),
-        validator=make_validator(config, inputs, context),
+        validator=make_validator(config, inputs, dependencies),
         checkpoints=CheckpointStore(config.checkpointing, directory / "checkpoints"),
         logger=logger,
         progress=progress,

@@ -17,7 +17,7 @@ from nemo_rl.types import EnvStep, Failure, FailureClass, SamplingParams
 from tests.fakes.environments import Conversation, FakeEnvironment, State, never_done
 from tests.fakes.generation import FakeGeneration
 from tests.unit.algorithms.rollouts import make_trajectory
-from tests.unit.experience.rollout_setup import SAMPLING, VOCAB_SIZE, context, prompt
+from tests.unit.experience.rollout_setup import SAMPLING, VOCAB_SIZE, dependencies, prompt
 
 
 def validator(
@@ -35,7 +35,9 @@ def validator(
     sets = tuple(PromptSet(n, tuple(prompt(i, task) for i, task in enumerate(t))) for n, t in prompt_sets.items())
     return Validator(
         prompt_sets=sets,
-        context=replace(context(generation or FakeGeneration(vocab_size=VOCAB_SIZE), environments), sampling=sampling),
+        dependencies=dependencies(generation or FakeGeneration(vocab_size=VOCAB_SIZE), environments),
+        sampling=sampling,
+        seed=7,
         num_generations_per_prompt=num_generations,
         batch_size=batch_size,
         max_samples=max_samples,

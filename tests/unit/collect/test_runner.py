@@ -17,11 +17,11 @@ from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.shards import Chunk, KeySpace
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.rollouts import RolloutContext
+from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.types import GenerationRequest, Trajectory
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
-from tests.unit.experience.rollout_setup import LIMITS, VOCAB_SIZE, context, prompt
+from tests.unit.experience.rollout_setup import LIMITS, SAMPLING, VOCAB_SIZE, dependencies, prompt
 
 IDENTITY = {"data": "d"}
 
@@ -35,9 +35,8 @@ def opened(directory: Path, *, seed: int = 0, tasks: int, repeats: int, chunk: C
     return RolloutStore.open(directory, seed=seed, keys=keys, identity=IDENTITY, max_attempts=2)
 
 
-def rollouts(engine: FakeGeneration) -> RolloutContext:
-    made = context(engine, {"game": FakeEnvironment()})
-    return replace(made, limits=replace(LIMITS, max_retries=0))
+def rollouts(engine: FakeGeneration) -> RolloutDependencies:
+    return dependencies(engine, {"game": FakeEnvironment()}, limits=replace(LIMITS, max_retries=0))
 
 
 def collect(
@@ -53,7 +52,7 @@ def collect(
 
     async def run() -> None:
         prompts = [prompt(number) for number in range(tasks)]
-        await collect_rollouts(stores, prompts, rollouts(engine), limits=limits, on_rollout=on_rollout)
+        await collect_rollouts(stores, prompts, rollouts(engine), SAMPLING, limits=limits, on_rollout=on_rollout)
 
     asyncio.run(run())
 
@@ -208,7 +207,9 @@ def test_prompts_are_read_as_their_turn_comes(tmp_path: Path) -> None:
     prompts = Prompts(prompt(number) for number in range(40))
     with opened(tmp_path, tasks=40, repeats=1) as store:
         engine = FakeGeneration(vocab_size=1)
-        asyncio.run(collect_rollouts([store], prompts, rollouts(engine), limits=CollectionLimits(concurrency=3)))
+        asyncio.run(
+            collect_rollouts([store], prompts, rollouts(engine), SAMPLING, limits=CollectionLimits(concurrency=3))
+        )
     assert prompts.most_ahead <= 3
 
 
@@ -225,6 +226,7 @@ def test_a_cancelled_collection_keeps_what_has_ended(tmp_path: Path) -> None:
                 [store],
                 prompts,
                 rollouts(FakeGeneration(vocab_size=1, latency=latency)),
+                SAMPLING,
                 limits=CollectionLimits(concurrency=4),
                 on_rollout=lambda _: two.set() if store.num_finished == 2 else None,
             )

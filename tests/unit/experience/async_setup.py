@@ -13,7 +13,7 @@ from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import GenerationRequest
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
-from tests.unit.experience.rollout_setup import VOCAB_SIZE, context, prompt
+from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 STALL_S = 1000.0
 LIMITS = RolloutLimits(
@@ -56,7 +56,8 @@ def async_source(
 ) -> AsyncSource:
     return AsyncSource(
         PromptLoader([prompt(i) for i in range(num_prompts)], shuffle=False, seed=0, max_epochs=epochs),
-        context(generation or engine(), {"game": environment or FakeEnvironment()}, limits=LIMITS),
+        dependencies(generation or engine(), {"game": environment or FakeEnvironment()}, limits=LIMITS),
+        OPTIONS,
         num_prompts_per_step=batch,
         num_generations_per_prompt=group,
         max_age_steps=age,

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, RolloutLimits
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
+from nemo_rl.experience.scoring import Scoring
 from nemo_rl.interfaces import Environment, Generation
 from nemo_rl.types import Message, Prompt, SamplingParams
 from tests.fakes.encoder import END, FakeEncoder
 
 LIMITS = RolloutLimits(max_turns=4, max_total_length=80, max_retries=2, retry_backoff_s=0.0)
 SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(END,))
+OPTIONS = RolloutOptions(SAMPLING, seed=7)
 VOCAB_SIZE = 6  # of the fake engine: it ends its turns soon
 
 
@@ -22,12 +24,12 @@ def jobs(num_prompts: int, num_generations: int = 1, tasks: Sequence[str] = ("ga
     return [RolloutJob(p, f"0:{p.prompt_id}", index) for p in prompts for index in range(num_generations)]
 
 
-def context(
+def dependencies(
     generation: Generation,
     environments: Mapping[str, Environment],
     *,
     limits: RolloutLimits = LIMITS,
-    sampling: SamplingParams = SAMPLING,
     encoder: ChatEncoder | None = None,
-) -> RolloutContext:
-    return RolloutContext(generation, environments, encoder or FakeEncoder(), limits, sampling, seed=7)
+    scoring: Scoring | None = None,
+) -> RolloutDependencies:
+    return RolloutDependencies(generation, environments, encoder or FakeEncoder(), limits, scoring=scoring or Scoring())

@@ -22,7 +22,7 @@ from nemo_rl.errors import RolloutError
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
 from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
 from nemo_rl.experience.collection import run_rollouts
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_async_multi_turn_rollout
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions, run_async_multi_turn_rollout
 from nemo_rl.experience.sources import SyncSource
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.interfaces import Agent
@@ -49,14 +49,15 @@ def hello(request: GenerationRequest, text: str) -> str:
 
 @dataclass
 class Setup:
-    """A running gateway and the context of its rollouts."""
+    """A running gateway and the dependencies of its rollouts."""
 
     manager: GatewayManager
     generation: SpeakingGeneration
-    context: RolloutContext
+    dependencies: RolloutDependencies
+    options: RolloutOptions
 
     def run(self, the_jobs: Sequence[RolloutJob]) -> Awaitable[tuple[Trajectory, ...]]:
-        return run_agent_rollouts(the_jobs, self.context)
+        return run_agent_rollouts(the_jobs, self.dependencies, self.options)
 
 
 def use(
@@ -78,17 +79,16 @@ def use(
         manager = await GatewayManager.start(generation, codec_of("chatml"), the_rules, GatewayConfig())
         made = agent if hasattr(agent, "run") else FunctionAgent("game", agent)  # type: ignore[arg-type]
         settings = {"timeout_s": DEADLINE_S, "max_concurrency": 64, "scored_by": "scorer" if scorer else None} | runtime
-        context = RolloutContext(
+        dependencies = RolloutDependencies(
             generation,
             {"scorer": scorer or FakeEnvironment()},
             encoder_of("chatml"),
             replace(LIMITS, max_total_length=max_model_len, stall_timeout_s=stall_timeout_s),
-            the_rules.sampling,
-            seed=7,
             agents={"game": AgentRuntime(made, manager, **settings)},  # type: ignore[arg-type]
         )
+        options = RolloutOptions(the_rules.sampling, seed=7)
         try:
-            await asyncio.wait_for(body(Setup(manager, generation, context)), DEADLINE_S)
+            await asyncio.wait_for(body(Setup(manager, generation, dependencies, options)), DEADLINE_S)
             assert manager.num_sessions == (0,)
         finally:
             await manager.close()
@@ -338,8 +338,10 @@ def test_a_session_that_has_expired_is_a_failure_of_the_gateway() -> None:
         handles: list[Any] = []
         open_session = setup.manager.open_session
         setup.manager.open_session = lambda **how: handles.append(open_session(**how)) or handles[-1]  # type: ignore
-        runtime = replace(setup.context.agents["game"], agent=FunctionAgent("game", close_early))
-        (trajectory,) = await run_agent_rollouts(jobs(1), replace(setup.context, agents={"game": runtime}))
+        runtime = replace(setup.dependencies.agents["game"], agent=FunctionAgent("game", close_early))
+        (trajectory,) = await run_agent_rollouts(
+            jobs(1), replace(setup.dependencies, agents={"game": runtime}), setup.options
+        )
         assert cause_of(trajectory)[0] is FailureClass.INFRA
 
     use(ask, body)
@@ -354,7 +356,12 @@ def test_survivors_of_a_group_are_kept_where_others_fail() -> None:
     async def body(setup: Setup) -> None:
         loader = PromptLoader([prompt(0)], shuffle=False, seed=0, max_epochs=1)
         source = SyncSource(
-            loader, setup.context, num_prompts_per_step=1, num_generations_per_prompt=4, failures=RolloutConfig()
+            loader,
+            setup.dependencies,
+            setup.options,
+            num_prompts_per_step=1,
+            num_generations_per_prompt=4,
+            failures=RolloutConfig(),
         )
         collected = await source.next_groups(0)
         (group,) = collected.groups
@@ -386,11 +393,12 @@ def test_no_more_agents_run_at_once_than_allowed() -> None:
 
 def test_agents_and_turns_run_at_once_with_results_in_the_order_of_the_jobs() -> None:
     async def body(setup: Setup) -> None:
-        context = replace(setup.context, environments={"scorer": FakeEnvironment(), "plain": FakeEnvironment()})
+        environments = {"scorer": FakeEnvironment(), "plain": FakeEnvironment()}
+        dependencies = replace(setup.dependencies, environments=environments)
         seen: list[str] = []
-        context = replace(context, progress=lambda trajectory: seen.append(trajectory.prompt.prompt_id))
+        options = replace(setup.options, progress=lambda trajectory: seen.append(trajectory.prompt.prompt_id))
         the_jobs = jobs(5, 2, ("game", "plain"))
-        trajectories = await run_rollouts(the_jobs, context, run_async_multi_turn_rollout)
+        trajectories = await run_rollouts(the_jobs, dependencies, options, run_async_multi_turn_rollout)
         assert [(t.prompt.prompt_id, t.generation_index) for t in trajectories] == [
             (job.prompt.prompt_id, job.generation_index) for job in the_jobs
         ]
@@ -401,10 +409,10 @@ def test_agents_and_turns_run_at_once_with_results_in_the_order_of_the_jobs() ->
     use(ask_for_one, body)
 
 
-def test_the_sampling_of_the_context_is_that_of_the_agents_calls() -> None:
+def test_the_sampling_of_the_call_is_that_of_the_agents_calls() -> None:
     async def body(setup: Setup) -> None:
-        greedy = replace(setup.context.sampling, temperature=0.0)
-        await run_rollouts(jobs(1), replace(setup.context, sampling=greedy), run_async_multi_turn_rollout)
+        greedy = replace(setup.options, sampling=replace(setup.options.sampling, temperature=0.0))
+        await run_rollouts(jobs(1), setup.dependencies, greedy, run_async_multi_turn_rollout)
         await setup.run(jobs(1))
         assert [request.sampling.temperature for request in setup.generation.requests] == [0.0, 0.7]
 
@@ -431,8 +439,10 @@ def test_cancelled_rollouts_leave_no_session_and_no_agent() -> None:
             finally:
                 ended.append("ended")
 
-        runtime = replace(setup.context.agents["game"], agent=FunctionAgent("game", agent))
-        task = asyncio.ensure_future(run_agent_rollouts(jobs(1), replace(setup.context, agents={"game": runtime})))
+        runtime = replace(setup.dependencies.agents["game"], agent=FunctionAgent("game", agent))
+        task = asyncio.ensure_future(
+            run_agent_rollouts(jobs(1), replace(setup.dependencies, agents={"game": runtime}), setup.options)
+        )
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

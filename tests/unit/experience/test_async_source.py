@@ -17,7 +17,7 @@ from nemo_rl.types import EnvStep, Failure, FailureClass, Timings, TrajectoryGro
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.async_setup import LIMITS, STALL_S, async_source, engine, names, places_asked, step
-from tests.unit.experience.rollout_setup import context, prompt
+from tests.unit.experience.rollout_setup import OPTIONS, dependencies, prompt
 
 
 def untimed(groups: tuple[TrajectoryGroup, ...]) -> list:
@@ -74,7 +74,8 @@ def test_at_age_0_nothing_runs_between_two_steps_and_the_groups_are_those_of_a_s
         background = async_source(generation, age=0, num_prompts=5)
         sync = SyncSource(
             PromptLoader([prompt(i) for i in range(5)], shuffle=False, seed=0, max_epochs=1),
-            context(generation, {"game": FakeEnvironment()}, limits=LIMITS),
+            dependencies(generation, {"game": FakeEnvironment()}, limits=LIMITS),
+            OPTIONS,
             num_prompts_per_step=2,
             num_generations_per_prompt=2,
             failures=RolloutConfig(),
@@ -323,8 +324,7 @@ def test_what_a_background_task_raises_is_raised_by_the_next_step():
     async def main() -> None:
         generation = engine()
         source = async_source(generation, batch=2, age=1)
-        broken = replace(source._context, progress=lambda t: 1 / 0 if t.prompt.prompt_id == "p2" else None)
-        source._context = broken
+        source._options = replace(source._options, progress=lambda t: 1 / 0 if t.prompt.prompt_id == "p2" else None)
         try:
             await step(source, generation, 0)
             await asyncio.sleep(10)
@@ -366,7 +366,8 @@ def test_a_prompt_that_cannot_be_read_any_more_ends_the_wait_with_its_cause():
         prompts = UnreadableFrom(8)
         source = AsyncSource(
             PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1),
-            context(generation, {"game": FakeEnvironment()}, limits=LIMITS),
+            dependencies(generation, {"game": FakeEnvironment()}, limits=LIMITS),
+            OPTIONS,
             num_prompts_per_step=2,
             num_generations_per_prompt=2,
             max_age_steps=2,
@@ -496,7 +497,8 @@ def test_a_synchronous_run_that_goes_on_from_an_asynchronous_one_collects_its_bu
         await first.close()
         sync = SyncSource(
             PromptLoader([prompt(i) for i in range(6)], shuffle=False, seed=0, max_epochs=1),
-            context(generation, {"game": FakeEnvironment()}),
+            dependencies(generation, {"game": FakeEnvironment()}),
+            OPTIONS,
             num_prompts_per_step=3,
             num_generations_per_prompt=2,
             failures=RolloutConfig(),

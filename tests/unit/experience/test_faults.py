@@ -27,7 +27,7 @@ from nemo_rl.types import (
 )
 from tests.fakes.environments import FakeEnvironment, draws_of
 from tests.fakes.generation import FakeGeneration
-from tests.unit.experience.rollout_setup import LIMITS, VOCAB_SIZE, context, prompt
+from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 NUM_PROMPTS, GROUP = 40, 4
 CLASSES = {FailureClass.INFRA, FailureClass.ENVIRONMENT, FailureClass.REWARD}
@@ -70,7 +70,8 @@ def collect(*, max_retries: int) -> tuple[CollectedGroups, FaultyEngine]:
     limits = replace(LIMITS, max_turns=2, max_retries=max_retries)
     source = SyncSource(
         PromptLoader([prompt(i) for i in range(NUM_PROMPTS)], shuffle=False, seed=0, max_epochs=1),
-        context(engine, environments, limits=limits),
+        dependencies(engine, environments, limits=limits),
+        OPTIONS,
         num_prompts_per_step=NUM_PROMPTS,
         num_generations_per_prompt=GROUP,
         failures=RolloutConfig(max_failed_share=1.0),

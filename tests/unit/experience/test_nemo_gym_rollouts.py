@@ -17,7 +17,7 @@ from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_async_multi_turn_rollout
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions, run_async_multi_turn_rollout
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import (
     FailureClass,
@@ -42,15 +42,16 @@ def hello(request: GenerationRequest, text: str) -> str:
 
 @dataclass
 class Setup:
-    """A running stack, the gateway that it calls, and the context of the rollouts."""
+    """A running stack, the gateway that it calls, and the dependencies of the rollouts."""
 
     stack: FakeGymStack
     manager: GatewayManager
     generation: SpeakingGeneration
-    context: RolloutContext
+    dependencies: RolloutDependencies
+    options: RolloutOptions
 
     def run(self, *rows: Any, count: int = 1, **changes: Any) -> Awaitable[tuple[Trajectory, ...]]:
-        return run_nemo_gym_rollouts(jobs_of(*rows, count=count), replace(self.context, **changes))
+        return run_nemo_gym_rollouts(jobs_of(*rows, count=count), self.dependencies, replace(self.options, **changes))
 
 
 def jobs_of(*rows: Any, count: int = 1) -> list[RolloutJob]:
@@ -86,17 +87,16 @@ def use(
             client = GymClient(NemoGymConfig(head_url=stack.head_url, **settings))
             await client.connect(["agent"])
             runtime = GymRuntime(client, manager, settings.get("max_concurrency", 64), trajectory_selection)
-            context = RolloutContext(
+            dependencies = RolloutDependencies(
                 engine,
                 {"game": FakeEnvironment()},
                 encoder_of("chatml"),
                 replace(LIMITS, max_total_length=max_model_len, stall_timeout_s=stall_timeout_s),
-                the_rules.sampling,
-                seed=7,
                 gyms={"gym": runtime},
             )
+            options = RolloutOptions(the_rules.sampling, seed=7)
             try:
-                await asyncio.wait_for(body(Setup(stack, manager, engine, context)), DEADLINE_S)
+                await asyncio.wait_for(body(Setup(stack, manager, engine, dependencies, options)), DEADLINE_S)
                 assert manager.num_sessions == (0, 0)
                 assert manager.num_echoed_calls == 0
             finally:
@@ -184,8 +184,9 @@ def test_tools_and_their_results_are_context_and_what_was_sampled_is_trained() -
             await client.connect(["agent"])
             runtime = GymRuntime(client, manager, 1)
             encoder = encoder_of("qwen3")
-            context = RolloutContext(engine, {}, encoder, LIMITS, the_rules.sampling, 7, gyms={"gym": runtime})
-            seen.extend(await run_nemo_gym_rollouts(jobs_of(row), context))
+            dependencies = RolloutDependencies(engine, {}, encoder, LIMITS, gyms={"gym": runtime})
+            options = RolloutOptions(the_rules.sampling, seed=7)
+            seen.extend(await run_nemo_gym_rollouts(jobs_of(row), dependencies, options))
             await client.close()
         await manager.close()
 
@@ -267,7 +268,7 @@ def test_rollouts_sample_from_seeds_of_their_own_that_another_run_repeats() -> N
     assert seeds(engines[0]) == seeds(engines[1])
 
 
-def test_sampling_is_the_contexts_whatever_the_row_says(caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_is_that_of_the_call_whatever_the_row_says(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="nemo_rl")
     engine = SpeakingGeneration("chatml", hello)
     row = row_of("one", own={"kept": 1})
@@ -422,7 +423,7 @@ def test_a_row_that_is_none_fails_alone() -> None:
     async def body(setup: Setup) -> None:
         jobs = jobs_of("one", "two")
         jobs[0] = replace(jobs[0], prompt=replace(jobs[0].prompt, env_state={}))
-        first, second = await run_nemo_gym_rollouts(jobs, setup.context)
+        first, second = await run_nemo_gym_rollouts(jobs, setup.dependencies, setup.options)
         assert first.failure is not None
         assert first.failure.failure_class is FailureClass.ENVIRONMENT
         assert second.failure is None
@@ -466,7 +467,7 @@ def test_gyms_prompts_and_an_environments_run_side_by_side_in_order() -> None:
         jobs: Sequence[RolloutJob] = jobs_of("one", "two", "three")
         plain = Prompt("e", "game", (Message("user", "question"),), {"number": 0})
         mixed = [jobs[0], RolloutJob(plain, "0:e", 0), jobs[1], jobs[2]]
-        rollouts = await run_rollouts(mixed, setup.context, run_async_multi_turn_rollout)
+        rollouts = await run_rollouts(mixed, setup.dependencies, setup.options, run_async_multi_turn_rollout)
         assert [t.prompt.task_name for t in rollouts] == ["gym", "game", "gym", "gym"]
         assert [t.failure for t in rollouts] == [None] * 4
 

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.errors import ConfigError, RolloutError
 from nemo_rl.experience.rollouts import (
-    RolloutContext,
+    RolloutDependencies,
     RolloutLimits,
+    RolloutOptions,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
@@ -21,7 +23,7 @@ from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment, episodic, hang, never_done, reward_by_length
 from tests.fakes.generation import FakeGeneration, draws_of
-from tests.unit.experience.rollout_setup import LIMITS, SAMPLING, VOCAB_SIZE, context, jobs
+from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, SAMPLING, VOCAB_SIZE, dependencies, jobs
 
 SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)
 ENCODER = ChatEncoder(chat_tokenizer())
@@ -37,11 +39,11 @@ def untimed(trajectories: tuple[Trajectory, ...]) -> list[Trajectory]:
     return [replace(t, timings=Timings()) for t in trajectories]
 
 
-def rollouts_of_all(make_context, the_jobs) -> list[list[Trajectory]]:
+def rollouts_of_all(make_dependencies, the_jobs, options: RolloutOptions = OPTIONS) -> list[list[Trajectory]]:
     """What each scheduler makes of the same jobs, each with an engine and environments of its own."""
 
     async def main() -> list[list[Trajectory]]:
-        return [untimed(await scheduler(the_jobs, make_context())) for scheduler in SCHEDULERS]
+        return [untimed(await scheduler(the_jobs, make_dependencies(), options)) for scheduler in SCHEDULERS]
 
     return asyncio.run(main())
 
@@ -71,9 +73,9 @@ def test_schedulers_give_equal_trajectories(
     fails_first,
     stop_strings,
 ):
-    def make_context() -> RolloutContext:
+    def make_dependencies() -> RolloutDependencies:
         tasks = {"game": salt, "tools": salt + 1}
-        return context(
+        return dependencies(
             FakeGeneration(
                 vocab_size=VOCAB_SIZE,
                 latency=some_turns_of_the_loop,
@@ -82,25 +84,26 @@ def test_schedulers_give_equal_trajectories(
             ),
             {name: FakeEnvironment(episodic(own, failing_share=env_failing_share)) for name, own in tasks.items()},
             limits=replace(LIMITS, max_turns=max_turns, max_total_length=max_total_length),
-            sampling=SamplingParams(max_new_tokens, stop_token_ids=ENCODER.stop_token_ids, stop_strings=stop_strings),
             encoder=ENCODER,
         )
 
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=ENCODER.stop_token_ids, stop_strings=stop_strings)
+    options = RolloutOptions(sampling, seed=7)
     pipelined, batched_scoring, batched = rollouts_of_all(
-        make_context, jobs(num_prompts, num_generations, ("game", "tools"))
+        make_dependencies, jobs(num_prompts, num_generations, ("game", "tools")), options
     )
     assert pipelined == batched_scoring == batched
 
 
 def test_random_episodes_end_in_every_way_and_take_several_turns():
-    def make_context() -> RolloutContext:
+    def make_dependencies() -> RolloutDependencies:
         generation = FakeGeneration(vocab_size=VOCAB_SIZE, failing_share=0.05)
         limits = replace(LIMITS, max_total_length=120)
-        return context(
+        return dependencies(
             generation, {"game": FakeEnvironment(episodic(1, failing_share=0.05))}, limits=limits, encoder=ENCODER
         )
 
-    pipelined, *others = rollouts_of_all(make_context, jobs(60, 2))
+    pipelined, *others = rollouts_of_all(make_dependencies, jobs(60, 2))
     assert {t.stop_reason for t in pipelined} == set(StopReason)
     assert max(t.num_turns for t in pipelined) == 4
     assert all(other == pipelined for other in others)
@@ -113,8 +116,8 @@ def test_validation_calls_each_environment_once_a_turn(num_samples):
         the_jobs = jobs(2 * num_samples, 1, ("game", "tools"))
         limits = replace(LIMITS, max_turns=3, max_total_length=1000)
         engine = FakeGeneration(vocab_size=2)  # token 0 or 1: every response ends within its limit
-        sampling = replace(SAMPLING, max_new_tokens=200)
-        trajectories = asyncio.run(scheduler(the_jobs, context(engine, environments, limits=limits, sampling=sampling)))
+        options = RolloutOptions(replace(SAMPLING, max_new_tokens=200), seed=7)
+        trajectories = asyncio.run(scheduler(the_jobs, dependencies(engine, environments, limits=limits), options))
         assert {t.num_turns for t in trajectories} == {3}
         for environment in environments.values():
             assert [len(conversations) for conversations, _ in environment.calls] == [num_samples] * 3
@@ -131,10 +134,8 @@ def test_plain_batched_asks_the_engine_once_a_turn():
     engine = Counting(vocab_size=2, is_async=False)
     limits = replace(LIMITS, max_turns=3, max_total_length=1000)
     environment = FakeEnvironment(never_done)
-    sampling = replace(SAMPLING, max_new_tokens=200)
-    asyncio.run(
-        run_multi_turn_rollout(jobs(9), context(engine, {"game": environment}, limits=limits, sampling=sampling))
-    )
+    options = RolloutOptions(replace(SAMPLING, max_new_tokens=200), seed=7)
+    asyncio.run(run_multi_turn_rollout(jobs(9), dependencies(engine, {"game": environment}, limits=limits), options))
     assert engine.num_calls == 3
 
 
@@ -152,8 +153,8 @@ def test_pipelined_sample_does_not_wait_for_a_slow_one():
                 ended.set()
 
         engine = FakeGeneration(vocab_size=VOCAB_SIZE, latency=latency)
-        setup = replace(context(engine, {"game": FakeEnvironment(episodic(3))}), progress=progress)
-        return await run_async_multi_turn_rollout(jobs(2), setup)
+        setup = dependencies(engine, {"game": FakeEnvironment(episodic(3))})
+        return await run_async_multi_turn_rollout(jobs(2), setup, replace(OPTIONS, progress=progress))
 
     assert [t.group_id for t in asyncio.run(main())] == ["0:p0", "0:p1"]
 
@@ -162,7 +163,7 @@ def test_prompt_is_encoded_once_for_its_group():
     for scheduler in SCHEDULERS:
         encoder = FakeEncoder()
         engine = FakeGeneration(vocab_size=VOCAB_SIZE)
-        asyncio.run(scheduler(jobs(3, 4), context(engine, {"game": FakeEnvironment()}, encoder=encoder)))
+        asyncio.run(scheduler(jobs(3, 4), dependencies(engine, {"game": FakeEnvironment()}, encoder=encoder), OPTIONS))
         assert encoder.num_prompts == 3
 
 
@@ -170,39 +171,40 @@ def test_progress_is_reported_once_a_rollout():
     for scheduler in SCHEDULERS:
         reported: list[Trajectory] = []
         engine = FakeGeneration(vocab_size=VOCAB_SIZE, failing_share=0.2)
-        setup = replace(context(engine, {"game": FakeEnvironment(episodic(5))}), progress=reported.append)
-        trajectories = asyncio.run(scheduler(jobs(20), setup))
+        setup = dependencies(engine, {"game": FakeEnvironment(episodic(5))})
+        trajectories = asyncio.run(scheduler(jobs(20), setup, replace(OPTIONS, progress=reported.append)))
         assert sorted(t.group_id for t in reported) == sorted(t.group_id for t in trajectories)
 
 
 def test_no_jobs_are_no_trajectories():
     for scheduler in SCHEDULERS:
-        assert asyncio.run(scheduler([], context(FakeGeneration(), {}))) == ()
+        assert asyncio.run(scheduler([], dependencies(FakeGeneration(), {}), OPTIONS)) == ()
 
 
 def test_unknown_task_is_named_before_anything_runs():
     engine = FakeGeneration()
+    setup = dependencies(engine, {"tools": FakeEnvironment()})
     with pytest.raises(ConfigError, match=r"env\.game = None: .*known: tools"):
-        asyncio.run(run_async_multi_turn_rollout(jobs(1), context(engine, {"tools": FakeEnvironment()})))
+        asyncio.run(run_async_multi_turn_rollout(jobs(1), setup, OPTIONS))
     assert engine.requests == []
 
 
 def test_hanging_environment_trips_its_deadline_and_others_go_on():
     for scheduler in SCHEDULERS:
-        environments = {"game": FakeEnvironment(before=hang), "tools": FakeEnvironment(reward_by_length)}
-        limits = replace(LIMITS, environment_timeout_s={"game": 0.01})
-        setup = context(FakeGeneration(vocab_size=VOCAB_SIZE), environments, limits=limits)
-        trajectories = asyncio.run(scheduler(jobs(4, 1, ("game", "tools")), setup))
+        hanging = CheckedEnvironment(FakeEnvironment(before=hang), timeout_s=0.01)
+        environments = {"game": hanging, "tools": FakeEnvironment(reward_by_length)}
+        setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), environments)
+        trajectories = asyncio.run(scheduler(jobs(4, 1, ("game", "tools")), setup, OPTIONS))
         causes = [t.failure.cause if t.failure else None for t in trajectories]
-        assert causes == ["game: no answer in 0.01 s", None] * 2
+        assert causes == ["TimeoutError: no answer in 0.01 s", None] * 2
 
 
 def test_run_without_progress_is_stopped():
     limits = RolloutLimits(max_turns=1, max_total_length=80, stall_timeout_s=0.05)
-    setup = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(before=hang)}, limits=limits)
+    setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(before=hang)}, limits=limits)
     for scheduler in SCHEDULERS:
         with pytest.raises(RolloutError, match=r"for 0\.05 s \(rollout\.stall_timeout_s\); waiting for: "):
-            asyncio.run(scheduler(jobs(3), setup))
+            asyncio.run(scheduler(jobs(3), setup, OPTIONS))
 
 
 def test_cancelled_run_leaves_no_task_behind():
@@ -213,9 +215,9 @@ def test_cancelled_run_leaves_no_task_behind():
             called.set()
             await hang(conversations)
 
-        setup = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(before=note_and_hang)})
+        setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(before=note_and_hang)})
         before = asyncio.all_tasks()
-        run = asyncio.ensure_future(scheduler(jobs(8), setup))
+        run = asyncio.ensure_future(scheduler(jobs(8), setup, OPTIONS))
         await called.wait()
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -232,25 +234,25 @@ def test_error_of_the_progress_callback_ends_the_run_and_is_raised_as_it_is():
         raise RolloutError("enough")
 
     for scheduler in SCHEDULERS:
-        setup = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment()})
+        setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment()})
         with pytest.raises(RolloutError, match="enough"):
-            asyncio.run(scheduler(jobs(4), replace(setup, progress=refuse)))
+            asyncio.run(scheduler(jobs(4), setup, replace(OPTIONS, progress=refuse)))
 
 
 def test_timings_hold_what_each_part_took():
     async def slow(conversations) -> None:
         await asyncio.sleep(0.02)
 
-    setup = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(before=slow)})
-    (trajectory,) = asyncio.run(run_async_multi_turn_rollout(jobs(1), setup))
+    setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(before=slow)})
+    (trajectory,) = asyncio.run(run_async_multi_turn_rollout(jobs(1), setup, OPTIONS))
     timings = trajectory.timings
     assert timings.environment_s >= 0.02 - 1e-3
     assert timings.total_s >= timings.environment_s + timings.generation_s
 
 
 def test_stop_token_ends_the_sampled_tokens_of_a_turn():
-    setup = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(lambda c, s: EnvStep())})
-    trajectories = asyncio.run(run_async_multi_turn_rollout(jobs(20), setup))
+    setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(lambda c, s: EnvStep())})
+    trajectories = asyncio.run(run_async_multi_turn_rollout(jobs(20), setup, OPTIONS))
     done = [t for t in trajectories if t.stop_reason is StopReason.DONE]
     assert len(done) > 5
     assert all(t.message_log[-1].token_ids[-1] == END for t in done)

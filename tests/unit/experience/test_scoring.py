@@ -18,7 +18,7 @@ from nemo_rl.types import Failure, FailureClass, GenerationRequest, Trajectory
 from tests.fakes.environments import FakeEnvironment, reward_by_length
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.scorers import FakeScorer
-from tests.unit.experience.rollout_setup import LIMITS, VOCAB_SIZE, context, jobs
+from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)
 
@@ -29,8 +29,8 @@ def scoring(**scorers: Scorer) -> Scoring:
 
 def rollouts(scheduler, the_scoring: Scoring, *, tasks: Sequence[str] = ("game",), **changes) -> tuple[Trajectory, ...]:
     environments = {task: FakeEnvironment(reward_by_length) for task in tasks}
-    run_with = context(FakeGeneration(vocab_size=VOCAB_SIZE), environments)
-    return asyncio.run(scheduler(jobs(4, tasks=tasks), replace(run_with, scoring=the_scoring, **changes)))
+    setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), environments, scoring=the_scoring)
+    return asyncio.run(scheduler(jobs(4, tasks=tasks), setup, replace(OPTIONS, **changes)))
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -76,9 +76,9 @@ def test_the_first_score_begins_before_the_last_generation_ends(scheduler) -> No
 
     async def main() -> tuple[Trajectory, ...]:
         engine = FakeGeneration(vocab_size=VOCAB_SIZE, latency=wait_for_a_score)
-        run_with = context(engine, {"game": FakeEnvironment(reward_by_length), "b": FakeEnvironment(reward_by_length)})
-        run_with = replace(run_with, scoring=scoring(number=FakeScorer(before=tell)))
-        return await scheduler(jobs(4, tasks=("game", "b")), run_with)  # the last one is of another task
+        environments = {"game": FakeEnvironment(reward_by_length), "b": FakeEnvironment(reward_by_length)}
+        setup = dependencies(engine, environments, scoring=scoring(number=FakeScorer(before=tell)))
+        return await scheduler(jobs(4, tasks=("game", "b")), setup, OPTIONS)  # the last one is of another task
 
     assert all(t.failure is None for t in asyncio.run(main()))
 
@@ -100,10 +100,10 @@ def test_scorers_that_share_the_engines_device_score_in_their_turn_behind_the_la
 
     async def main() -> tuple[Trajectory, ...]:
         engine = FakeGeneration(vocab_size=VOCAB_SIZE, latency=ends)
-        run_with = context(engine, {"game": FakeEnvironment(reward_by_length)})
         the_scoring = replace(scoring(judge=FakeScorer(fails_the_second, before=tell)), turn=turn)
-        run_with = replace(run_with, scoring=the_scoring, progress=lambda t: events.append(f"{t.stop_reason}"))
-        return await run_rollouts(jobs(2), run_with, run_async_multi_turn_rollout)
+        setup = dependencies(engine, {"game": FakeEnvironment(reward_by_length)}, scoring=the_scoring)
+        options = replace(OPTIONS, progress=lambda t: events.append(f"{t.stop_reason}"))
+        return await run_rollouts(jobs(2), setup, options, run_async_multi_turn_rollout)
 
     scored, failed = asyncio.run(main())
     assert scored.rewards["judge"] == 2.0
@@ -121,10 +121,9 @@ def test_the_engine_does_not_sleep_where_there_is_nothing_to_score() -> None:
         yield
 
     async def main() -> tuple[Trajectory, ...]:
-        run_with = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(reward_by_length)})
-        return await run_rollouts(
-            jobs(2), replace(run_with, scoring=Scoring({}, turn=turn)), run_async_multi_turn_rollout
-        )
+        environments = {"game": FakeEnvironment(reward_by_length)}
+        setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), environments, scoring=Scoring({}, turn=turn))
+        return await run_rollouts(jobs(2), setup, OPTIONS, run_async_multi_turn_rollout)
 
     assert all(trajectory.failure is None for trajectory in asyncio.run(main()))
     assert events == []
@@ -136,11 +135,14 @@ def test_a_scorer_that_never_answers_ends_the_rollouts_with_its_name_and_leaves_
         await asyncio.Event().wait()
 
     async def main() -> int:
-        run_with = context(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": FakeEnvironment(reward_by_length)})
-        limits = replace(LIMITS, stall_timeout_s=0.2)
-        run_with = replace(run_with, limits=limits, scoring=scoring(judge=FakeScorer(before=hang)))
+        setup = dependencies(
+            FakeGeneration(vocab_size=VOCAB_SIZE),
+            {"game": FakeEnvironment(reward_by_length)},
+            limits=replace(LIMITS, stall_timeout_s=0.2),
+            scoring=scoring(judge=FakeScorer(before=hang)),
+        )
         with pytest.raises(RolloutError, match="waiting for: scorers"):
-            await scheduler(jobs(3), run_with)
+            await scheduler(jobs(3), setup, OPTIONS)
         return len(asyncio.all_tasks())
 
     assert asyncio.run(main()) == 1

@@ -14,7 +14,7 @@ from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment, draws_of
 from tests.fakes.generation import FakeGeneration
-from tests.unit.experience.rollout_setup import VOCAB_SIZE, context, prompt
+from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 
 def source(
@@ -31,7 +31,8 @@ def source(
     engine = FakeGeneration(vocab_size=VOCAB_SIZE, is_async=is_async)
     return SyncSource(
         PromptLoader([prompt(i) for i in range(num_prompts)], shuffle=False, seed=0, max_epochs=epochs),
-        context(engine, {"game": environment or FakeEnvironment()}),
+        dependencies(engine, {"game": environment or FakeEnvironment()}),
+        OPTIONS,
         num_prompts_per_step=batch,
         num_generations_per_prompt=group,
         failures=failures or RolloutConfig(),

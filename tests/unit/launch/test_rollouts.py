@@ -5,9 +5,14 @@ import pytest
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.datasets import PromptSet
 from nemo_rl.environments.registry import make_environment
-from nemo_rl.experience.rollouts import RolloutContext, RolloutJob, run_multi_turn_rollout_async_generation
+from nemo_rl.experience.rollouts import (
+    RolloutDependencies,
+    RolloutJob,
+    RolloutOptions,
+    run_multi_turn_rollout_async_generation,
+)
 from nemo_rl.experience.sources import FilteredSource, SyncSource
-from nemo_rl.launch.rollouts import Inputs, make_context, make_sampling, make_source, make_validator
+from nemo_rl.launch.rollouts import Inputs, make_limits, make_sampling, make_source, make_validator
 from nemo_rl.types import Message, Prompt, StopReason
 from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
@@ -21,10 +26,10 @@ def inputs(*, validation: bool = True) -> Inputs:
     return Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(4)), held_out, ())
 
 
-def context(config: GRPORunConfig, generation: FakeGeneration | None = None) -> RolloutContext:
+def dependencies(config: GRPORunConfig, generation: FakeGeneration | None = None) -> RolloutDependencies:
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
     environments = {TRAINED: FakeEnvironment(), HELD_OUT: FakeEnvironment()}
-    return make_context(config, inputs(), generation, environments, lambda rollout: None)
+    return RolloutDependencies(generation, environments, inputs().encoder, make_limits(config))
 
 
 # ---- sampling
@@ -54,19 +59,19 @@ def test_a_response_without_a_limit_is_bounded_by_the_sequence(max_new_tokens: i
     assert make_sampling(config, ()).max_new_tokens == expected
 
 
-def test_the_context_has_the_limits_of_the_configuration() -> None:
+def test_limits_and_seed_are_those_of_the_configuration() -> None:
     config = make_config(
         grpo={"max_rollout_turns": 3, "seed": 5},
-        env={TRAINED: {"type": "math", "timeout_s": 7.0}},
         rollout={"max_retries": 4, "stall_timeout_s": 9.0, "retry_backoff_s": 0.25},
         policy={"generation": {"timeout_s": 11.0}},
     )
-    limits = context(config).limits
+    limits = make_limits(config)
     assert (limits.max_turns, limits.max_total_length, limits.max_retries) == (3, 64, 4)
     assert (limits.stall_timeout_s, limits.retry_backoff_s, limits.generation_timeout_s) == (9.0, 0.25, 11.0)
-    assert limits.environment_timeout_s == {TRAINED: None}  # kept by the environment itself
-    assert context(config).seed == 5
-    assert context(config).sampling.stop_token_ids == (END,)
+    assert make_limits(config, max_retries=0).max_retries == 0
+    validator = make_validator(config, inputs(), dependencies(config))
+    assert validator is not None
+    assert (validator.seed, validator.sampling.stop_token_ids) == (5, (END,))
 
 
 # ---- the source
@@ -75,14 +80,14 @@ def test_the_context_has_the_limits_of_the_configuration() -> None:
 def drawn(config: GRPORunConfig) -> list[int]:
     """Requests of the first step, and prompts drawn for it."""
     generation = FakeGeneration(vocab_size=VOCAB_SIZE)
-    source = make_source(config, inputs(), context(config, generation), None)
+    source = make_source(config, inputs(), dependencies(config, generation))
     asyncio.run(source.next_groups(0))
     return [len(generation.requests), source.state_dict()["consumed_prompts"]]
 
 
 def test_training_draws_a_steps_prompts_with_all_their_generations() -> None:
     config = make_config()
-    assert isinstance(make_source(config, inputs(), context(config), None), SyncSource)
+    assert isinstance(make_source(config, inputs(), dependencies(config)), SyncSource)
     assert drawn(config) == [6, 2]
 
 
@@ -90,14 +95,14 @@ def test_dynamic_sampling_filters_and_draws_more_at_once() -> None:
     config = make_config(
         grpo={"use_dynamic_sampling": True, "batch_multiplier": 1.5, "dynamic_sampling_max_gen_batches": 1}
     )
-    assert isinstance(make_source(config, inputs(), context(config), None), FilteredSource)
+    assert isinstance(make_source(config, inputs(), dependencies(config)), FilteredSource)
     assert drawn(config) == [9, 3]
 
 
 def order(*, shuffle: bool, seed: int) -> list[str]:
     """Prompts of an epoch."""
     config = make_config(data={"shuffle": shuffle}, grpo={"num_prompts_per_step": 4, "seed": seed})
-    source = make_source(config, inputs(), context(config), None)
+    source = make_source(config, inputs(), dependencies(config))
     return [group.prompt.prompt_id for group in asyncio.run(source.next_groups(0)).groups]
 
 
@@ -115,7 +120,7 @@ def test_prompts_come_in_their_order_or_in_that_of_the_seed() -> None:
 
 def test_without_validation_sets_there_is_no_validator() -> None:
     config = make_config()
-    assert make_validator(config, inputs(validation=False), context(config)) is None
+    assert make_validator(config, inputs(validation=False), dependencies(config)) is None
 
 
 @pytest.mark.parametrize(("val_temperature", "expected"), [(None, 0.7), (0.0, 0.0), (0.2, 0.2)])
@@ -123,15 +128,15 @@ def test_validation_samples_at_its_own_temperature_else_at_trainings(
     val_temperature: float | None, expected: float
 ) -> None:
     config = make_config(grpo={"val_temperature": val_temperature}, policy={"generation": {"temperature": 0.7}})
-    validator = make_validator(config, inputs(), context(config))
+    validator = make_validator(config, inputs(), dependencies(config))
     assert validator is not None
-    assert validator.context.sampling.temperature == expected
+    assert validator.sampling.temperature == expected
 
 
 def test_the_validator_has_the_sizes_of_the_configuration() -> None:
     sizes = {"val_num_generations_per_prompt": 4, "val_batch_size": 5, "max_val_samples": None, "val_greedy": True}
     config = make_config(grpo=sizes)
-    validator = make_validator(config, inputs(), context(config))
+    validator = make_validator(config, inputs(), dependencies(config))
     assert validator is not None
     assert (validator.num_generations_per_prompt, validator.batch_size) == (4, 5)
     assert (validator.max_samples, validator.greedy) == (None, True)
@@ -149,10 +154,10 @@ def test_a_function_that_hangs_fails_its_item_alone_and_those_that_wait_for_a_th
             RolloutJob(Prompt(f"p{i}", "f", (Message("user", "q"),), env_state=state), f"p{i}", 0)
             for i, state in enumerate(states)
         ]
-        rollouts = make_context(
-            config, inputs(), FakeGeneration(vocab_size=VOCAB_SIZE), {"f": environment}, lambda _: None
-        )
-        trajectories = await run_multi_turn_rollout_async_generation(jobs, rollouts)
+        generation = FakeGeneration(vocab_size=VOCAB_SIZE)
+        setup = RolloutDependencies(generation, {"f": environment}, inputs().encoder, make_limits(config))
+        options = RolloutOptions(make_sampling(config, ()), config.seed)
+        trajectories = await run_multi_turn_rollout_async_generation(jobs, setup, options)
         await environment.close()
         return [t.stop_reason for t in trajectories]
 
