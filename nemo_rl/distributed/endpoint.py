@@ -1,17 +1,16 @@
 """One HTTP request to a server, a scorer or a teacher: paced, bounded, retried where that helps, typed errors."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 
 from nemo_rl.config.policy import ServedModelConfig
+from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.errors import ConfigError, NemoRLError
 
 logger = logging.getLogger(__name__)
@@ -51,35 +50,6 @@ class RateLimiter:
         self._free_at += units * self._seconds_per_unit
 
 
-@dataclass(slots=True)
-class Replica:
-    """One server of several that answer the same."""
-
-    url: str
-    num_running: int = 0
-
-
-@dataclass(slots=True)
-class ReplicaPool:
-    """Gives each request to the replica with the fewest running, the first of them; one that failed it comes last."""
-
-    replicas: list[Replica] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, urls: Sequence[str]) -> "ReplicaPool":
-        return cls([Replica(url) for url in urls])
-
-    @contextlib.asynccontextmanager
-    async def least_busy(self, avoid: Sequence[str] = ()) -> AsyncIterator[str]:
-        """The URL of a replica that is kept busy inside the block; one of `avoid` only where there is no other."""
-        replica = min(self.replicas, key=lambda one: (one.url in avoid, one.num_running))
-        replica.num_running += 1
-        try:
-            yield replica.url
-        finally:
-            replica.num_running -= 1
-
-
 RETRYABLE_STATUSES = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
 MAX_BACKOFF_S = 60.0
 MAX_ERROR_TEXT_CHARACTERS = 300  # of a server's own words in an error
@@ -104,7 +74,7 @@ class Endpoint:
         """`key` is the section's own; raises ConfigError where `api_key_env` names a variable that is not set."""
         limits = section.limits
         self._section = section
-        self._replicas = ReplicaPool.of([url.rstrip("/").removesuffix("/v1") for url in section.base_urls])
+        self._replicas = LoadBalancer(url.rstrip("/").removesuffix("/v1") for url in section.base_urls)
         self._requests = RateLimiter(limits.requests_per_minute)
         self._tokens = RateLimiter(limits.tokens_per_minute)
         self._concurrency = asyncio.Semaphore(limits.max_concurrency)
@@ -130,12 +100,12 @@ class Endpoint:
     async def _request_with_retries(
         self, path: str, body: Mapping[str, Any] | None, num_tokens: int, timeout_s: float | None
     ) -> Any:
-        limits, failed_at = self._section.limits, []
+        limits, failed_at = self._section.limits, list[str]()
         async with self._concurrency:
             for attempt in range(limits.max_retries + 1):
                 await self._requests.take()
                 await self._tokens.take(num_tokens)
-                async with self._replicas.least_busy(avoid=failed_at) as url:
+                with self._replicas.lease(avoid=failed_at) as url:
                     try:
                         return await self._request_once(url + path, body, timeout_s)
                     except _RetryableError as error:

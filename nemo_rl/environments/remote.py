@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
+from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.environments.boundary import StepResult, error_to_failure
 from nemo_rl.environments.registry import make_environment, strip_wrappers
 from nemo_rl.errors import EnvironmentContractError, WorkerError
@@ -34,7 +35,7 @@ class RemoteEnvironment:
             )
             for _ in range(remote.num_actors)
         ]
-        self._num_in_flight = [0] * remote.num_actors  # items that each holds
+        self._load_balancer = LoadBalancer(range(remote.num_actors))  # counts items
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -48,17 +49,14 @@ class RemoteEnvironment:
     async def _step_shard(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        index = self._num_in_flight.index(min(self._num_in_flight))
-        self._num_in_flight[index] += len(conversations)
-        try:
-            results = await self._actors[index].call("step", conversations, states, timeout_s=self._timeout_s)
-            if len(results) != len(conversations):
-                raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
-            return results
-        except (WorkerError, EnvironmentContractError) as error:
-            return [error_to_failure(error)] * len(conversations)
-        finally:
-            self._num_in_flight[index] -= len(conversations)
+        with self._load_balancer.lease(work=len(conversations)) as index:
+            try:
+                results = await self._actors[index].call("step", conversations, states, timeout_s=self._timeout_s)
+                if len(results) != len(conversations):
+                    raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
+                return results
+            except (WorkerError, EnvironmentContractError) as error:
+                return [error_to_failure(error)] * len(conversations)
 
     async def close(self) -> None:
         await asyncio.gather(*map(_close_actor, self._actors))

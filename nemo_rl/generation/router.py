@@ -2,72 +2,17 @@
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
 from nemo_rl.errors import GenerationError, summarize_error
 from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
-
-MAX_SESSIONS = 100_000  # remembered; the one that was silent for longest is forgotten first
-
-
-class LoadBalancer:
-    """Counts each replica's running requests and remembers the replica of each session."""
-
-    def __init__(self, replicas: Iterable[int], *, max_sessions: int = MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
-        self._running = dict.fromkeys(replicas, 0)
-        self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._num_sessions: Counter[int] = Counter()
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        return tuple(self._running)
-
-    def acquire(self, session_id: str) -> int:
-        """The replica for a request of `session_id`, counted as running there until `release`.
-
-        The least busy has the fewest running requests, among equals the fewest sessions, then the lowest number.
-        Raises LookupError when there is no replica.
-        """
-        if not self._running:
-            raise LookupError("no replica is left")
-        replica = self._sessions.pop(session_id, None)
-        if replica is None:
-            replica = min(self._running, key=lambda one: (self._running[one], self._num_sessions[one], one))
-            self._num_sessions[replica] += 1
-        self._sessions[session_id] = replica
-        if len(self._sessions) > self._max_sessions:
-            self._num_sessions[self._sessions.popitem(last=False)[1]] -= 1
-        self._running[replica] += 1
-        return replica
-
-    def release(self, replica: int) -> None:
-        """One request of `replica` has ended; nothing when the replica was removed meanwhile."""
-        if replica in self._running:
-            self._running[replica] -= 1
-
-    def forget(self, session_id: str) -> None:
-        """Let the session's next request go to the least busy replica."""
-        if (replica := self._sessions.pop(session_id, None)) is not None:
-            self._num_sessions[replica] -= 1
-
-    def add(self, replica: int) -> None:
-        self._running[replica] = 0
-
-    def remove(self, replica: int) -> None:
-        """Its sessions are placed anew at their next request."""
-        self._running.pop(replica, None)
-        self._num_sessions.pop(replica, None)
-        for session_id in [session for session, seat in self._sessions.items() if seat == replica]:
-            del self._sessions[session_id]
-
 
 CONTROL_S = 600.0  # for an engine to pause, load weights, sleep or wake
 CLOSE_S = 60.0
@@ -153,7 +98,7 @@ class ReplicatedGeneration:
 
     def _dispatch(self, attempts: Sequence[Attempt], call: GenerateCall) -> None:
         """Start each attempt on its session's replica: one call of the engine for all that go there."""
-        if self._closed or not self._load_balancer.replicas:
+        if self._closed or not self._load_balancer.members:
             raise self._no_replica_error()
         parts: dict[int, list[Attempt]] = {}
         for attempt in attempts:
@@ -208,7 +153,7 @@ class ReplicatedGeneration:
         self._load_balancer.remove(index)
         self._last_death = error
         logger.warning(
-            "engine replica %d is taken out, %d of %d go on: %s",
+            "removed engine replica %d; %d of %d still serving: %s",
             index,
             len(self._live_engines),
             self._num_replicas,
@@ -223,9 +168,9 @@ class ReplicatedGeneration:
         try:
             self._restarted[index] = await self._restart(index)
         except Exception as error:  # the others go on without it, whatever kept it from starting
-            logger.warning("engine replica %d could not be started anew: %s", index, summarize_error(error))
+            logger.warning("cannot restart engine replica %d: %s", index, summarize_error(error))
         else:
-            logger.info("engine replica %d was started anew and serves from the next refit on", index)
+            logger.info("restarted engine replica %d; it serves from the next refit on", index)
 
     def _spawn_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -249,7 +194,7 @@ class ReplicatedGeneration:
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         """Load them into all replicas; those that were started anew serve from here on."""
         await self._for_all_engines(lambda engine: engine.update_weights(manifest, weight_version))
-        for index in self._live_engines.keys() - set(self._load_balancer.replicas):
+        for index in self._live_engines.keys() - set(self._load_balancer.members):
             self._load_balancer.add(index)
 
     async def sleep(self) -> None:

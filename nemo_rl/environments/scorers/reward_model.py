@@ -10,6 +10,7 @@ import torch
 from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.distributed.cluster import ReservedSlot
+from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.distributed.machine import resolve_device
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.scorers.classifier import (
@@ -91,6 +92,7 @@ class RewardModelScorer:
     ) -> None:
         places: Sequence[ReservedSlot | None] = slots or [None] * section.num_replicas
         self._replicas: list[_ActorReplica] | list[_ThreadReplica]
+        self._load_balancer = LoadBalancer(range(len(places) if section.in_actor else 1))  # counts conversations
         if not section.in_actor:
             self._replicas = [_ThreadReplica(name, section)]
             return
@@ -115,19 +117,14 @@ class RewardModelScorer:
             replica.kill()
 
     async def _score_shard(self, conversations: Sequence[Conversation]) -> Sequence[float | Failure]:
-        replica = min(self._replicas, key=lambda each: each.num_in_flight)
-        replica.num_in_flight += len(conversations)
-        try:
-            return await replica.score(conversations)
-        finally:
-            replica.num_in_flight -= len(conversations)
+        with self._load_balancer.lease(work=len(conversations)) as index:
+            return await self._replicas[index].score(conversations)
 
 
 class _ThreadReplica:
     """The model on one thread of this process, as torch's modes and streams want it."""
 
     def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
-        self.num_in_flight = 0  # conversations
         self._executor = ThreadPoolExecutor(
             1, f"scorer-{name}", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -144,7 +141,6 @@ class _ActorReplica:
     """The model in an actor; one that has died is replaced."""
 
     def __init__(self, name: str, section: RewardModelScorerConfig, slot: ReservedSlot | None) -> None:
-        self.num_in_flight = 0  # conversations
         self._name = name
         self._section = section
         self._seat = slot

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from nemo_rl.distributed.endpoint import RateLimiter, ReplicaPool
+from nemo_rl.distributed.endpoint import RateLimiter
 
 
 class VirtualTime:
@@ -57,17 +57,3 @@ def test_a_request_of_many_tokens_keeps_the_next_for_as_long() -> None:
 
 def test_without_a_rate_nobody_waits() -> None:
     assert times_of(None, [100.0] * 5) == [0.0] * 5
-
-
-def test_the_replica_with_the_fewest_running_is_next_and_one_that_failed_is_last() -> None:
-    async def main() -> list[str]:
-        replicas, asked = ReplicaPool.of(["a", "b", "c"]), []
-        async with replicas.least_busy() as first, replicas.least_busy() as second:
-            asked += [first, second]
-            async with replicas.least_busy(avoid=["c"]) as third:
-                asked.append(third)
-        async with replicas.least_busy(avoid=["a"]) as fourth:
-            asked.append(fourth)
-        return asked
-
-    assert asyncio.run(main()) == ["a", "b", "a", "b"]

@@ -112,7 +112,7 @@ def test_what_a_dead_replica_did_not_answer_is_asked_again_with_the_same_seed(ca
     assert all(r.request_id == f"r{r.seed}#1" for r in again)
     assert dying.calls == ["close"]
     assert [record.message for record in caplog.records] == [
-        "engine replica 0 is taken out, 1 of 2 go on: GenerationError: it died"
+        "removed engine replica 0; 1 of 2 still serving: GenerationError: it died"
     ]
 
 
@@ -194,7 +194,7 @@ def test_closing_the_iterator_cancels_what_is_left():
         first = await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await all_cancelled.wait()
-        return first, cancelled, router._load_balancer._running
+        return first, cancelled, router._load_balancer.load
 
     first, cancelled, running = run(main())
     assert first.request_id == "r0"
@@ -357,7 +357,7 @@ def test_a_replica_that_cannot_be_restarted_is_said(caplog):
 
     with caplog.at_level(logging.WARNING):
         assert run(main()) == 1
-    assert "engine replica 0 could not be started anew: GenerationError: no memory" in caplog.messages
+    assert "cannot restart engine replica 0: GenerationError: no memory" in caplog.messages
 
 
 @settings(max_examples=60, deadline=None)
