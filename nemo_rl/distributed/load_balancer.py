@@ -1,4 +1,4 @@
-"""Least busy first: which of several equal servers, engines or actors takes the next piece of work. Pure bookkeeping."""
+"""Least busy first: which of several equal servers, engines or actors takes the next work. Pure bookkeeping."""
 
 import contextlib
 from collections import Counter, OrderedDict
