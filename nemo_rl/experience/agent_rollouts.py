@@ -24,7 +24,7 @@ from nemo_rl.experience.turns import (
     request_seed,
     strip_tool_fields,
 )
-from nemo_rl.gateway.sessions import Chain
+from nemo_rl.gateway.sessions import CallFailureKind, Chain
 from nemo_rl.types import (
     AgentResult,
     Failure,
@@ -159,12 +159,6 @@ def _prompt_only_log(prompt: Prompt) -> MessageLog:
     return tuple(TokenizedMessage(message, ()) for message in prompt.messages)
 
 
-# The gateway's codes and messages (gateway/completions.py): clients write the one or the other into their errors, and
-# of an agent in another process there is nothing but text.
-ENGINE_FAILURE_MARKERS = ("engine_failed", "the engine failed", "not answered within")
-CONTEXT_FULL_MARKERS = ("context_length_exceeded", "no room is left for a response")
-
-
 async def run_agent_rollouts(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
@@ -282,24 +276,18 @@ class _AgentRollout:
 
 
 def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSession") -> _AgentRunOutcome:
-    """An agent that raises because no room was left is cut like any other rollout without room; else it has failed."""
+    """Return what an agent's run came to.
+
+    The failure of the session's last call tells whose fault an agent's exception is: an engine's failure is
+    infrastructure, and an agent that stops because no room is left is truncated like any other rollout.
+    """
     if not isinstance(outcome, Exception):
         return _AgentRunOutcome(outcome, Recording(finished.chains), finished.rewards)
-    text = _exception_texts(outcome)
-    if any(marker in text for marker in CONTEXT_FULL_MARKERS) and finished.chains:
+    kind = finished.last_failure.kind if finished.last_failure is not None else None
+    ran_out_of_room = kind is CallFailureKind.CONTEXT_LENGTH and not isinstance(outcome, TimeoutError)
+    if ran_out_of_room and finished.chains:
         return _AgentRunOutcome(AgentResult(), Recording(finished.chains, is_incomplete=True), finished.rewards)
-    is_engine_error = any(marker in text for marker in ENGINE_FAILURE_MARKERS)
-    failure = Failure(FailureClass.INFRA if is_engine_error else FailureClass.AGENT, summarize_error(outcome))
-    return _AgentRunOutcome(failure, Recording(finished.chains), finished.rewards)
-
-
-def _exception_texts(error: BaseException) -> str:
-    """The texts of an error and of those that it came from."""
-    texts: list[str] = []
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        texts.append(str(one))
-        one = one.__cause__ or one.__context__
-    return "\n".join(texts)
+    failure_class = FailureClass.INFRA if kind is CallFailureKind.ENGINE else FailureClass.AGENT
+    return _AgentRunOutcome(
+        Failure(failure_class, summarize_error(outcome)), Recording(finished.chains), finished.rewards
+    )

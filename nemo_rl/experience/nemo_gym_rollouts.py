@@ -24,7 +24,7 @@ from nemo_rl.experience.agents import SessionProvider
 from nemo_rl.experience.boundaries import StallWatchdog
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
-from nemo_rl.gateway.sessions import Echo, UnknownEcho
+from nemo_rl.gateway.sessions import CallFailureKind, Echo, UnknownEcho
 from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
@@ -181,9 +181,10 @@ def _make_claim(call: GymCall) -> Claim:
 
 def _attribute_to_engine(failure: Failure, finished: "FinishedSession") -> Failure:
     """What Gym says about a rollout whose last call the engine failed is the engine's fault."""
-    if finished.engine_error is None or failure.failure_class is FailureClass.INFRA:
+    last = finished.last_failure
+    if last is None or last.kind is not CallFailureKind.ENGINE or failure.failure_class is FailureClass.INFRA:
         return failure
-    return replace(failure, failure_class=FailureClass.INFRA, cause=f"{finished.engine_error} ({failure.cause})")
+    return replace(failure, failure_class=FailureClass.INFRA, cause=f"{last.cause} ({failure.cause})")
 
 
 def _missing_calls_failure(reply: GymReply) -> Failure:

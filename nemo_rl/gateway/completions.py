@@ -16,8 +16,8 @@ from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.responses import Answer
-from nemo_rl.gateway.schema import ChatRequest, RequestError
-from nemo_rl.gateway.sessions import Echo, PendingCall, UnknownEcho
+from nemo_rl.gateway.schema import CallError, ChatRequest, ContextLengthError, EngineError, RequestError
+from nemo_rl.gateway.sessions import CallFailure, Echo, PendingCall, UnknownEcho
 from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
@@ -56,22 +56,26 @@ class CompletionHandler:
 
         `is_named`: by the request itself, on plain /v1, where echoed tokens tell the chain and answers carry theirs.
         """
+        try:
+            return await self._complete_and_commit(request, live, is_named=is_named)
+        except CallError as error:
+            live.session.last_failure = CallFailure(error.kind, str(error))
+            raise
+
+    async def _complete_and_commit(self, request: ChatRequest, live: LiveSession, *, is_named: bool) -> Answer:
         messages = self._messages(request)
-        echo, behind = _last_echo(request, messages) if is_named else (None, 0)
-        call = self._encode_call(lambda: _begin_in_session(live, messages, request.tool_schemas(), echo, behind))
+        echo, num_known = _last_echo(request, messages) if is_named else (None, 0)
+        call = self._encode_call(lambda: _begin_in_session(live, messages, request.tool_schemas(), echo, num_known))
         sample_index = live.acquire_sample_index(call)
         try:
             seed = _derive_seed(live.seed, array("q", call.prompt_token_ids).tobytes(), sample_index)
-            asked = _make_generation_request(
-                call, self._sampling(request, call, live.sampling or self._rules.sampling), seed, self._rules, live
-            )
+            sampling = self._sampling(request, call, live.sampling or self._rules.sampling)
+            generation_request = _make_generation_request(call, sampling, seed, self._rules, live)
             with_token_ids = is_named or bool(request.return_token_ids)
-            answer = await self._answer_unless_closed(request, asked, live, with_token_ids=with_token_ids)
+            answer = await self._answer_unless_closed(request, generation_request, live, with_token_ids=with_token_ids)
             live.session.commit(call, answer.completion, answer.response.message, completion_id=answer.completion_id)
-        except BaseException as error:
+        except BaseException:
             live.release_sample_index(call, sample_index)
-            if isinstance(error, RequestError) and error.status == 500:
-                live.session.engine_error = str(error)
             raise
         return answer
 
@@ -98,7 +102,7 @@ class CompletionHandler:
         messages = tuple(message.message() for message in request.messages)
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if sum(len(message.content) for message in messages) > limit:
-            raise self._context_length_error("more than")
+            raise ContextLengthError("more than", self._rules.max_model_len)
         return messages
 
     def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
@@ -150,7 +154,7 @@ class CompletionHandler:
     def _sampling(self, request: ChatRequest, call: PendingCall, sampling: SamplingParams) -> SamplingParams:
         room = self._rules.max_model_len - len(call.prompt_token_ids)
         if room <= 0:
-            raise self._context_length_error(f"{len(call.prompt_token_ids)} tokens in")
+            raise ContextLengthError(f"{len(call.prompt_token_ids)} tokens in", self._rules.max_model_len)
         limit = min(room, sampling.max_new_tokens, request.token_limit or room)
         stop_strings = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
         return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings)
@@ -164,30 +168,24 @@ class CompletionHandler:
             result = await self._first_result(asked)
         except Exception as error:  # an engine that raises has failed all that it was asked
             logger.exception("the engine raised at request %s", asked.request_id)
-            raise RequestError(500, f"the engine failed: {type(error).__name__}", code="engine_failed") from error
+            raise EngineError(f"the engine failed: {type(error).__name__}") from error
         finally:
             self.num_running -= 1
         if isinstance(result, FailedRequest):
             code = "timeout" if result.timed_out else "engine_failed"
-            raise RequestError(500, f"the engine failed: {result.cause}", code=code)
+            raise EngineError(f"the engine failed: {result.cause}", code=code)
         if len(result.token_ids) != len(result.logprobs) or len(result.token_ids) > asked.sampling.max_new_tokens:
             counts = f"{len(result.token_ids)} tokens with {len(result.logprobs)} log-probs"
-            raise RequestError(500, f"the engine gave {counts}", code="engine_failed")
+            raise EngineError(f"the engine returned {counts}")
         if not all(map(math.isfinite, result.logprobs)):
-            raise RequestError(500, "the engine gave log-probs that are no numbers", code="engine_failed")
+            raise EngineError("the engine returned log-probs that are not finite")
         return result
 
     async def _first_result(self, asked: GenerationRequest) -> Completion | FailedRequest:
         async with aclosing(generate_by_deadline(self._generation, [asked])) as results:
             async for result in results:
                 return result
-        return FailedRequest(asked.request_id, "it gave no result")
-
-    def _context_length_error(self, what: str) -> RequestError:
-        # NeMo Gym takes "context length" in a 400 for the end of a rollout that was cut, and anything else for an error
-        limit = f"a context length of {self._rules.max_model_len} tokens"
-        message = f"{what} {limit}: no room is left for a response"
-        return RequestError(400, message, param="messages", code="context_length_exceeded")
+        return FailedRequest(asked.request_id, "it returned no result")
 
     def _log_ignored_fields(self, names: Iterable[str]) -> None:
         unlogged = sorted({name[:40] for name in names} - self._logged_fields)

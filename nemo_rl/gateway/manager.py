@@ -20,7 +20,7 @@ from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.echoes import Claim, build_chains, resolve_claims
 from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.server import GatewayServer, ServerSettings
-from nemo_rl.gateway.sessions import Chain
+from nemo_rl.gateway.sessions import CallFailure, Chain
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
 
@@ -46,7 +46,7 @@ class FinishedSession:
 
     chains: tuple[Chain, ...]  # what to train on, in the order of their last calls; empty where no call went well
     rewards: Mapping[str, float]  # posted for the whole run, by name; those of one chain are the chain's
-    engine_error: str | None = None  # of the last call, where it was the engine that failed it
+    last_failure: CallFailure | None = None  # of the last call; None: it was answered, or the agent's own mistake
 
 
 class GatewayManager:
@@ -114,7 +114,7 @@ class GatewayManager:
         Raises RequestError 404 or 409 for one that has ended already, by its time to live for instance.
         """
         session = self._servers[handle.server].close_session(handle.id)
-        return FinishedSession(session.chains(), dict(session.rewards), session.engine_error)
+        return FinishedSession(session.chains(), dict(session.rewards), session.last_failure)
 
     async def finish_with_claims(self, handle: SessionHandle, claims: Sequence[Claim]) -> FinishedSession:
         """As `finish`, with the chains of the calls that a client reports alone.
@@ -127,7 +127,7 @@ class GatewayManager:
         calls = resolve_claims(claims, lambda echo: session.find(echo) or server.echoed.find(echo))
         for claim, call in zip(claims, calls, strict=True):
             server.echoed.forget(claim.echo, call)
-        return FinishedSession(build_chains(calls), dict(session.rewards), session.engine_error)
+        return FinishedSession(build_chains(calls), dict(session.rewards), session.last_failure)
 
     async def abandon(self, handle: SessionHandle) -> None:
         """Close a session and forget what it holds; nothing where it has ended already."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from nemo_rl.gateway.sessions import Echo
+from nemo_rl.gateway.sessions import CallFailureKind, Echo
 from nemo_rl.types import Message, Role, ToolCall
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # other 4xx: invalid_request_error
@@ -27,6 +27,34 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class CallError(RequestError):
+    """A chat request that could not be answered through no fault of the client; `kind` says what failed."""
+
+    kind: CallFailureKind
+
+
+class EngineError(CallError):
+    """500: the engine failed the request, or did not answer before its deadline."""
+
+    kind = CallFailureKind.ENGINE
+
+    def __init__(self, message: str, *, code: str = "engine_failed") -> None:
+        super().__init__(500, message, code=code)
+
+
+class ContextLengthError(CallError):
+    """400: the conversation leaves no room for a response.
+
+    NeMo Gym takes "context length" in a 400 for the end of a truncated rollout, and anything else for an error.
+    """
+
+    kind = CallFailureKind.CONTEXT_LENGTH
+
+    def __init__(self, size: str, max_model_len: int) -> None:
+        message = f"{size} a context length of {max_model_len} tokens: no room is left for a response"
+        super().__init__(400, message, param="messages", code="context_length_exceeded")
 
 
 def unsupported(param: str, message: str) -> RequestError:

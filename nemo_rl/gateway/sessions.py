@@ -21,6 +21,7 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -169,12 +170,27 @@ def build_chain(node: Node) -> Chain:
     return Chain(node.message_log(), (min(versions), max(versions)), rewards, node.is_truncated)
 
 
+class CallFailureKind(StrEnum):
+    """Causes of a failed call that lie outside of the agent."""
+
+    ENGINE = "engine"  # the engine failed, or did not answer before its deadline
+    CONTEXT_LENGTH = "context_length"  # the conversation leaves no room for a response
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call that could not be answered, through no fault of the agent that sent it."""
+
+    kind: CallFailureKind
+    cause: str
+
+
 class Session:
     """The chains of one agent's run."""
 
     def __init__(self, codec: Codec) -> None:
         self.rewards: dict[str, float] = {}  # of the whole run, by name; posted twice: the last one counts
-        self.engine_error: str | None = None  # of the last call, where it was the engine that failed it
+        self.last_failure: CallFailure | None = None  # of the last call; None after one that was answered
         self._codec = codec
         self._calls: dict[str, Node] = {}  # by completion id, in the order of their commits
         self._by_history: dict[bytes, list[Node]] = {}  # digest of everything up to and including the sampled message
@@ -227,7 +243,7 @@ class Session:
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
         self._by_request.setdefault((id(call.parent), call.request), []).append(node)
         self._by_tokens.setdefault(Echo(call.prompt_token_ids, completion.token_ids).digest(), []).append(node)
-        self.engine_error = None
+        self.last_failure = None
 
     def reward(self, rewards: Mapping[str, float], *, completion_id: str | None = None) -> None:
         """Rewards by name for the whole run, or for the chains through one call. Raises KeyError for an unknown one."""

@@ -285,6 +285,18 @@ async def wrap_errors(prompt: Prompt, base_url: str, api_key: str) -> None:
         raise RuntimeError("a step of mine failed") from error
 
 
+async def hide_errors(prompt: Prompt, base_url: str, api_key: str) -> None:
+    try:
+        await ask(prompt, base_url, api_key)
+    except Exception:
+        raise RuntimeError("a step of mine failed") from None
+
+
+async def quote_the_gateway(prompt: Prompt, base_url: str, api_key: str) -> None:
+    await ask(prompt, base_url, api_key)
+    raise ValueError("the engine failed: no room is left for a response")
+
+
 async def hang(prompt: Prompt, base_url: str, api_key: str) -> None:
     await asyncio.Event().wait()
 
@@ -300,6 +312,8 @@ async def hang(prompt: Prompt, base_url: str, api_key: str) -> None:
         (hang, {"timeout_s": 0.01}, FailureClass.AGENT, "did not end in 0.01 s"),
         (ask, {"say": refuse}, FailureClass.INFRA, "it was made to fail"),
         (wrap_errors, {"say": refuse}, FailureClass.INFRA, "a step of mine failed"),
+        (hide_errors, {"say": refuse}, FailureClass.INFRA, "a step of mine failed"),
+        (quote_the_gateway, {}, FailureClass.AGENT, "the engine failed"),
         (ask, {}, FailureClass.REWARD, "env.game.scored_by"),
         (ask_for_nan, {}, FailureClass.REWARD, "reward game is nan"),
     ],

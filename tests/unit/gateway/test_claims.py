@@ -9,7 +9,7 @@ import pytest
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.manager import GatewayManager, SessionHandle
 from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
-from nemo_rl.gateway.sessions import Echo, UnknownEcho
+from nemo_rl.gateway.sessions import CallFailureKind, Echo, UnknownEcho
 from nemo_rl.types import GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration
 from tests.unit.gateway.engines import SpeakingGeneration
@@ -144,13 +144,14 @@ def test_a_session_remembers_that_the_engine_failed_its_last_call():
         with pytest.raises(openai.InternalServerError):
             await said_by(manager, [HI], handle.id)
         finished = await manager.finish(handle)
-        assert finished.engine_error is not None
-        assert "it was made to fail" in finished.engine_error
+        assert finished.last_failure is not None
+        assert finished.last_failure.kind is CallFailureKind.ENGINE
+        assert "it was made to fail" in finished.last_failure.cause
         again = manager.open_session(seed=1, server=0)
         with pytest.raises(openai.InternalServerError):
             await said_by(manager, [HI], again.id)
         await said_by(manager, [HI], again.id)
-        assert (await manager.finish(again)).engine_error is None
+        assert (await manager.finish(again)).last_failure is None
 
     complete_in_session(use, SpeakingGeneration("chatml", lambda request, prompt: next(answers)))
 
@@ -171,14 +172,14 @@ def test_ids_and_log_probs_on_the_message_are_not_listed_a_second_time_for_clien
     complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
-def test_log_probs_of_the_engine_that_are_no_numbers_fail_the_call():
+def test_non_finite_log_probs_of_the_engine_fail_the_call():
     class Strange(SpeakingGeneration):
         def _answer_to(self, request: GenerationRequest) -> Any:
             answer: Any = super()._answer_to(request)
             return type(answer)("r", answer.token_ids, (float("nan"),) * len(answer.token_ids), "stop")
 
     async def use(manager: GatewayManager, handle: SessionHandle) -> None:
-        with pytest.raises(openai.InternalServerError, match="no numbers"):
+        with pytest.raises(openai.InternalServerError, match="not finite"):
             await said_by(manager, [HI], handle.id)
         assert not (await manager.finish(handle)).chains
 
