@@ -1,4 +1,5 @@
-"""What the schema cannot say: rules across sections. No model, no torch; files are only looked for."""
+"""Rules across sections that the schema cannot express. They load no model and no torch, and only check that files
+exist."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +34,12 @@ PACKING, DYNAMIC = "sequence_packing", "dynamic_batching"
 
 
 def check_batching(policy: PolicyConfig) -> None:
-    """One way of making micro-batches, which holds every sample that there can be."""
+    """Check that at most one way of making micro-batches is configured, and that it holds every possible sample."""
     _check_section("policy", policy, policy.max_total_sequence_length)
 
 
 def check_teacher_batching(config: TrainingRunConfig) -> None:
-    """The same of each teacher."""
+    """Check the micro-batches of each teacher."""
     for key, teacher in config.teacher_sections.items():
         _check_section(key, teacher, config.policy.max_total_sequence_length)
         for name in (PACKING, DYNAMIC):
@@ -66,7 +67,7 @@ KEY = "checkpointing.metric_name"
 def check_checkpointing(config: TrainingRunConfig) -> None:
     """Raise ConfigError for a metric of an unknown name, or one that this run never computes.
 
-    A name with a slash ("val:<data set>/accuracy", "train:advantages/mean") depends on the data and is checked when
+    A name with a slash ("val:<dataset>/accuracy", "train:advantages/mean") depends on the data and is checked when
     the first checkpoint is written.
     """
     metric = config.checkpointing.metric_name
@@ -98,19 +99,19 @@ def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
 
 
 def uses_teachers(config: TrainingRunConfig) -> bool:
-    """Whether anything of the algorithm asks a teacher."""
+    """Return whether any part of the algorithm queries a teacher."""
     if isinstance(config, GRPORunConfig):
         return config.grpo.adv_estimator.name == "opd"
     return isinstance(config, DistillationRunConfig)
 
 
 def uses_cross_tokenizer(config: TrainingRunConfig) -> TypeGuard[DistillationRunConfig]:
-    """Whether teachers are asked in tokens of their own."""
+    """Return whether teachers are queried in tokens of their own tokenizer."""
     return isinstance(config, DistillationRunConfig) and config.loss_fn.cross_tokenizer.enabled
 
 
 def check_teachers(config: TrainingRunConfig) -> None:
-    """Raise ConfigError for a teacher that nobody asks, for a task that is not there, and where none is."""
+    """Raise ConfigError for a teacher that is never used, a task that does not exist, and a missing teacher."""
     if not uses_teachers(config):
         for key in config.teacher_sections:
             reason = "teachers are read by grpo.adv_estimator.name: opd and by examples/run_distillation.py only"
@@ -133,7 +134,7 @@ def check_teachers(config: TrainingRunConfig) -> None:
 
 
 def check_task_teachers(config: TrainingRunConfig, task_names: frozenset[str]) -> None:
-    """Raise ConfigError for a task of the training data that no teacher teaches."""
+    """Raise ConfigError for a task of the training data without a teacher."""
     for task in sorted(task_names):
         if config.teacher_key(task) is None:
             raise ConfigError(
@@ -152,7 +153,7 @@ def check(config: TrainingRunConfig) -> None:
 
 
 def check_rollouts(config: RolloutRunConfig) -> None:
-    """The same for what rollouts alone need."""
+    """Raise ConfigError for the first problem of what rollouts alone need."""
     for one in _ROLLOUT_CHECKS:
         one(config)
 
@@ -190,7 +191,8 @@ def _check_groups(config: TrainingRunConfig) -> None:
 
 
 def _check_sampling(config: TrainingRunConfig) -> None:
-    """The trainer's log-probs are log_softmax(logits / T): what else shapes the samples would not be in them."""
+    """Require samples of the whole distribution: the trainer's log-probs are log_softmax(logits / T) and include no
+    other filter."""
     generation, path = config.policy.generation, "policy.generation"
     if generation.temperature == 0:
         raise ConfigError(
@@ -234,13 +236,14 @@ def _check_engine(config: TrainingRunConfig) -> None:
 
 
 def _check_layout(config: TrainingRunConfig) -> None:
-    """Where the device is known; `auto` is looked at before a model loads, by whoever may ask torch."""
+    """Check the layout where the device is known; `auto` is resolved later, before a model loads, because it needs
+    torch."""
     if config.policy.device != "auto":
         make_layout(config, config.policy.device)
 
 
 def check_scheduler(config: TrainingRunConfig | SFTRunConfig) -> None:
-    """One scheduler, or a sequence with the steps at which it goes on: one fewer than there are schedulers."""
+    """Require one scheduler, or a sequence with one milestone fewer than schedulers."""
     key, stages = "policy.scheduler", config.policy.scheduler
     if stages is None:
         return
@@ -259,7 +262,7 @@ def check_scheduler(config: TrainingRunConfig | SFTRunConfig) -> None:
 
 
 def check_data(config: RolloutRunConfig | SFTRunConfig) -> None:
-    """Whether each data set says where its rows come from, and its files are there."""
+    """Check that each dataset names where its rows come from, and that its files exist."""
     default = config.data.default
     for name in config.data.fields_of_sets:
         if getattr(config.data, name) == []:

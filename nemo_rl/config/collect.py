@@ -1,6 +1,4 @@
-"""The configuration of `nemo-rl collect`, and what it shares with that of examples/run_eval.py: a model that is only
-sampled.
-"""
+"""The configuration of `nemo-rl collect`, and its base shared with examples/run_eval.py: a model only sampled from."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -15,15 +13,15 @@ from nemo_rl.config.run import RolloutBoundsConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
-HIGHEST_ATTEMPTS = 254  # the store counts them in a byte
+HIGHEST_ATTEMPTS = 254  # the store counts attempts in one byte
 
 
 class CollectConfig(Section):
-    """`collect`: which rollouts, and where they are kept."""
+    """`collect`: which rollouts, and where they are stored."""
 
-    output_dir: str  # a start with the same one goes on where an earlier one stopped
-    seeds: int | str | list[int] = 0  # of the samples: "0,2,5..7"; a file each
-    num_repeats: int = Field(default=1, gt=0)  # rollouts of each task and seed
+    output_dir: str  # a restart with the same directory resumes
+    seeds: int | str | list[int] = 0  # of the samples: "0,2,5..7"; one file each
+    num_repeats: int = Field(default=1, gt=0)  # rollouts per task and seed
     limit: int | None = Field(default=None, gt=0)  # tasks at most, from the start of the input
     chunk: str | None = None  # "2/4": every 4th task from task 2 on; 0/4 to 3/4 make up the whole. None: all tasks
     concurrency: int = Field(default=64, gt=0)  # rollouts at once
@@ -58,11 +56,11 @@ class CollectConfig(Section):
 
 
 class ServerConfig(Section):
-    """`server`: one that runs already, at `address`, or an engine that is started for the collection alone."""
+    """`server`: a running server at `address`, or an engine that is started for the collection."""
 
     # A server that speaks OpenAI's API; several addresses are replicas.
     address: str | list[str] | None = None  # http://host:port, with or without /v1
-    model: str | None = None  # as the server calls it; None: the only one it has
+    model: str | None = None  # its name on the server; None: the only one
     api_key_env: str | None = None  # the environment variable that holds the key
     # completions: token ids in, token ids out (vLLM). chat: messages, which the server renders itself.
     api: Literal["auto", "completions", "chat"] = "auto"
@@ -72,7 +70,7 @@ class ServerConfig(Section):
     # The engine; errors beside `address`.
     backend: Literal["vllm", "hf"] = "vllm"  # hf: transformers, slow and exactly repeatable
     tensor_parallel_size: int = Field(default=1, gt=0)
-    data_parallel_size: int = Field(default=1, gt=0)  # copies of the model behind vLLM's own data parallelism
+    data_parallel_size: int = Field(default=1, gt=0)  # copies of the model, by vLLM's own data parallelism
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
     max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
@@ -86,20 +84,20 @@ class ServerConfig(Section):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Empty where an engine is started."""
+        """The server's addresses; empty where an engine is started."""
         if self.address is None:
             return ()
         return (self.address,) if isinstance(self.address, str) else tuple(self.address)
 
     @property
     def misplaced(self) -> tuple[str, ...]:
-        """Keys that were set and have no meaning: an engine's beside an address, a server's without one."""
+        """Keys that were set without effect: an engine's beside an address, a server's without one."""
         engine_keys = tuple(name for name in type(self).model_fields if name not in ("address", *self.OF_ADDRESS))
         wrong = self.OF_ADDRESS if self.address is None else engine_keys
         return tuple(name for name in wrong if name in self.model_fields_set)
 
     def engine(self, sampling: SamplingConfig) -> GenerationConfig:
-        """The engine as training recipes describe one."""
+        """Return the engine's section as training recipes describe it."""
         parallel = {"data_parallel_size": self.data_parallel_size} if self.data_parallel_size > 1 else {}
         trusted = {"trust_remote_code": True} if self.trust_remote_code else {}
         return GenerationConfig(
@@ -120,14 +118,14 @@ class ServerConfig(Section):
 
     @model_serializer(mode="wrap")
     def _serialize_relevant_keys(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What has no meaning is not written, so that a resolved recipe can be read again."""
+        """Leave out keys without effect, so that a resolved recipe can be read again."""
         written = values(self)
         kept = {"address", *self.OF_ADDRESS} if self.address is not None else written.keys() - set(self.OF_ADDRESS)
         return {name: value for name, value in written.items() if name in kept}
 
 
 class SampledRunConfig(RolloutRunConfig):
-    """Rollouts of a model that is only sampled; what `nemo-rl collect` and examples/run_eval.py have in common."""
+    """Rollouts of a model that is only sampled: the base of `nemo-rl collect` and examples/run_eval.py."""
 
     data: InputDataConfig
     server: ServerConfig = ServerConfig()
@@ -148,7 +146,7 @@ class SampledRunConfig(RolloutRunConfig):
 
 
 class CollectRunConfig(SampledRunConfig):
-    """`nemo-rl collect`: what a recipe may say."""
+    """The configuration of `nemo-rl collect`."""
 
     collect: CollectConfig
 
@@ -158,7 +156,7 @@ class CollectRunConfig(SampledRunConfig):
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Example: "0,2,5..7" is 0, 2, 5, 6, 7. Raises ValueError saying how seeds are written."""
+    """Return the seeds of a text: "0,2,5..7" is 0, 2, 5, 6, 7. Raises ValueError that explains the format."""
     seeds: set[int] = set()
     for part in text.split(","):
         first, separator, last = part.partition("..")
@@ -172,7 +170,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_chunk(text: str) -> tuple[int, int]:
-    """Example: "2/4" is chunk 2 of the chunks 0 to 3. Raises ValueError."""
+    """Return index and count of a chunk: "2/4" is chunk 2 of the chunks 0 to 3. Raises ValueError."""
     index, separator, count = text.partition("/")
     if not (separator and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"{text!r}: a chunk looks like 0/4 (its index from 0 on, and how many there are)")
@@ -182,7 +180,7 @@ def parse_chunk(text: str) -> tuple[int, int]:
 
 
 def quote_seeds(overrides: Sequence[str]) -> list[str]:
-    """Overrides whose seeds need no quotes on the command line: a comma would ask for several runs."""
+    """Return the overrides with seeds quoted, so that users need not: Hydra reads a comma as several runs."""
     return [_quote_seeds_override(text) for text in overrides]
 
 

@@ -1,7 +1,7 @@
-"""NeMo-RL's recipe keys that this project does not have: the one table of what happens to them.
+"""NeMo-RL's recipe keys that this project does not have, in one table.
 
-A key is *inert* with values that ask for nothing we do not do anyway: those are taken out silently. With another
-value it is ignored with a note, refused with the reason, or left for the schema.
+A key is *inert* with values that ask for nothing special: those are removed silently. With another value it is ignored
+with a note, refused with the reason, or left for the schema.
 """
 
 import logging
@@ -19,29 +19,29 @@ logger = logging.getLogger(__name__)
 class Rule:
     """One row of the table."""
 
-    key: str  # dotted; `*` is any key, and lists are entered
+    key: str  # dotted; `*` is any key, items of lists included
     inert: tuple[object, ...] | None  # None: every value
     otherwise: Literal["note", "refuse", "keep"]
     text: str = ""
 
 
 def dropped(key: str) -> Rule:
-    """Means nothing here, whatever its value."""
+    """Return the rule of a key without meaning here, whatever its value."""
     return Rule(key, None, "note")
 
 
 def ignored(key: str, note: str, *inert: object) -> Rule:
-    """Is not needed here; said once when it asks for something."""
+    """Return the rule of a key that is not needed here; noted once when it asks for something."""
     return Rule(key, inert, "note", note)
 
 
 def rejected(key: str, reason: str, *inert: object) -> Rule:
-    """Cannot be had; null and the inert values do not ask for it."""
+    """Return the rule of a key that is not supported; null and the inert values are accepted."""
     return Rule(key, (None, *inert), "refuse", reason)
 
 
 def defaulted(key: str, *inert: object) -> Rule:
-    """NeMo-RL's way of writing our default; other values are the schema's."""
+    """Return the rule of NeMo-RL's way of writing our default; other values are left for the schema."""
     return Rule(key, inert, "keep")
 
 
@@ -60,32 +60,32 @@ LORA_RULES = (
 )
 
 
-_KEY_of_megatron_keys = "megatron_cfg"  # of `policy`, and of each teacher
+MEGATRON = "megatron_cfg"  # of `policy`, and of each teacher
 _NO_EXPERTS = "models with experts are not mapped to Megatron"
 
 MEGATRON_RULES: tuple[Rule, ...] = (
     rejected(
-        f"{_KEY_of_megatron_keys}.sequence_parallel",
+        f"{MEGATRON}.sequence_parallel",
         "layers have torch's norms, which Megatron gives whole sequences only",
         False,
     ),
-    rejected(f"{_KEY_of_megatron_keys}.context_parallel_size", "sequences are not split over ranks", 1),
-    rejected(f"{_KEY_of_megatron_keys}.expert_model_parallel_size", _NO_EXPERTS, 1),
-    rejected(f"{_KEY_of_megatron_keys}.expert_tensor_parallel_size", _NO_EXPERTS, 1),
-    rejected(f"{_KEY_of_megatron_keys}.peft.enabled", "all weights are trained", False),
-    dropped(f"{_KEY_of_megatron_keys}.peft"),
-    rejected(f"{_KEY_of_megatron_keys}.fp8_cfg.enabled", "layers compute in float32 or bfloat16", False),
-    dropped(f"{_KEY_of_megatron_keys}.fp8_cfg"),
-    rejected(f"{_KEY_of_megatron_keys}.mtp_num_layers", "one token is predicted at a time", 0),
-    rejected(f"{_KEY_of_megatron_keys}.env_vars", "set them in the environment of the command", {}),
-    dropped(f"{_KEY_of_megatron_keys}.converter_type"),  # the mapping follows from the model
-    dropped(f"{_KEY_of_megatron_keys}.force_reconvert_from_hf"),  # weights are read from Hugging Face's files each time
-    dropped(f"{_KEY_of_megatron_keys}.empty_unused_memory_level"),
-    dropped(f"{_KEY_of_megatron_keys}.defer_fp32_logits"),  # logits are made a chunk at a time
-    dropped(f"{_KEY_of_megatron_keys}.freeze_moe_router"),
-    dropped(f"{_KEY_of_megatron_keys}.track_moe_metrics"),
+    rejected(f"{MEGATRON}.context_parallel_size", "sequences are not split over ranks", 1),
+    rejected(f"{MEGATRON}.expert_model_parallel_size", _NO_EXPERTS, 1),
+    rejected(f"{MEGATRON}.expert_tensor_parallel_size", _NO_EXPERTS, 1),
+    rejected(f"{MEGATRON}.peft.enabled", "all weights are trained", False),
+    dropped(f"{MEGATRON}.peft"),
+    rejected(f"{MEGATRON}.fp8_cfg.enabled", "layers compute in float32 or bfloat16", False),
+    dropped(f"{MEGATRON}.fp8_cfg"),
+    rejected(f"{MEGATRON}.mtp_num_layers", "one token is predicted at a time", 0),
+    rejected(f"{MEGATRON}.env_vars", "set them in the environment of the command", {}),
+    dropped(f"{MEGATRON}.converter_type"),  # the mapping follows from the model
+    dropped(f"{MEGATRON}.force_reconvert_from_hf"),  # weights are read from Hugging Face's files each time
+    dropped(f"{MEGATRON}.empty_unused_memory_level"),
+    dropped(f"{MEGATRON}.defer_fp32_logits"),  # logits are made a chunk at a time
+    dropped(f"{MEGATRON}.freeze_moe_router"),
+    dropped(f"{MEGATRON}.track_moe_metrics"),
     *(
-        dropped(f"{_KEY_of_megatron_keys}.moe_{name}")
+        dropped(f"{MEGATRON}.moe_{name}")
         for name in (
             "router_dtype",
             "router_load_balancing_type",
@@ -101,53 +101,53 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         )
     ),
     *(
-        ignored(f"{_KEY_of_megatron_keys}.{name}", "layers are made of torch's own kernels", None, True, False)
+        ignored(f"{MEGATRON}.{name}", "layers are made of torch's own kernels", None, True, False)
         for name in ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
     ),
-    dropped(f"{_KEY_of_megatron_keys}.optimizer.bf16"),
-    dropped(f"{_KEY_of_megatron_keys}.optimizer.params_dtype"),
-    rejected(f"{_KEY_of_megatron_keys}.optimizer.fp16", "layers compute in float32 or bfloat16", False),
-    dropped(f"{_KEY_of_megatron_keys}.optimizer.clip_grad"),  # policy.max_grad_norm, which NeMo-RL's recipes refer to
+    dropped(f"{MEGATRON}.optimizer.bf16"),
+    dropped(f"{MEGATRON}.optimizer.params_dtype"),
+    rejected(f"{MEGATRON}.optimizer.fp16", "layers compute in float32 or bfloat16", False),
+    dropped(f"{MEGATRON}.optimizer.clip_grad"),  # policy.max_grad_norm, which NeMo-RL's recipes refer to
     ignored(
-        f"{_KEY_of_megatron_keys}.optimizer.use_distributed_optimizer",
+        f"{MEGATRON}.optimizer.use_distributed_optimizer",
         "each data parallel rank keeps the whole state of the optimizer",
         None,
         False,
     ),
     ignored(
-        f"{_KEY_of_megatron_keys}.optimizer.use_precision_aware_optimizer",
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer",
         "the optimizer's state is float32",
         None,
         False,
     ),
     rejected(
-        f"{_KEY_of_megatron_keys}.optimizer.optimizer_cpu_offload",
+        f"{MEGATRON}.optimizer.optimizer_cpu_offload",
         "the optimizer's state stays where the weights are",
         False,
     ),
-    dropped(f"{_KEY_of_megatron_keys}.optimizer.optimizer_offload_fraction"),
-    rejected(f"{_KEY_of_megatron_keys}.scheduler.weight_decay_incr_style", "the weight decay stays", "constant"),
-    dropped(f"{_KEY_of_megatron_keys}.scheduler.start_weight_decay"),
-    dropped(f"{_KEY_of_megatron_keys}.scheduler.end_weight_decay"),
+    dropped(f"{MEGATRON}.optimizer.optimizer_offload_fraction"),
+    rejected(f"{MEGATRON}.scheduler.weight_decay_incr_style", "the weight decay stays", "constant"),
+    dropped(f"{MEGATRON}.scheduler.start_weight_decay"),
+    dropped(f"{MEGATRON}.scheduler.end_weight_decay"),
     ignored(
-        f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.overlap_param_gather",
+        f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather",
         "weights are not gathered",
         None,
         False,
     ),
-    dropped(f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.average_in_collective"),
-    dropped(f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.use_distributed_optimizer"),
+    dropped(f"{MEGATRON}.distributed_data_parallel_config.average_in_collective"),
+    dropped(f"{MEGATRON}.distributed_data_parallel_config.use_distributed_optimizer"),
     rejected(
-        f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.use_custom_fsdp",
+        f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp",
         "policy.dtensor_cfg is FSDP2",
         False,
     ),
-    dropped(f"{_KEY_of_megatron_keys}.distributed_data_parallel_config.data_parallel_sharding_strategy"),
+    dropped(f"{MEGATRON}.distributed_data_parallel_config.data_parallel_sharding_strategy"),
 )
 
 
 def choose_backend(config: dict[str, Any]) -> None:
-    """Take out, in place, what belongs to the backend that is off; NeMo-RL's recipes have both sections.
+    """Remove, in place, the keys of the backend that is off; NeMo-RL's recipes have both sections.
 
     With `megatron_cfg.enabled` it is Megatron, whatever `dtensor_cfg.enabled` says.
     """
@@ -163,7 +163,7 @@ def choose_backend(config: dict[str, Any]) -> None:
             dtensor.pop("enabled", None)
 
 
-# NeMo-RL has these beside `adv_estimator` and inside it. They are moved in every layer, so that a later one wins.
+# NeMo-RL accepts these beside `adv_estimator` and inside it. They are moved layer by layer, so that a later one wins.
 MOVED_KEYS = {
     "grpo.normalize_rewards": "grpo.adv_estimator.normalize_rewards",
     "grpo.use_leave_one_out_baseline": "grpo.adv_estimator.use_leave_one_out_baseline",
@@ -344,7 +344,7 @@ SFT_RULES: tuple[Rule, ...] = (
 
 
 def current_key(key: str) -> str:
-    """The key that now holds what NeMo-RL calls `key`."""
+    """Return the key that now holds NeMo-RL's `key`."""
     return MOVED_KEYS.get(key, key)
 
 
@@ -363,7 +363,7 @@ def apply_moved_keys(layer: dict[str, Any]) -> None:
 
 
 def remove_unsupported_keys(config: dict[str, Any], rules: Sequence[Rule] = RULES) -> None:
-    """Take the table's keys out of a resolved configuration, in place; raises ConfigError for what is refused."""
+    """Remove the table's keys from a resolved configuration, in place; raises ConfigError for a refused one."""
     choose_backend(config)
     for rule in rules:
         for parent, name, path in list(_find(config, rule.key.split("."))):
@@ -381,8 +381,8 @@ def remove_unsupported_keys(config: dict[str, Any], rules: Sequence[Rule] = RULE
 
 
 def normalize_dataset_names(config: dict[str, Any]) -> None:
-    """Write NeMo-RL's `dataset_name: ResponseDataset`, or `openai_format`, as jsonl or huggingface, by its data_path,
-    and `NemoGymDataset` as nemo_gym; in place."""
+    """Rewrite NeMo-RL's `dataset_name: ResponseDataset`, or `openai_format`, to jsonl or huggingface by its data_path,
+    and `NemoGymDataset` to nemo_gym; in place."""
     data = config.get("data")
     if not isinstance(data, dict):
         return
@@ -401,7 +401,7 @@ def normalize_dataset_names(config: dict[str, Any]) -> None:
 
 
 def normalize_metric_name(config: dict[str, Any]) -> None:
-    """Write NeMo-RL's `checkpointing.metric_name: val:val_loss` as val:loss; in place."""
+    """Rewrite NeMo-RL's `checkpointing.metric_name: val:val_loss` to val:loss; in place."""
     section = config.get("checkpointing")
     if isinstance(section, dict) and section.get("metric_name") == "val:val_loss":
         section["metric_name"] = "val:loss"

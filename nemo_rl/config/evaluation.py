@@ -1,4 +1,4 @@
-"""The whole configuration of `examples/run_eval.py`: the scores of a model, and of another beside it."""
+"""The whole configuration of `examples/run_eval.py`: the scores of a model, optionally compared with another."""
 
 import hashlib
 import re
@@ -12,14 +12,14 @@ from nemo_rl.errors import ConfigError
 
 
 class EvaluationConfig(Section):
-    """`eval`, under NeMo-RL's names where it has them."""
+    """`eval`, with NeMo-RL's names where it has them."""
 
-    metric: Literal["pass@1", "pass@k", "cons@k"] = "pass@k"  # the one that is printed last; cons@k: majority vote
+    metric: Literal["pass@1", "pass@k", "cons@k"] = "pass@k"  # printed last; cons@k: majority vote
     num_tests_per_prompt: int = Field(default=1, gt=0)  # rollouts of each task
     k_value: int | None = Field(default=None, gt=0)  # None: num_tests_per_prompt
     seed: int = Field(default=42, ge=0)  # of the samples
-    baseline: str | None = None  # another model or checkpoint, evaluated alike and compared with
-    output_dir: str = "evaluations"  # a folder a model; another start goes on, or reads what is there
+    baseline: str | None = None  # another model or checkpoint to compare with
+    output_dir: str = "evaluations"  # one directory per model; a restart resumes or reads it
     limit: int | None = Field(default=None, gt=0)  # tasks at most
     concurrency: int = Field(default=64, gt=0)  # rollouts at once
     max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # of a rollout that fails
@@ -31,14 +31,14 @@ class EvaluationConfig(Section):
 
     @property
     def score_name(self) -> str:
-        """The metric as profiles name it."""
+        """The metric's name in profiles."""
         if self.metric == "pass@1" or (self.metric == "pass@k" and self.k == 1):
             return f"pass@1[avg-of-{self.num_tests_per_prompt}]"
         return f"pass@{self.k}" if self.metric == "pass@k" else f"majority@{self.k}"
 
 
 class EvalRunConfig(SampledRunConfig):
-    """`examples/run_eval.py`: what a recipe may say."""
+    """The configuration of `examples/run_eval.py`."""
 
     eval: EvaluationConfig = EvaluationConfig()
 
@@ -57,7 +57,7 @@ class EvalRunConfig(SampledRunConfig):
 
     @property
     def models(self) -> "tuple[EvalRunConfig, ...]":
-        """A configuration a model that is evaluated: the baseline first."""
+        """One collection configuration per evaluated model, the baseline first."""
         if self.eval.baseline is None:
             return (self,)
         policy = self.policy.model_copy(update={"model_name": self.eval.baseline})
@@ -65,7 +65,7 @@ class EvalRunConfig(SampledRunConfig):
 
 
 def model_directory_name(model_name: str) -> str:
-    """Of a model's evaluation: the end of its name, told from others that end alike.
+    """Return the directory name of a model's evaluation: the end of its name with a digest that keeps it unique.
 
     Example: "runs/exp_001/checkpoints/step_50" is "checkpoints_step_50-" and eight digits.
     """
@@ -74,14 +74,14 @@ def model_directory_name(model_name: str) -> str:
 
 
 def rename_legacy_keys(resolved: dict[str, Any]) -> None:
-    """NeMo-RL's earlier `pass_k_value`, in place."""
+    """Rename NeMo-RL's earlier `pass_k_value`, in place."""
     section = resolved.get("eval")
     if isinstance(section, dict) and "pass_k_value" in section:
         section.setdefault("k_value", section.pop("pass_k_value"))
 
 
 def check_evaluation(config: EvalRunConfig) -> None:
-    """Raise ConfigError for the first combination that cannot run or says nothing."""
+    """Raise ConfigError for the first combination that cannot run or has no effect."""
     check_sampled(config)
     own, num_tests = config.eval, config.eval.num_tests_per_prompt
     if own.k > num_tests:

@@ -1,4 +1,5 @@
-"""Which keys the schema knows below a path: for "did you mean" and for overrides of free mappings."""
+"""The keys that the schema knows below a path, for "did you mean", overrides of free mappings, and errors with the full
+key."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ Path: TypeAlias = Sequence[str | int]
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """What the schema says of the value at a path."""
+    """The schema's knowledge of the value at a path."""
 
     section: type[Section] | None = None  # a mapping whose keys are known
     values: Any = None  # the annotation of a free mapping's values; None: no free mapping
@@ -30,7 +31,7 @@ class SchemaNode:
 
     @property
     def names(self) -> frozenset[str]:
-        """The keys that may stand here; for a free mapping those of its default."""
+        """The known keys; for a free mapping those of its default."""
         return frozenset(self.section.model_fields) if self.section else frozenset(self.defaults)
 
     @property
@@ -39,9 +40,9 @@ class SchemaNode:
 
 
 def find_schema_node(path: Path, raw: Any, schema: type[Section] = GRPORunConfig) -> SchemaNode | None:
-    """The place of `schema` at `path`; None: no such place.
+    """Return the node of `schema` at `path`; None: there is none.
 
-    `raw` is the configuration, which tells the kinds of entries of `env` and the like.
+    `raw` is the configuration, which names the entries of kinds.
     """
     node: SchemaNode | None = _make_node(schema)
     for depth, name in enumerate(path):
@@ -52,7 +53,7 @@ def find_schema_node(path: Path, raw: Any, schema: type[Section] = GRPORunConfig
 
 
 def at(raw: Any, path: Path) -> Any:
-    """The value at `path` of plain mappings and lists; None where there is none."""
+    """Return the value at `path` of plain mappings and lists; None where there is none."""
     for name in path:
         if isinstance(raw, Mapping) and name in raw:
             raw = raw[name]
@@ -64,7 +65,7 @@ def at(raw: Any, path: Path) -> Any:
 
 
 def has(raw: Any, path: Path) -> bool:
-    """Whether a value, null included, stands at `path`."""
+    """Return whether a value, null included, exists at `path`."""
     parent = at(raw, path[:-1])
     if isinstance(parent, Mapping):
         return path[-1] in parent
@@ -90,7 +91,7 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def _child_node(node: SchemaNode, name: str | int, raw: Any) -> SchemaNode | None:
-    """The node one key below; `raw` is the value there, which names the entry where the section is one of a kind."""
+    """Return the node one key below; `raw` is the value there, which names the entry of a section of a kind."""
     if node.section is not None and name in node.section.model_fields:
         info = node.section.model_fields[str(name)]
         default = info.get_default(call_default_factory=True, validated_data={})
@@ -105,7 +106,7 @@ def _child_node(node: SchemaNode, name: str | int, raw: Any) -> SchemaNode | Non
 
 
 def _entry_node(kind: Kind, raw: Any, fallback: str | None) -> SchemaNode | None:
-    """The node of the section that `raw` names; None for an entry that does not exist, which reading refuses."""
+    """Return the node of the section that `raw` names; None for an unknown entry, which reading refuses."""
     name = kind.name_of(raw, fallback)
     try:
         section = None if name is None else kind.section(name)
@@ -127,7 +128,7 @@ def _make_node(annotation: Any, default: Any = None, kind: Kind | None = None) -
 
 
 def _options(annotation: Any) -> Iterator[Any]:
-    """The members of a union, without what is only annotation."""
+    """Yield the members of a union, without annotations."""
     if get_origin(annotation) is Annotated:
         yield from _options(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -149,7 +150,7 @@ PRIORITY_ERROR_TYPES = ("extra_forbidden", "missing")  # a misspelt key explains
 def make_schema_error(
     error: ValidationError, raw: Any, prefix: Path = (), schema: type[Section] = GRPORunConfig
 ) -> ConfigError:
-    """The most telling of the errors; `raw` is the whole configuration, `prefix` where the validated part lies."""
+    """Return the most telling of the errors; `raw` is the whole configuration, `prefix` the validated part's path."""
     found = []
     for details in error.errors(include_url=False):
         path = _strip_union_members((*prefix, *details["loc"]), raw, details["type"])
@@ -162,16 +163,16 @@ def make_schema_error(
     _, _, path, details = min(found, key=lambda item: item[:2])
     if details["type"] == "extra_forbidden":
         return make_unknown_key_error(path, raw, schema)
-    message = details["msg"].removeprefix("Value error, ")  # of a validator of our own
+    message = details["msg"].removeprefix("Value error, ")  # raised by one of our validators
     problem = ERROR_MESSAGES.get(details["type"]) or message[:1].lower() + message[1:]
     value = at(raw, path)
     if value in ("None", "none"):
-        problem += " (nothing is written null)"
+        problem += " (write null for no value)"
     return ConfigError(dotted(path), value, problem)
 
 
 def make_unknown_key_error(path: Path, raw: Any, schema: type[Section] = GRPORunConfig) -> ConfigError:
-    """An unknown key, with the nearest of those that its section has."""
+    """Return the error of an unknown key, with the nearest key of its section."""
     node = find_schema_node(path[:-1], raw, schema)
     problem = "unknown key"
     if node is not None and node.kind is not None and node.entry_name is not None:
@@ -196,7 +197,8 @@ def reject_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
 
 
 def make_interpolation_error(error: OmegaConfBaseException, raw: Any, source: str | None = None) -> ConfigError:
-    """A value that cannot be resolved: an unknown key or resolver, or text that is no interpolation."""
+    """Return the error of a value that cannot be resolved: an unknown key or resolver, or text that is no
+    interpolation."""
     key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(key, "???", "must be set")
@@ -208,7 +210,7 @@ def make_interpolation_error(error: OmegaConfBaseException, raw: Any, source: st
 
 
 def _strip_union_members(loc: Path, raw: Any, error_type: str) -> Path:
-    """The location without the names that pydantic puts in for the members of a union."""
+    """Return the location without the names that pydantic inserts for members of a union."""
     path: tuple[str | int, ...] = ()
     for position, name in enumerate(loc):
         is_last = position == len(loc) - 1

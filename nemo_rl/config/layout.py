@@ -1,6 +1,6 @@
-"""From the configuration to a layout: how many policy ranks and engines there are, on which node and GPUs each stands.
+"""The layout of a run: how many policy ranks and engines there are, and on which node and GPUs each runs.
 
-A layout names nodes and GPUs by their place in the run; distributed/cluster.py finds real ones for them.
+A layout counts nodes and GPUs from 0; distributed/cluster.py maps them to real ones.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,15 +18,15 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlot:
-    """Where one process stands."""
+    """The node and GPUs of one process."""
 
-    node: int  # of the run's nodes
-    gpus: tuple[int, ...] = ()  # of the GPUs that the run has on this node; empty on a CPU
+    node: int  # index among the run's nodes
+    gpus: tuple[int, ...] = ()  # indices among the run's GPUs on this node; empty on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """Nodes and the GPUs on each of them that one part of the run may use."""
+    """Nodes, and the GPUs on each of them, that one part of the run may use."""
 
     nodes: range
     gpus: range
@@ -37,12 +37,13 @@ class DevicePool:
 
 
 def spread_over_nodes(count: int, nodes: range) -> tuple[DeviceSlot, ...]:
-    """As many on each node as on any other, or one more; neighbours stay together."""
+    """Return `count` slots spread evenly over the nodes; neighbours stay together."""
     return tuple(DeviceSlot(nodes[index * len(nodes) // count]) for index in range(count))
 
 
 def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *, key: str) -> tuple[DeviceSlot, ...]:
-    """A rank a GPU; on a CPU as many as the section `key` asks for. The tensor parallel ones are neighbours on a node.
+    """Return one slot per GPU; on a CPU as many as the section `key` asks for. Tensor-parallel ranks are neighbours on
+    a node.
 
     Raises:
         ConfigError: they do not fit.
@@ -56,7 +57,7 @@ def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *
 
 
 def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
-    """Every rank has a GPU, and the ranks that share a layer are on one node."""
+    """Check that every rank has a GPU, and that the ranks that share a layer are on one node."""
     owner = "the policy" if key == "policy" else "the teacher"
     section = f"{key}.megatron_cfg" if model.megatron_cfg.enabled else f"{key}.dtensor_cfg"
     tensor_key = (
@@ -87,7 +88,7 @@ def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
 def allocate_teacher_pools(
     config: TrainingRunConfig, cluster_pool: DevicePool, device: Device
 ) -> tuple[dict[str, DevicePool], DevicePool]:
-    """What each teacher that is not colocated has for itself, and what is left for policy and engines."""
+    """Return the pool of each teacher that is not colocated, and the pool left for policy and engines."""
     pools: dict[str, DevicePool] = {}
     left = cluster_pool
     for key, section in config.teacher_sections.items():
@@ -99,7 +100,7 @@ def allocate_teacher_pools(
 
 
 def _take_pool(key: str, section: TeacherConfig, left: DevicePool, device: Device) -> tuple[DevicePool, DevicePool]:
-    """The teacher's own, and what remains."""
+    """Return the teacher's pool and the remaining one."""
     wanted = section.colocated.resources
     resources = f"{key}.colocated.resources"
     if wanted.num_nodes is not None:
@@ -133,18 +134,18 @@ RESOURCES = "policy.generation.colocated.resources"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What runs where."""
+    """The processes of a run with their devices."""
 
     device: Device
     num_nodes: int
     gpus_per_node: int  # 0 on a CPU
-    ranks: tuple[DeviceSlot, ...]  # of the policy, in the order of ranks; the tensor parallel ones are neighbours
+    ranks: tuple[DeviceSlot, ...]  # of the policy, by rank; tensor-parallel ranks are neighbours
     engines: tuple[DeviceSlot, ...]
-    is_split: bool  # policy and engines stand on GPUs or nodes of their own
-    needs_cluster: bool  # processes of their own: the policy's ranks and the engines are Ray actors
+    is_split: bool  # policy and engines have separate GPUs or nodes
+    needs_cluster: bool  # policy ranks and engines are Ray actors, processes of their own
     teachers: Mapping[str, tuple[DeviceSlot, ...]] = field(
         default_factory=dict
-    )  # ranks, by key; those served have none
+    )  # ranks by key; served teachers have none
 
     @property
     def policy_nodes(self) -> tuple[int, ...]:
@@ -156,7 +157,7 @@ class Layout:
 
 
 def make_reward_model_layout(pool: RewardModelPlacementConfig, device: Device) -> Layout:
-    """Nodes for reward models alone, a model on each GPU; on a CPU a process takes the place of a GPU."""
+    """Return a layout of reward models on nodes of their own, one per GPU; on a CPU one per process."""
     gpus = range(pool.n_gpus_per_node)
     places = tuple(DeviceSlot(node, (gpu,) if device == "cuda" else ()) for node in range(pool.nnodes) for gpu in gpus)
     return Layout(
@@ -171,7 +172,7 @@ def make_reward_model_layout(pool: RewardModelPlacementConfig, device: Device) -
 
 
 def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
-    """The layout on `device`; raises ConfigError, with the key and what is allowed, for one that cannot be."""
+    """Return the layout on `device`; raises ConfigError, with the key and what is allowed, for an impossible one."""
     cluster, policy, generation = config.cluster, config.policy, config.policy.generation
     _check_gpus_of_layout(cluster, device)
     cluster_pool = DevicePool(range(cluster.num_nodes), range(cluster.gpus_per_node if device == "cuda" else 0))
@@ -202,7 +203,7 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
 
 
 def make_policy_layout(policy: PolicyConfig, cluster: ClusterConfig, device: Device) -> Layout:
-    """The policy's ranks on all of the cluster, and no engine; raises as `make_layout`."""
+    """Return the policy's ranks on all of the cluster, without engines; raises as `make_layout`."""
     _check_gpus_of_layout(cluster, device)
     gpus = cluster.gpus_per_node if device == "cuda" else 0
     ranks = _assign_policy_ranks(policy, DevicePool(range(cluster.num_nodes), range(gpus)), device)
@@ -220,7 +221,7 @@ def make_policy_layout(policy: PolicyConfig, cluster: ClusterConfig, device: Dev
 def _needs_cluster(
     models: Iterable[ParallelModelConfig], cluster: ClusterConfig, processes: Iterable[tuple[DeviceSlot, ...]]
 ) -> bool:
-    """Several processes, or one of Megatron's, which wants a process of its own."""
+    """Return whether there are several processes, or one of Megatron's, which needs its own."""
     several = any(len(places) > 1 for places in processes)
     is_megatron = any(model.megatron_cfg.enabled for model in models)
     return several or is_megatron or cluster.num_nodes > 1 or cluster.address is not None
@@ -232,7 +233,7 @@ def _check_gpus_of_layout(cluster: ClusterConfig, device: Device) -> None:
 
 
 def _split_pool(config: TrainingRunConfig, cluster_pool: DevicePool, device: Device) -> tuple[DevicePool, DevicePool]:
-    """The policy's and the engines' part of what teachers leave: the same where they are colocated."""
+    """Return the policy's and the engines' share of what teachers leave: the same pool where they are colocated."""
     nodes, gpus = len(cluster_pool.nodes), len(cluster_pool.gpus)
     if config.policy.generation.colocated.enabled:
         return cluster_pool, cluster_pool
@@ -264,7 +265,7 @@ def _split_pool(config: TrainingRunConfig, cluster_pool: DevicePool, device: Dev
 
 
 def _engine_gpus_per_node(config: TrainingRunConfig, gpus: int) -> int:
-    """GPUs that the engines use on a node of their own."""
+    """Return the number of GPUs that the engines use on nodes of their own."""
     own = config.policy.generation.colocated.resources.gpus_per_node
     if own is not None and gpus and own > gpus:
         raise ConfigError(f"{RESOURCES}.gpus_per_node", own, f"allowed: at most cluster.gpus_per_node = {gpus}")
@@ -306,7 +307,7 @@ def _assign_engines(generation: GenerationConfig, pool: DevicePool, device: Devi
 
 
 def _check_hf_engine(generation: GenerationConfig, layout: Layout) -> None:
-    """It lives in the driver's process, and reads the weights that ranks on the same machine publish."""
+    """Check the hf engine: it runs in the driver's process and reads weights published by ranks on the same machine."""
     if generation.backend != "hf" or not layout.needs_cluster:
         return
     if len(layout.engines) > 1:
@@ -320,7 +321,7 @@ def _check_hf_engine(generation: GenerationConfig, layout: Layout) -> None:
 
 
 def _check_background_collection(config: TrainingRunConfig, layout: Layout) -> None:
-    """An engine that samples while the policy trains cannot give it its memory."""
+    """Check that no engine that samples during training would have to give up its memory."""
     generation = config.policy.generation
     sleeps = generation.backend == "vllm" and generation.vllm_cfg.enable_sleep_mode is not False
     if config.algorithm.background.enabled and layout.device == "cuda" and not layout.is_split and sleeps:

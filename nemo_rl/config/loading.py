@@ -1,7 +1,7 @@
-"""From a recipe and the command line to a checked configuration.
+"""Loading: from a recipe and the command line to a checked configuration.
 
 `defaults:` files are merged below the recipe, overrides above it; then interpolations are resolved, NeMo-RL's keys
-that have no meaning here taken out, and the rest validated by the schema and by checks across sections.
+translated or removed, and the rest validated by the schema and by the cross-section checks.
 """
 
 import re
@@ -47,7 +47,8 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPORunConfig:
-    """The configuration of a recipe with overrides in Hydra's grammar; raises ConfigError for all that is wrong.
+    """Load the configuration of `examples/run_grpo.py` from a recipe with overrides in Hydra's grammar; raises
+    ConfigError.
 
     Example: `load_config(Path("examples/configs/quickstart.yaml"), ["grpo.max_num_steps=2"])`
     """
@@ -57,35 +58,35 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPORunConfig:
 
 
 def load_distillation_config(path: Path, overrides: Sequence[str] = ()) -> DistillationRunConfig:
-    """The same for `examples/run_distillation.py`."""
+    """Load the configuration of `examples/run_distillation.py`."""
     config = read_config(DistillationRunConfig, path, overrides, prepare=translate_nemo_rl_keys)
     check(config)
     return config
 
 
 def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SFTRunConfig:
-    """The same for `examples/run_sft.py`."""
+    """Load the configuration of `examples/run_sft.py`."""
     config = read_config(SFTRunConfig, path, overrides, prepare=translate_sft_keys)
     check_sft(config)
     return config
 
 
 def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> RewardModelRunConfig:
-    """The same for `examples/run_rm.py`."""
+    """Load the configuration of `examples/run_rm.py`."""
     config = read_config(RewardModelRunConfig, path, overrides)
     check_reward_model(config)
     return config
 
 
 def load_collect_config(path: Path, overrides: Sequence[str] = ()) -> CollectRunConfig:
-    """The same for `nemo-rl collect`."""
+    """Load the configuration of `nemo-rl collect`."""
     config = read_config(CollectRunConfig, path, quote_seeds(overrides), prepare=translate_nemo_rl_keys)
     check_sampled(config)
     return config
 
 
 def load_eval_config(path: Path, overrides: Sequence[str] = ()) -> EvalRunConfig:
-    """The same for `examples/run_eval.py`."""
+    """Load the configuration of `examples/run_eval.py`."""
 
     def prepare(resolved: dict[str, Any]) -> None:
         translate_nemo_rl_keys(resolved)
@@ -97,10 +98,10 @@ def load_eval_config(path: Path, overrides: Sequence[str] = ()) -> EvalRunConfig
 
 
 def resolved_yaml(config: Section) -> str:
-    """Every key with its value, as YAML that `load_config` reads to an equal configuration.
+    """Return every key with its value, as YAML that `load_config` reads to an equal configuration.
 
-    The sections that the algorithm has of its own come first. Of the data sets only the keys that are set: the others
-    come from `data.default` or from what is known of the set.
+    The algorithm's own sections come first. Datasets show only the keys that are set; the others come from
+    `data.default` or from the dataset's preset.
     """
     values = config.model_dump()
     if isinstance(config, RolloutRunConfig | SFTRunConfig):
@@ -119,7 +120,7 @@ def read_config(
     *,
     prepare: Callable[[dict[str, Any]], None] = lambda resolved: None,
 ) -> ConfigT:
-    """A recipe with overrides, interpolations resolved, changed in place by `prepare`, and validated by the schema."""
+    """Read a recipe with overrides, resolve interpolations, let `prepare` change it in place, and validate it."""
     raw = merge_layers(None, _read_recipe(Path(path), ()))
     for text in overrides:
         apply_override(raw, text, schema)
@@ -129,25 +130,25 @@ def read_config(
 
 
 def translate_nemo_rl_keys(resolved: dict[str, Any]) -> None:
-    """NeMo-RL's keys and names, in place."""
+    """Translate NeMo-RL's keys and names, in place."""
     remove_unsupported_keys(resolved)
     normalize_dataset_names(resolved)
     collect_gym_overrides(resolved)
 
 
 def translate_sft_keys(resolved: dict[str, Any]) -> None:
-    """The same for supervised training, where some keys are called otherwise or mean nothing."""
+    """Translate NeMo-RL's keys of supervised training, in place: some have other names or no meaning there."""
     remove_unsupported_keys(resolved, SFT_RULES)
     normalize_dataset_names(resolved)
     normalize_metric_name(resolved)
 
 
 def _read_recipe(path: Path, include_chain: tuple[Path, ...]) -> dict[str, Any]:
-    """A file over those that its `defaults:` names."""
+    """Read a file merged over the files that its `defaults:` names."""
     path = path.resolve()
     if path in include_chain:
         cycle = " -> ".join(p.name for p in (*include_chain[include_chain.index(path) :], path))
-        raise ConfigError("defaults", path.name, f"recipes that lie under each other: {cycle}")
+        raise ConfigError("defaults", path.name, f"recipes include each other: {cycle}")
     layer = _read_layer(path, include_chain[-1] if include_chain else None)
     names = layer.pop("defaults", None) or []
     names = [names] if isinstance(names, str) else names
@@ -236,7 +237,7 @@ def _read_entry(kind: Kind, data: Any, path: KeyPath, resolved: dict[str, Any], 
 
 
 def _register_resolvers() -> None:
-    """`${mul:${a},${b}}` and the like, as NeMo-RL's recipes use them; once a process."""
+    """Register `${mul:${a},${b}}` and the like, as NeMo-RL's recipes use them; once per process."""
     resolvers = {"add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": _divide, "max": lambda a, b: max(a, b)}
     for name, resolver in resolvers.items():
         if not OmegaConf.has_resolver(name):
@@ -244,12 +245,12 @@ def _register_resolvers() -> None:
 
 
 def _divide(a: float, b: float) -> float:
-    """An integer where it comes out even, since most keys are counts."""
+    """Divide, to an integer where it comes out even, since most keys are counts."""
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
 
 
 def _escape_interpolations(value: Any) -> Any:
-    """Strings that a second load reads as they are, and not as interpolations."""
+    """Escape strings so that a second load does not read them as interpolations."""
     if isinstance(value, dict):
         return {key: _escape_interpolations(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The whole configuration of a training run on rollouts; one class a script of examples/."""
+"""The whole configuration of a training run on rollouts: one class per script of examples/."""
 
 from typing import Annotated, ClassVar
 
@@ -26,7 +26,7 @@ TEACHER, TEACHERS = "teacher", "teachers"
 
 
 class RolloutRunConfig(Section):
-    """What rollouts are made of, whatever becomes of them."""
+    """Sections that every run with rollouts has."""
 
     policy: SampledModelConfig
     data: BaseDataConfig
@@ -40,7 +40,7 @@ class RolloutRunConfig(Section):
 
     @property
     def seed(self) -> int:
-        """Of the order of prompts and of every sample."""
+        """The seed of the prompt order and of every sample."""
         raise NotImplementedError
 
     @property
@@ -49,7 +49,7 @@ class RolloutRunConfig(Section):
 
 
 class TrainingRunConfig(RolloutRunConfig):
-    """What every algorithm that trains on rollouts has; `algorithm` is the section named `algorithm_key`."""
+    """Sections that every algorithm on rollouts has; `algorithm` is the section named `algorithm_key`."""
 
     algorithm_key: ClassVar[str]
 
@@ -58,8 +58,8 @@ class TrainingRunConfig(RolloutRunConfig):
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    teacher: TeacherConfig | None = None  # of all tasks
-    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name, before `teacher`
+    teacher: TeacherConfig | None = None  # for all tasks
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name; takes precedence over `teacher`
 
     @property
     def algorithm(self) -> RolloutTrainingConfig:
@@ -75,29 +75,29 @@ class TrainingRunConfig(RolloutRunConfig):
 
     @property
     def min_group_size(self) -> int:
-        """Survivors that a group needs to be trained on: never more than it has members."""
+        """Survivors that a group needs to be trained on; never more than it has members."""
         return min(self.rollout.min_group_size, self.algorithm.num_generations_per_prompt)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the first weights is kept."""
+        """Whether a frozen copy of the initial weights is kept."""
         return False
 
     @property
     def teacher_sections(self) -> dict[str, TeacherConfig]:
-        """All teachers by the key of their section."""
+        """Every teacher by the key of its section."""
         default = {} if self.teacher is None else {TEACHER: self.teacher}
         return default | {f"{TEACHERS}.{task}": section for task, section in self.teachers.items()}
 
     def teacher_key(self, task_name: str) -> str | None:
-        """The key of the task's teacher; None: it has none."""
+        """Return the key of the task's teacher; None: it has none."""
         if task_name in self.teachers:
             return f"{TEACHERS}.{task_name}"
         return None if self.teacher is None else TEACHER
 
 
 class GRPORunConfig(TrainingRunConfig):
-    """`examples/run_grpo.py`: what a recipe may say."""
+    """The configuration of `examples/run_grpo.py`."""
 
     algorithm_key: ClassVar[str] = "grpo"
 
@@ -115,12 +115,12 @@ class GRPORunConfig(TrainingRunConfig):
 
     @property
     def min_group_size(self) -> int:
-        """Where a teacher and no reward says what to learn, a rollout needs no others beside it."""
+        """With opd a teacher and no reward decides what to learn, so a single rollout suffices."""
         return 1 if self.grpo.adv_estimator.name == "opd" else super().min_group_size
 
 
 class DistillationRunConfig(TrainingRunConfig):
-    """`examples/run_distillation.py`: what a recipe may say."""
+    """The configuration of `examples/run_distillation.py`."""
 
     algorithm_key: ClassVar[str] = "distillation"
 
@@ -133,5 +133,5 @@ class DistillationRunConfig(TrainingRunConfig):
 
     @property
     def min_group_size(self) -> int:
-        """Rollouts are not compared with each other: each that did not fail is trained on."""
+        """Rollouts are not compared with each other, so each that did not fail is trained on."""
         return 1

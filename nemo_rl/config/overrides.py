@@ -5,10 +5,10 @@
 | `a.b=c` | set a key of the schema, whether or not the recipe has it; below a free mapping (kwargs) it must exist |
 | `++a.b=c` | set, or add below a free mapping |
 | `+a.b=c` | add what the recipe does not have |
-| `~a.b`, `~a.b=c` | take out what the recipe has (and only if it is c) |
+| `~a.b`, `~a.b=c` | remove a key of the recipe (with a value: only if it equals c) |
 
-A mapping given as a value is merged into the recipe's; an item of a list is named by its index. Keys that nobody
-knows are left for the schema to refuse.
+A mapping given as a value is merged into the recipe's; an item of a list is named by its index. Unknown
+keys are left for the schema to refuse.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ REPLACE = "_override_"  # NeMo-RL's marker: this mapping replaces the one below 
 
 
 def merge_layers(base: Any, top: Any) -> Any:
-    """`top` over `base`: mappings key by key, anything else replaced. Neither is changed."""
+    """Return `top` merged over `base`: mappings key by key, anything else replaced. Neither is changed."""
     if not isinstance(top, dict):
         return [merge_layers(None, item) for item in top] if isinstance(top, list) else top
     replaces = top.get(REPLACE, False) or not isinstance(base, dict)
@@ -39,7 +39,7 @@ def merge_layers(base: Any, top: Any) -> Any:
 
 
 def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GRPORunConfig) -> None:
-    """Change `config` in place; raises ConfigError for text that is no override or has nothing to act on."""
+    """Change `config` in place; raises ConfigError for text that is no override or has no target."""
     override = _parse(text)
     path = current_key(override.key_or_group).split(".")
     if "" in path:
@@ -69,7 +69,7 @@ def _parse(text: str) -> Override:
 
 
 def _check_exists(config: dict[str, Any], path: list[str], value: object, schema: type[Section]) -> None:
-    """Below a free mapping the schema cannot catch a misspelt key, so that it must be there already."""
+    """Require the key below a free mapping to exist, since the schema cannot catch a misspelt one there."""
     for depth in range(1, len(path)):
         node = find_schema_node(path[:depth], config, schema)
         if node is None or not node.is_free:

@@ -12,7 +12,7 @@ from nemo_rl.errors import ConfigError
 
 
 class RewardModelTrainingConfig(Section):
-    """`rm`: how long, and how often it is measured."""
+    """`rm`: length of training and validation."""
 
     max_num_epochs: int = Field(default=1, gt=0)
     max_num_steps: int = Field(default=1000, gt=0)  # optimizer steps
@@ -23,18 +23,18 @@ class RewardModelTrainingConfig(Section):
 class RewardModelPolicyConfig(Section):
     """`policy`: the model, in float32 in this process, and its optimizer."""
 
-    model_name: str  # a Hugging Face name or a folder; its head is replaced by a fresh one of one label
+    model_name: str  # a Hugging Face name or a directory; its head is replaced by a fresh one of one label
     tokenizer: TokenizerConfig = TokenizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     train_global_batch_size: int = Field(default=64, gt=0)  # pairs of one optimizer step
     train_micro_batch_size: int = Field(default=16, gt=0)  # pairs of one forward and backward
-    max_total_sequence_length: int = Field(default=1024, gt=0)  # tokens; a pair with a longer side is left out
+    max_total_sequence_length: int = Field(default=1024, gt=0)  # tokens; pairs with a longer side are dropped
     max_grad_norm: float = Field(default=1.0, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class PreferenceDatasetConfig(Section):
-    """Pairs of answers to one prompt, one better than the other."""
+    """Pairs of responses to one prompt, one preferred to the other."""
 
     dataset_name: Literal["jsonl", "spell_backward"] = "jsonl"  # spell_backward: the quickstart's words
     data_path: str | None = None  # jsonl: a file of rows {prompt or messages, chosen, rejected}
@@ -47,11 +47,11 @@ class PreferenceDataConfig(Section):
 
 
 class RewardModelCheckpointingConfig(Section):
-    checkpoint_dir: str | None = None  # the Hugging Face folder that is written; None: model/ in the run directory
+    checkpoint_dir: str | None = None  # the Hugging Face directory to write; None: model/ in the run directory
 
 
 class RewardModelRunConfig(Section):
-    """`examples/run_rm.py`: what a recipe may say."""
+    """The configuration of `examples/run_rm.py`."""
 
     rm: RewardModelTrainingConfig = RewardModelTrainingConfig()
     policy: RewardModelPolicyConfig

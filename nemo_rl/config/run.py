@@ -1,4 +1,4 @@
-"""The sections about the run itself: `rollout`, `weight_sync`, `checkpointing`, `logger`, `cluster`."""
+"""Sections about the run itself: `rollout`, `weight_sync`, `checkpointing`, `logger`, `cluster`, `gateway`."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ class RolloutBoundsConfig(Section):
 
 
 class RolloutConfig(RolloutBoundsConfig):
-    """Of training: also bounds on failures, and what is written down."""
+    """Bounds of training: also on failures, and what is written to disk."""
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's rollouts; above it the run stops
     min_group_size: int = Field(default=2, gt=0)  # survivors that a group needs to be trained on
@@ -26,7 +26,7 @@ class RolloutConfig(RolloutBoundsConfig):
 
 
 class WeightSyncConfig(Section):
-    """`weight_sync`: the way of the policy's weights to the engines, and the check that they arrive."""
+    """`weight_sync`: how the policy's weights reach the engines, and how a refit is verified."""
 
     transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"  # auto: by the layout
     verify: bool = False  # after every refit; the first one is always verified
@@ -63,7 +63,7 @@ class LoggerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The machines of a run. One process and no Ray where that is enough."""
+    """The machines of a run; one process without Ray where that suffices."""
 
     gpus_per_node: int = Field(default=1, ge=0)
     num_nodes: int = Field(default=1, gt=0)
@@ -72,7 +72,7 @@ class ClusterConfig(Section):
 
 
 class GatewayConfig(Section):
-    """`gateway`: the OpenAI server that agents talk to. It is started where an environment is an agent."""
+    """`gateway`: the OpenAI-compatible server that agents call; started where an environment is an agent."""
 
     num_servers: int = Field(default=1, gt=0)
     host: str = "127.0.0.1"

@@ -11,7 +11,7 @@ from nemo_rl.config.section import Section
 
 
 class SFTConfig(Section):
-    """`sft`: how long, and how often it is measured, under NeMo-RL's names."""
+    """`sft`: length of training and validation, under NeMo-RL's names."""
 
     max_num_epochs: int = Field(default=1, gt=0)
     max_num_steps: int = Field(default=1_000_000, gt=0)  # of policy.train_global_batch_size conversations each
@@ -20,7 +20,7 @@ class SFTConfig(Section):
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False
     val_at_end: bool = True
-    val_batches: int | None = Field(default=8, gt=0)  # of each data set; None: all
+    val_batches: int | None = Field(default=8, gt=0)  # of each dataset; None: all
     val_global_batch_size: int = Field(default=32, gt=0)  # conversations of one batch
     val_micro_batch_size: int | None = Field(default=None, gt=0)  # of one forward; None: policy.train_micro_batch_size
 
@@ -29,11 +29,11 @@ class SFTDataConfig(DataConfig):
     """`data`: rows with OpenAI `messages`, or with a question and its answer."""
 
     max_input_seq_length: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
-    overlong: Literal["drop", "truncate"] = "drop"  # conversations of more tokens; those dropped are counted
+    overlong: Literal["drop", "truncate"] = "drop"  # longer conversations; dropped ones are counted
 
 
 class SFTRunConfig(Section):
-    """`examples/run_sft.py`: what a recipe may say."""
+    """The configuration of `examples/run_sft.py`."""
 
     sft: SFTConfig = SFTConfig()
     policy: PolicyConfig
@@ -44,7 +44,7 @@ class SFTRunConfig(Section):
 
     @property
     def max_tokens(self) -> int:
-        """Of one conversation."""
+        """Maximum number of tokens of one conversation."""
         return self.data.max_input_seq_length or self.policy.max_total_sequence_length
 
     @property

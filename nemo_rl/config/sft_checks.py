@@ -1,4 +1,4 @@
-"""What the schema of `examples/run_sft.py` cannot say."""
+"""Rules of `examples/run_sft.py` that the schema cannot express."""
 
 from nemo_rl.config.checks import KEY as METRIC_NAME
 from nemo_rl.config.checks import check_data, check_micro_batch, check_scheduler
@@ -7,7 +7,7 @@ from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError, suggest_name
 from nemo_rl.metric_names import ranking_metrics
 
-UNUSED_DATASET_KEYS = ("env_name", "agent_name", "processor")  # keys of data sets that only rollouts read
+UNUSED_DATASET_KEYS = ("env_name", "agent_name", "processor")  # dataset keys that only rollouts read
 
 
 def check_sft(config: SFTRunConfig) -> None:
@@ -38,7 +38,8 @@ def _check_lengths(config: SFTRunConfig) -> None:
 
 
 def _check_metric(config: SFTRunConfig) -> None:
-    """Of a name with a slash ("val:<data set>/loss") the first checkpoint tells."""
+    """Check the metric that ranks checkpoints; a name with a slash ("val:<dataset>/loss") is checked at the first
+    checkpoint."""
     metric = config.checkpointing.metric_name
     if not config.checkpointing.enabled or metric is None:
         return

@@ -1,4 +1,4 @@
-"""`slurm` of `nemo-rl submit`: the job, and what its three components run in."""
+"""`slurm` of `nemo-rl submit`: the jobs, their three components, the layout of server processes, and the checks."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,12 @@ from nemo_rl.errors import ConfigError
 
 
 class SlurmComponentConfig(Section):
-    """A part of the job: the steps that run it. Dependencies are the job's (`slurm.dependency`), never a part's."""
+    """One part of the job and the steps that run it. Dependencies belong to the job (`slurm.dependency`), never to a
+    part."""
 
     container: str | None = None  # image of the steps, with Slurm's plugin pyxis; None: the node itself
     mounts: list[str] = Field(default_factory=list)  # "/on/the/node:/in/the/container[:ro]"
-    environment: dict[str, str] = Field(default_factory=dict)  # variables of these steps alone
+    environment: dict[str, str] = Field(default_factory=dict)  # variables of these steps only
     working_directory: str | None = None  # None: where `nemo-rl submit` was called, or the container's own
     srun_args: list[str] = Field(default_factory=list)  # further arguments of srun
 
@@ -28,7 +29,7 @@ class SlurmComponentConfig(Section):
 class SlurmServerConfig(SlurmComponentConfig):
     """OpenAI-compatible servers that an array task starts for its collection, behind one address."""
 
-    model: str | None = None  # a Hugging Face name or a folder; None: `command` knows it
+    model: str | None = None  # a Hugging Face name or a directory; None: part of `command`
     program: list[str] | None = Field(default=None, min_length=1)  # before model and flags; None: `vllm serve`
     args: list[str] = Field(default_factory=list)  # further arguments of `program`
     command: list[str] | None = Field(default=None, min_length=1)  # another server; {host} and {port} are filled in
@@ -48,7 +49,7 @@ class SlurmCollectionConfig(SlurmComponentConfig):
 
 
 class SlurmAggregationConfig(SlurmComponentConfig):
-    """`nemo-rl merge` and `nemo-rl profile`, a job of their own after all collections have gone well."""
+    """`nemo-rl merge` and `nemo-rl profile`, in a job of their own after all collections have succeeded."""
 
     enabled: bool = True
     num_tasks: Literal[1] = 1  # one writer
@@ -61,7 +62,7 @@ class SlurmAggregationConfig(SlurmComponentConfig):
 
 
 class SlurmConfig(Section):
-    """The jobs. What is None is left to Slurm's defaults."""
+    """The jobs; None leaves a value to Slurm's defaults."""
 
     job_name: str = Field(default="nemo-rl", pattern=r"^[\w.+-]+$")
     partition: str | None = None
@@ -89,12 +90,12 @@ KEY = "slurm.server"
 
 @dataclass(frozen=True, slots=True)
 class ServerLayout:
-    """Processes are numbered node by node, as Slurm numbers the tasks of a step."""
+    """Server processes, numbered node by node as Slurm numbers the tasks of a step."""
 
-    num_tasks: int  # processes, over all nodes of the job
+    num_tasks: int  # processes on all nodes of the job
     tasks_per_node: int
     replicas_per_task: int
-    tasks_per_group: int  # processes behind one address of vLLM's; the first of each group listens
+    tasks_per_group: int  # processes that share one vLLM address; the first of each group listens
     parallelism: str  # of a group: "data" or "pipeline"
 
     @property
@@ -107,10 +108,10 @@ class ServerLayout:
 
 
 def server_layout(server: SlurmServerConfig, num_nodes: int) -> ServerLayout:
-    """Raises ConfigError for replicas and processes that do not fill the nodes evenly.
+    """Return the layout; raises ConfigError for replicas and processes that do not fill the nodes evenly.
 
     Example: 8 replicas on 2 nodes are 2 processes of 4 replicas, one group by vLLM's data parallelism; with
-    `balance: router` they are 8 processes and 8 groups behind our router.
+    `balance: router` they are 8 processes and 8 groups served by our router.
     """
     if server.nodes_per_replica > 1:
         return _make_multi_node_layout(server, num_nodes)
@@ -129,7 +130,7 @@ def server_layout(server: SlurmServerConfig, num_nodes: int) -> ServerLayout:
 
 
 def _make_multi_node_layout(server: SlurmServerConfig, num_nodes: int) -> ServerLayout:
-    """One process a node, each with a part of a replica."""
+    """Return one process per node, each with a part of a replica."""
     if server.balance == "vllm" and server.num_replicas > 1:
         raise ConfigError(f"{KEY}.balance", "vllm", "replicas over several nodes are spread by our router")
     num_tasks = server.num_replicas * server.nodes_per_replica
@@ -158,7 +159,7 @@ SECRET_OPTION = re.compile(r"--(.*[-_])?(key|token|secret|password)", re.IGNOREC
 
 
 def check_slurm(slurm: SlurmConfig) -> None:
-    """Raise ConfigError for the first thing that no job can be made of."""
+    """Raise ConfigError for the first value that no job can be made of."""
     for key, value in _directive_values(slurm):
         if not value.isprintable() or not value:
             raise ConfigError(key, value, "must be one line of text")
@@ -183,7 +184,7 @@ def _sbatch_arguments(slurm: SlurmConfig) -> Iterator[tuple[str, list[str]]]:
 
 
 def _directive_values(slurm: SlurmConfig) -> Iterator[tuple[str, str]]:
-    """What stands in lines that bash takes for comments, so that no quoting can carry a line break."""
+    """Return the values written to lines that bash reads as comments, where no quoting can carry a line break."""
     for name in ("partition", "account", "qos", "time", "dependency", "directory"):
         if (value := getattr(slurm, name)) is not None:
             yield f"slurm.{name}", value
@@ -235,7 +236,7 @@ def _check_server(server: SlurmServerConfig, num_nodes: int) -> None:
 
 
 def _check_no_secret(key: str, words: Sequence[str]) -> None:
-    """Commands stand in the script, and are seen by whoever lists the node's processes."""
+    """Refuse secrets in commands, which are part of the script and visible in the node's process list."""
     for word in words:
         option = word.split("=")[0]
         if SECRET_OPTION.fullmatch(option):
@@ -264,13 +265,13 @@ PLACEHOLDER_ADDRESS = "http://found-in-the-job"  # each array task puts its own 
 
 
 class SubmitRunConfig(CollectRunConfig):
-    """`nemo-rl submit`: what a recipe may say."""
+    """The configuration of `nemo-rl submit`."""
 
     slurm: SlurmConfig = SlurmConfig()
 
 
 def load_submit_config(path: Path, overrides: Sequence[str] = ()) -> SubmitRunConfig:
-    """The configuration of a recipe with overrides in Hydra's grammar; raises ConfigError for all that is wrong."""
+    """Load the configuration of a recipe with overrides in Hydra's grammar; raises ConfigError."""
     config = read_config(SubmitRunConfig, path, quote_seeds(overrides), prepare=_prepare)
     check_slurm(config.slurm)
     if config.collect.chunk is not None:
@@ -280,9 +281,10 @@ def load_submit_config(path: Path, overrides: Sequence[str] = ()) -> SubmitRunCo
 
 
 def collect_yaml(config: SubmitRunConfig) -> str:
-    """What the jobs give to `nemo-rl collect`: without `slurm`, and without the seeds, of which each job has its own.
+    """Return the configuration that the jobs pass to `nemo-rl collect`: without `slurm`, and without seeds, which
+    differ between jobs.
 
-    The output directory is absolute, since a container may begin elsewhere.
+    The output directory is absolute, since a container may start elsewhere.
     """
     values = OmegaConf.to_container(OmegaConf.create(resolved_yaml(config)), resolve=False)
     assert isinstance(values, dict)
@@ -292,7 +294,7 @@ def collect_yaml(config: SubmitRunConfig) -> str:
 
 
 def _prepare(resolved: dict[str, Any]) -> None:
-    """As for a collection; where the job starts the servers, their address is filled in, in place."""
+    """Translate keys as for a collection; where the job starts the servers, fill in a placeholder address, in place."""
     translate_nemo_rl_keys(resolved)
     slurm, server = resolved.get("slurm"), resolved.setdefault("server", {})
     if not (isinstance(slurm, dict) and slurm.get("server") and isinstance(server, dict)):

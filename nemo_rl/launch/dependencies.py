@@ -1,4 +1,5 @@
-"""What rollouts depend on besides an engine: environments, scorers, agents and NeMo Gym stacks."""
+"""What rollouts depend on besides an engine: environments, scorers, agents and NeMo Gym stacks, opened from the
+configuration and closed in reverse order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -24,7 +25,6 @@ from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
 from nemo_rl.experience.scoring import Scoring, ScoringTurn, WeightedScorer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
-from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.interfaces import Agent, Environment, Generation
 from nemo_rl.launch.rollouts import make_sampling
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import ReservedSlot
     from nemo_rl.gateway.manager import GatewayManager
 
-CALLS_PER_RUN = 16  # at once, of all runs on average; above it calls are answered 429
-MODEL_NAME = "policy"  # as agents see it; any other name they ask for is served too
+CALLS_PER_RUN = 16  # concurrent calls per agent run, on average; calls beyond that are answered with 429
+MODEL_NAME = "policy"  # the name that agents see; any other model name is served too
 
 
 def make_agents(config: RolloutRunConfig) -> dict[str, Agent]:
-    """The agents of `env` by name; raises ConfigError for a function that cannot be found."""
+    """Return the agents of `env` by name; raises ConfigError for a function that cannot be imported."""
     return {name: make_agent(name, section) for name, section in agent_configs(config).items()}
 
 
@@ -59,7 +59,8 @@ def make_agent(name: str, section: AgentConfig) -> Agent:
 
 
 def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
-    """Raises ConfigError for unknown parsers, and for a chat template that cannot render the answers of tools."""
+    """Return the gateway's codec; raises ConfigError for unknown parsers and for a chat template that cannot render
+    tool results."""
     gateway = config.gateway
     codec = Codec(encoder, tool_parser_name=gateway.tool_parser, reasoning_parser_name=gateway.reasoning_parser)
     roles = ("user",) if gateway.tool_parser is None else ("user", "tool")
@@ -74,7 +75,7 @@ def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
 async def open_gateway(
     config: RolloutRunConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
 ) -> "GatewayManager":
-    """Start the gateway, closed with `stack`."""
+    """Start the gateway; `stack` closes it."""
     from nemo_rl.gateway.manager import GatewayManager  # loads Ray
 
     runners = (section for section in config.env.values() if isinstance(section, AgentConfig | NemoGymConfig))
@@ -94,7 +95,7 @@ async def open_gateway(
 def agent_runtimes(
     config: RolloutRunConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
 ) -> dict[str, AgentRuntime]:
-    """Every agent with the gateway's sessions."""
+    """Return every agent together with the gateway's sessions and its limits."""
     sections = agent_configs(config)
     return {
         name: AgentRuntime(
@@ -110,7 +111,8 @@ def agent_runtimes(
 
 
 def open_environments(config: RolloutRunConfig, stack: AsyncExitStack) -> dict[str, Environment]:
-    """By task name, closed with `stack`; raises ConfigError for one that cannot be found or made."""
+    """Open the environments of `env` by task name; `stack` closes them. Raises ConfigError for one that cannot be found
+    or made."""
     environments: dict[str, Environment] = {}
     for name, section in config.env.items():
         if not isinstance(section, AgentConfig | NemoGymConfig):
@@ -126,11 +128,11 @@ def gym_configs(config: RolloutRunConfig) -> dict[str, NemoGymConfig]:
 async def open_nemo_gym(
     config: RolloutRunConfig,
     prompt_sets: Sequence[PromptSet],
-    manager: GatewayManager,
+    manager: "GatewayManager",
     run_dir: Path,
     stack: AsyncExitStack,
 ) -> dict[str, GymRuntime]:
-    """Each stack with all agents that rows of `prompt_sets` name, closed with `stack`.
+    """Connect to or start each NeMo Gym stack with all agents that rows of `prompt_sets` name; `stack` closes them.
 
     Raises ConfigError for an agent that a stack does not have, GymUnavailable for what does not answer in time.
     """
@@ -149,7 +151,7 @@ async def open_nemo_gym(
 
 
 def agent_names_for(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
-    """The agents that rows of an entry of `env` name."""
+    """Return the NeMo Gym agents that the rows of one entry of `env` name."""
     found: set[str] = set()
     for prompts in (prompt_set.prompts for prompt_set in prompt_sets):
         if isinstance(prompts, Blend):
@@ -163,7 +165,7 @@ async def _open_client(
     name: str,
     section: NemoGymConfig,
     agents: frozenset[str],
-    manager: GatewayManager,
+    manager: "GatewayManager",
     directory: Path,
     stack: AsyncExitStack,
 ) -> GymClient:
@@ -185,9 +187,9 @@ async def _open_client(
 
 
 async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
-    """Make every scorer once, closed with `stack`, and give each task its own; raises ConfigError.
+    """Make every scorer once and assign each task its own; `stack` closes them. Raises ConfigError.
 
-    `layout` is the run's; None where no policy runs beside the scorers.
+    `layout` is that of the run; None where no policy trains beside the scorers.
     """
     slots = await _reserve_pool(config, layout, stack) if config.reward_model.enable_resource_pool else ()
     scorers: dict[str, WeightedScorer] = {}
@@ -201,11 +203,11 @@ async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: A
 async def _reserve_pool(
     config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack
 ) -> "Sequence[ReservedSlot]":
-    """A seat a GPU of the pool, on a CPU a seat a process."""
+    """Reserve one device slot per GPU of the reward models' pool; on a CPU one per process."""
     from nemo_rl.distributed.cluster import cluster_address, connect, reserve  # loads Ray
 
     if layout is not None and layout.device == "cuda" and not layout.needs_cluster:
-        problem = "the policy's GPU is not Ray's to divide; set cluster.address, or place the policy on several ranks"
+        problem = "Ray cannot divide the policy's GPU; set cluster.address, or place the policy on several ranks"
         raise ConfigError("reward_model.enable_resource_pool", True, problem)
     connect(config.cluster.address)
     pool = make_reward_model_layout(config.reward_model, "cpu" if layout is None else layout.device)
@@ -255,10 +257,8 @@ async def open_rollout_dependencies(
     stack: AsyncExitStack,
     scoring_turn: ScoringTurn | None = None,
 ) -> RolloutDependencies:
-    """Join `parts` with the engine; agents and NeMo Gym get a gateway in front of it.
-
-    `scoring_turn` is given where scorers share the engine's device.
-    """
+    """Open everything that needs no engine; `stack` closes it. `layout` is None where no policy trains beside. Raises
+    ConfigError."""
     agents: dict[str, AgentRuntime] = {}
     gyms: dict[str, GymRuntime] = {}
     if parts.codec is not None:

@@ -1,4 +1,4 @@
-"""Names of models in a configuration, checked before torch loads: what is written as a path must lead to a model."""
+"""Names of models in a configuration, checked before torch loads: a path must lead to a model."""
 
 import difflib
 import re
@@ -26,9 +26,9 @@ AnyConfig: TypeAlias = TrainingRunConfig | SFTRunConfig | SampledRunConfig | Rew
 
 
 def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
-    """Which of the quickstart's models a name means, and from which seed; None: the name is not one of ours.
+    """Return which of the quickstart's models a name means and its seed; None: the name is none of them.
 
-    Raises ConfigError for a name that begins like one of ours.
+    Raises ConfigError for a name that begins like one of them but is not.
     """
     if not model_name.startswith(QUICKSTART_MODEL):
         return None
@@ -40,15 +40,15 @@ def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
 
 
 def checkpoint_weights(name: str) -> Path | None:
-    """The Hugging Face folder in a run's checkpoint; None for what is no checkpoint."""
+    """Return the Hugging Face directory in a run's checkpoint; None for anything but a checkpoint."""
     weights = Path(name) / "policy" / "weights"
     return weights if weights.is_dir() else None
 
 
 def check_model_names(config: AnyConfig) -> None:
-    """Raise ConfigError for the first model that cannot be there. Names on the hub pass: loading tells of them."""
+    """Raise ConfigError for the first model that cannot exist. Names on the hub pass; loading reports those."""
     is_served = isinstance(config, SampledRunConfig) and config.server.address is not None
-    if not is_served:  # a server may call its model as it likes
+    if not is_served:  # a server may give its model any name
         check_model_name("policy.model_name", config.policy.model_name)
         if config.policy.tokenizer.name is not None:
             check_directory("policy.tokenizer.name", config.policy.tokenizer.name)
@@ -64,7 +64,7 @@ def check_model_names(config: AnyConfig) -> None:
 
 
 def _check_teacher(key: str, section: TeacherConfig) -> None:
-    """Of one behind a server the tokenizer alone is loaded here."""
+    """Check the model of a teacher; of a served one only the tokenizer is loaded here."""
     if section.server is None:
         check_model_name(f"{key}.model_name", section.model_name)
     elif section.tokenizer.name is None:
@@ -74,7 +74,7 @@ def _check_teacher(key: str, section: TeacherConfig) -> None:
 
 
 def check_model_name(key: str, name: str) -> None:
-    """Raise ConfigError for a path that leads to no model, neither in a Hugging Face folder nor in a checkpoint."""
+    """Raise ConfigError for a path without a model, neither a Hugging Face directory nor a checkpoint."""
     with _translate_os_errors(key, name):
         if quickstart_model(key, name) is not None or checkpoint_weights(name) is not None:
             return
@@ -83,24 +83,24 @@ def check_model_name(key: str, name: str) -> None:
         if not folder.is_dir() or (folder / MODEL_FILE).is_file():
             return
         checkpoints = [str(path) for path in folder.glob("step_*")]
-    raise ConfigError(key, name, f"the folder has no {MODEL_FILE}, so it is no model", known=checkpoints)
+    raise ConfigError(key, name, f"the directory has no {MODEL_FILE}, so it is not a model", known=checkpoints)
 
 
 def check_directory(key: str, name: str) -> None:
-    """Raise ConfigError for what is written as a path and is no folder."""
-    folder = Path(name)
+    """Raise ConfigError for a name written as a path that is not a directory."""
+    path = Path(name)
     with _translate_os_errors(key, name):
-        if folder.is_dir() or not _is_path(name):
+        if path.is_dir() or not _is_path(name):
             return
-        problem = "is no folder" if folder.exists() else "there is no such folder"
-        similar = _closest_sibling(folder)
-    expected = "a folder of a model, or a name on the hub (organisation/name), was expected"
+        problem = "is not a directory" if path.exists() else "there is no such directory"
+        similar = _closest_sibling(path)
+    expected = "expected the directory of a model, or a name on the hub (organisation/name)"
     raise ConfigError(key, name, f"{problem}; {expected}", known=similar)
 
 
 @contextmanager
 def _translate_os_errors(key: str, name: str) -> Iterator[None]:
-    """A path that this user may not look into, or that is too long, is a ConfigError."""
+    """Turn an OSError, e.g. of a path that is too long or not permitted, into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -108,11 +108,11 @@ def _translate_os_errors(key: str, name: str) -> Iterator[None]:
 
 
 def _is_path(name: str) -> bool:
-    """A name on the hub has at most one slash, within it, and begins with a letter or digit."""
+    """Return whether a name is a path: a hub name has at most one inner slash and begins with a letter or digit."""
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _closest_sibling(folder: Path) -> list[str]:
-    """The folder beside it that is spelt most alike."""
+    """Return the sibling directory with the most similar name."""
     beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     return [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, beside, n=1)]

@@ -1,4 +1,5 @@
-"""Model resolution: from `policy.model_name` to files that transformers loads; makes the quickstart's models."""
+"""Model resolution: from `policy.model_name` to files that transformers loads; trains the quickstart's models on first
+use."""
 
 import asyncio
 import logging
@@ -37,22 +38,22 @@ from nemo_rl.quickstart.words import quickstart_prompts
 
 logger = logging.getLogger(__name__)
 
-COMPLETE_MARKER = "complete"  # a file in a folder that was written to its end: the recipe of its weights
-MAX_TOKENS = 64  # of a question with its spelling
+COMPLETE_MARKER = "complete"  # file that marks a complete directory; holds the recipe of its weights
+MAX_TOKENS = 64  # in a question with its spelling
 
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
 
 
 async def prepare_model(directory: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
-    """Make `directory` a Hugging Face model with tokenizer and chat template; one that is complete is kept.
+    """Make `directory` a Hugging Face model with tokenizer and chat template; a complete one is kept.
 
-    Half a minute on two CPU cores. The folder appears whole or not at all, also when several processes make it. When
-    cancelled, it stops after the step that it is at, and nothing is left.
+    Takes half a minute on two CPU cores. The directory appears atomically, also when several processes make it. When
+    cancelled, training stops after the current step and leaves nothing behind.
     """
     marker = directory / COMPLETE_MARKER
     if marker.is_file() and marker.read_text() == recipe.text:
         return directory
-    logger.info("making the quickstart's model in %s: half a minute, once", directory)
+    logger.info("training the quickstart model in %s (half a minute, once)", directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     thread, interrupt = PolicyThread("quickstart"), Interrupt()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
@@ -72,7 +73,7 @@ def _train(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interru
 
 
 async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
-    """Train fresh weights; the folder with what became of them. Raises Interrupted soon after a stop is asked for."""
+    """Train fresh weights and return their directory. Raises Interrupted soon after a stop is requested."""
     tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
     make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
     train, _ = quickstart_prompts()
@@ -118,7 +119,8 @@ def _check(interrupt: Interrupt) -> None:
 
 
 def _config(recipe: Recipe, model_path: str) -> SFTRunConfig:
-    """The learning rate rises over `warmup_steps` to a line that falls to a twentieth of the peak, where it stays."""
+    """Return the training configuration: the learning rate rises over `warmup_steps` to a line that falls to a
+    twentieth of the peak, where it stays."""
     warmup, lowest = recipe.warmup_steps, 0.05
     highest = max(1 - warmup / recipe.num_steps, lowest)  # where the two lines meet
     falling = max(round((1 - lowest) * recipe.num_steps) - warmup, 1)
@@ -147,7 +149,7 @@ def _linear(**kwargs: float) -> SchedulerStageConfig:
 
 
 class _StepProgress(Progress):
-    """Tells of the steps, without a line for each of them."""
+    """Progress that reports steps to a callback without logging each of them."""
 
     def __init__(self, on_step: OnStep | None) -> None:
         super().__init__()
@@ -160,7 +162,7 @@ class _StepProgress(Progress):
 
 
 def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
-    """Rename, replacing a folder of another recipe; where another process was faster, its folder stays."""
+    """Rename into place, replacing the model of another recipe; where another process was faster, keep its result."""
     if (
         directory.exists()
         and (directory / COMPLETE_MARKER).is_file()
@@ -180,9 +182,9 @@ RECIPES = {"quickstart": student, "quickstart-teacher": teacher, "quickstart-pai
 
 
 async def resolve_model(model_name: str, *, key: str = "policy.model_name") -> str:
-    """The path or hub name to load, with its tokenizer. A run's checkpoint, `step_N`, is the model in it.
+    """Return the path or hub name to load, with its tokenizer; for a run's checkpoint `step_N`, the model in it.
 
-    The quickstart's models are made at their first use, in half a minute.
+    The quickstart's models are made on first use, in half a minute.
     """
     parsed = quickstart_model(key, model_name)
     if parsed is None:

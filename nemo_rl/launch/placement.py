@@ -1,4 +1,4 @@
-"""What runs where."""
+"""The placement plan that `--dry-run` prints: which part of a run runs where, in which precision."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from nemo_rl.weight_sync.make import choose_transport
 
 
 def placement_plan(config: TrainingRunConfig | SFTRunConfig) -> str:
-    """One line a part of the run: what it is, where it runs, in which precision; raises ConfigError."""
+    """Return one line per part of the run: its name, where it runs, in which precision; raises ConfigError."""
     layout = find_layout(config)
     lines = _policy_lines(config, layout)
     if isinstance(config, TrainingRunConfig):
@@ -34,7 +34,7 @@ def _rollout_lines(config: TrainingRunConfig, layout: Layout) -> list[str]:
 
 
 def collection_placement_plan(*configs: SampledRunConfig) -> str:
-    """The same of collections of one model each, which differ in nothing else; nothing is trained."""
+    """Return the plan of collections of one model each that differ in nothing else; nothing is trained."""
     config = configs[0]
     models = ", then ".join(each.policy.model_name for each in configs)
     lines = [
@@ -93,7 +93,7 @@ def _describe_cluster(config: TrainingRunConfig | SFTRunConfig, layout: Layout) 
 
 
 def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[DeviceSlot]) -> str:
-    """Example: "Megatron, 4 ranks (1 data x 2 pipeline x 2 tensor parallel) on cpu"."""
+    """Return e.g. "Megatron, 4 ranks (1 data x 2 pipeline x 2 tensor parallel) on cpu"."""
     is_megatron = model.megatron_cfg.enabled
     text = f"{'Megatron' if is_megatron else 'FSDP2'}, {_pluralize(len(slots), 'rank')}"
     if model.model_parallel_size > 1:
@@ -125,7 +125,7 @@ def _describe_engines(config: TrainingRunConfig, layout: Layout) -> str:
 
 
 def _format_devices(layout: Layout, slots: Sequence[DeviceSlot]) -> str:
-    """Example: "cuda: node 0 GPUs 0 1; node 1 GPU 0"; without a cluster the device alone."""
+    """Return e.g. "cuda: node 0 GPUs 0 1; node 1 GPU 0"; without a cluster the device only."""
     if not layout.needs_cluster:
         return layout.device
     nodes: list[str] = []

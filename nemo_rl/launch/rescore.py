@@ -1,4 +1,4 @@
-"""Rescoring from a configuration: its data sets give the prompts, its scorers the rewards."""
+"""Rescoring of stored rollouts from a configuration: its datasets give the prompts, its scorers the rewards."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from nemo_rl.types import Prompt
 
 @dataclass(slots=True)
 class MeanReward:
-    """Over the rollouts that have a reward."""
+    """Running mean over the rollouts that have a reward."""
 
     total: float = 0.0
     num_rewarded: int = 0
@@ -39,7 +39,8 @@ class MeanReward:
 
 
 def rescore_file(config: TrainingRunConfig, rollouts: Path, output: Path) -> tuple[MeanReward, MeanReward]:
-    """Write every line of `rollouts` with new rewards to `output`, which appears once it is whole; before and after.
+    """Write every line of `rollouts` with new rewards to `output`, atomically; return the mean rewards before and
+    after.
 
     Raises ConfigError without scorers and for an `output` that exists, DataError for a line that is no rollout.
     """

@@ -1,4 +1,5 @@
-"""A run of examples/run_rm.py from its configuration: data, model, training, and the Hugging Face folder at its end."""
+"""A run of reward model training from its configuration: data, model, training, and the Hugging Face directory at its
+end."""
 
 import asyncio
 import logging
@@ -38,10 +39,10 @@ FRESH_MODEL = "nemo_rl/fresh_classifier"  # `policy.model_name`: the quickstart'
 
 
 def train_reward_model(config: RewardModelRunConfig) -> Path:
-    """Train, write the folder, then the summary to standard output; the folder.
+    """Train, write the model directory and then the summary to standard output; return the directory.
 
-    The folder holds the weights of the validation with the best accuracy, of equals the last; without validation data
-    those of the end.
+    It holds the weights with the best validation accuracy (the latest of equals); without validation data the final
+    ones.
     """
     console = open_console()
     make_optimizer(config.policy, [torch.nn.Parameter(torch.zeros(1))])  # refused before a model loads
@@ -78,7 +79,7 @@ def train_reward_model(config: RewardModelRunConfig) -> Path:
 
 
 def save_classifier(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write a Hugging Face folder, whole or not at all; one that stands there is replaced. Raises CheckpointError."""
+    """Write a Hugging Face directory atomically, replacing an existing one. Raises CheckpointError."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
@@ -113,7 +114,7 @@ async def _resolve_model_path(model_name: str) -> str:
 
 
 def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: ConversationTokenizer) -> list[TokenPair]:
-    """The pairs as tokens; those that are too long are left out, and counted in the log."""
+    """Return the pairs as tokens; pairs that are too long are left out and counted in the log."""
     preferences = _load_preferences(name, dataset)[: dataset.size]
     pairs = []
     for preference in preferences:
@@ -123,7 +124,7 @@ def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: Conversatio
         except ConversationTooLong:
             continue
     if len(pairs) < len(preferences):
-        logger.warning("data.%s: %d pairs are too long and left out", name, len(preferences) - len(pairs))
+        logger.warning("data.%s: dropped %d pairs that are too long", name, len(preferences) - len(pairs))
     if not pairs:
         raise DataError(f"data.{name}: no pairs (of {len(preferences)} that were read)")
     logger.info("data.%s: %d pairs", name, len(pairs))

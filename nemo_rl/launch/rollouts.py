@@ -1,4 +1,5 @@
-"""Inputs of a run (tokenizer, chat template, datasets) and its rollout layer, built from the configuration."""
+"""Inputs of a training run (tokenizer, chat template, datasets) and its rollout layer: sampling, limits, the training
+source and the validator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,19 +31,19 @@ class Inputs:
     encoder: ChatEncoder
     train: PromptSet
     validation: tuple[PromptSet, ...]
-    probes: tuple[tuple[int, ...], ...]  # prompts on which the engine's weights are verified
-    vocab_size: int = 0  # of the model: what pads its embedding included
+    probes: tuple[tuple[int, ...], ...]  # prompts on which a refit is verified
+    vocab_size: int = 0  # of the model, padding of its embedding included
 
 
 def load_prompts(config: TrainingRunConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
-    """Training and validation prompts, each with an environment that is configured; needs no model."""
+    """Load training and validation prompts, each with a configured environment; needs no model."""
     train, validation = load_datasets(config.data, config.seed)
     check_tasks(config, (train, *validation))
     return train, validation
 
 
 def load_inputs(config: TrainingRunConfig, model_path: str, prompts: tuple[PromptSet, tuple[PromptSet, ...]]) -> Inputs:
-    """The model's tokenizer, checked against its chat template, its context length and the prompts.
+    """Load the model's tokenizer and check it against its chat template, its context length and the prompts.
 
     Raises ConfigError naming the key and the prompt.
     """
@@ -93,7 +94,7 @@ def make_limits(config: RolloutRunConfig, *, max_retries: int | None = None) -> 
 
 
 def make_sampling(config: RolloutRunConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Training's sampling; the tokenizer's stop tokens come first, then those configured."""
+    """Return the sampling of training: the tokenizer's stop tokens first, then the configured ones."""
     generation = config.policy.generation
     stops = dict.fromkeys((*stop_token_ids, *(generation.stop_token_ids or ())))
     return SamplingParams(
@@ -114,10 +115,8 @@ def make_source(
     on_rollout: Callable[[Trajectory], None] | None = None,
     writer: RolloutWriter | None = None,
 ) -> GroupSource:
-    """Make the source that the configuration asks for: synchronous, in the background, filtered, or recorded.
-
-    `on_rollout` is called with each finished rollout.
-    """
+    """Return the source of training groups: collected before each step or in the background, filtered with dynamic
+    sampling on; or recorded responses."""
     algorithm = config.algorithm
     if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
         return RecordedResponseSource(
@@ -186,7 +185,7 @@ def _make_loader(config: TrainingRunConfig, inputs: Inputs) -> PromptLoader:
 
 
 def make_validator(config: TrainingRunConfig, inputs: Inputs, dependencies: RolloutDependencies) -> Validator | None:
-    """Make the validator, or return None without validation sets."""
+    """Return the validator; None without validation sets."""
     if not inputs.validation:
         return None
     algorithm = config.algorithm

@@ -1,4 +1,5 @@
-"""The server at `server.address`: which model it has, and whether it takes token ids or messages."""
+"""The model of a collection: its tokenizer and prompts, then an engine of its own or a running server at
+`server.address`."""
 
 import logging
 from contextlib import AsyncExitStack
@@ -27,14 +28,12 @@ logger = logging.getLogger(__name__)
 KEY = "server"
 PROBE = (Message("user", "Hello"),)
 PROBE_TOKENS = 8
-COMPLETION_LIMIT_KEY = (
-    "max_completion_tokens"  # which OpenAI's newer models ask for; older servers know max_tokens alone
-)
+COMPLETION_LIMIT_KEY = "max_completion_tokens"  # required by OpenAI's newer models; older servers only know max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectedServer:
-    """A server that has answered."""
+    """A server that has answered, with the API that it supports."""
 
     generation: ServedGeneration
     model: str
@@ -42,7 +41,8 @@ class ConnectedServer:
 
 
 async def connect(config: SampledRunConfig, encoder: ChatEncoder | None) -> ConnectedServer:
-    """Ask the server what it is. `encoder`: of the model's tokenizer; None: only messages can be sent.
+    """Probe the server at `server.address`. `encoder` is that of the model's tokenizer; None: only messages can be
+    sent.
 
     Raises ConfigError for a model or an API that it does not have, EndpointError for a server that does not answer.
     """
@@ -86,17 +86,17 @@ async def _resolve_model_name(endpoint: Endpoint, requested: str | None) -> str:
     except (EndpointError, KeyError, TypeError):
         if requested is None:
             raise
-        logger.info("the server does not list its models; it is asked for %s", requested)
+        logger.info("server lists no models; requesting %s", requested)
         return requested
     if requested is not None and requested not in known:
         raise ConfigError(f"{KEY}.model", requested, "the server does not have it", known=known)
     if requested is None and len(known) != 1:
-        raise ConfigError(f"{KEY}.model", None, "the server has not one model: choose", known=known)
+        raise ConfigError(f"{KEY}.model", None, "the server has several models: choose one", known=known)
     return requested or known[0]
 
 
 async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncoder | None, *, required: bool) -> bool:
-    """Whether completions take token ids and give them back. With `required` it is a ConfigError where they do not."""
+    """Return whether completions take and return token ids; with `required`, raise ConfigError where they do not."""
     if encoder is None:
         return False
     ids = [token_id for message in encoder.encode_prompt(PROBE) for token_id in message.token_ids]
@@ -109,12 +109,12 @@ async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncod
     if problem and required:
         raise ConfigError(f"{KEY}.api", "completions", f"the server does not give token ids for token ids: {problem}")
     if problem:
-        logger.info("the server is sent messages, not tokens: %s", problem)
+        logger.info("sending messages instead of token ids to the server: %s", problem)
     return not problem
 
 
 async def _chat_limit_key(endpoint: Endpoint, model: str) -> str:
-    """What the server calls the limit of an answer's tokens."""
+    """Return the server's name for the limit of a response's tokens."""
     body = {"model": model, "messages": [{"role": "user", "content": PROBE[0].content}]}
     try:
         await endpoint.post(CHAT, {**body, "max_tokens": PROBE_TOKENS}, num_tokens=PROBE_TOKENS)
@@ -129,8 +129,8 @@ async def _chat_limit_key(endpoint: Endpoint, model: str) -> str:
 class CollectionInputs:
     input_set: InputSet
     encoder: ChatEncoder
-    model_path: str  # a folder or a hub name
-    served: ConnectedServer | None  # None: an engine is to be started
+    model_path: str  # a directory or a hub name
+    served: ConnectedServer | None  # None: an engine will be started
 
     @property
     def prompt_set(self) -> PromptSet:
@@ -138,12 +138,12 @@ class CollectionInputs:
 
 
 def engine_name(config: SampledRunConfig, inputs: CollectionInputs) -> str:
-    """Which kind of engine samples: vllm, hf, completions or chat."""
+    """Return which kind of engine samples: vllm, hf, completions or chat."""
     return config.server.backend if inputs.served is None else inputs.served.api
 
 
 async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack) -> CollectionInputs:
-    """Prompts and tokenizer; a server at `server.address` is asked what it takes, its client closed with `stack`.
+    """Load prompts and tokenizer; a server at `server.address` is probed for its API, its client closed with `stack`.
 
     Raises ConfigError naming the key, EndpointError for a server that does not answer.
     """
@@ -163,14 +163,14 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
         trusted = config.server.trust_remote_code
         model = load_config(model_path, {}, trust_remote_code=trusted).get_text_config()
         check_context_length(config.policy, model)
-    assert encoder is not None  # a server that takes tokens was asked with them
+    assert encoder is not None  # needed to probe a server for token ids
     if config.data.max_input_seq_length is not None:
         check_prompt_lengths((prompt_set,), encoder, config.data.max_input_seq_length)
     return CollectionInputs(input_set, encoder, model_path, served)
 
 
 async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> Generation:
-    """The server's client, or an engine started now and closed with `stack`."""
+    """Return the server's client, or start an engine that `stack` closes."""
     if inputs.served is not None:
         return inputs.served.generation
     generation = await make_generation(
@@ -186,13 +186,13 @@ async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack:
 
 
 async def _resolve_model_path(config: SampledRunConfig) -> str:
-    """A server that takes messages needs no files here, so that the model's name may be one of the server's alone."""
+    """Return the model's path; a server that takes messages needs no files here, so its model may have any name."""
     name = config.policy.model_name
     return name if config.server.address is not None and config.server.api == "chat" else await resolve_model(name)
 
 
 def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | None:
-    """None where messages are all that a server can be sent."""
+    """Return the encoder; None where messages are all that a server can be sent."""
     if config.server.api == "chat":
         return None
     try:
@@ -204,15 +204,15 @@ def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | No
     except ConfigError as error:
         if config.server.address is None or config.server.api == "completions":
             raise
-        logger.info("the server is sent messages, not tokens: %s", error)
+        logger.info("sending messages instead of token ids to the server: %s", error)
         return None
     return encoder
 
 
 def _check_chat_api(config: SampledRunConfig) -> None:
-    """What needs tokens cannot be had of a server that takes messages."""
+    """Raise ConfigError for options that need tokens where the server takes messages."""
     if config.collection.write_token_ids:
-        raise ConfigError("collect.write_token_ids", True, "the server takes and gives text alone (server.api: chat)")
+        raise ConfigError("collect.write_token_ids", True, "the server exchanges text only (server.api: chat)")
     if config.policy.generation.ignore_eos:
         raise ConfigError("policy.generation.ignore_eos", True, "a server that takes messages ends its own turns")
     if names := [*agent_configs(config), *gym_configs(config)]:

@@ -1,4 +1,5 @@
-"""A run of examples/run_sft.py from its configuration: everything opened in order, closed in reverse, a summary."""
+"""A run of supervised training from its configuration: everything opened in order, closed in reverse, a summary at the
+end."""
 
 import math
 from collections.abc import AsyncIterator
@@ -27,7 +28,7 @@ from nemo_rl.policy.optim import check_optimizer
 
 @dataclass(frozen=True, slots=True)
 class SFTInputs:
-    """What a run reads before any weights are loaded."""
+    """Inputs read before any weights are loaded."""
 
     tokenizer: PreTrainedTokenizerBase
     train: SupervisedDataset
@@ -46,7 +47,7 @@ async def run_sft(config: SFTRunConfig, command: str) -> TrainingProgress:
 
 @asynccontextmanager
 async def open_sft(config: SFTRunConfig) -> AsyncIterator[SFTRun]:
-    """Everything that the loop uses; what can be refused is refused before weights are loaded."""
+    """Open everything that the loop uses; configuration errors are raised before weights are loaded."""
     console = open_console()
     layout = find_layout(config)
     check_optimizer(config.policy)
@@ -79,7 +80,7 @@ async def open_sft(config: SFTRunConfig) -> AsyncIterator[SFTRun]:
 def load_sft_inputs(
     config: SFTRunConfig, model_path: str, train: ConversationSet, validation: tuple[ConversationSet, ...]
 ) -> SFTInputs:
-    """Tokens of all conversations. Raises ConfigError for a chat template that they cannot be learnt by."""
+    """Encode all conversations. Raises ConfigError for a chat template that does not support training on them."""
     tokenizer = load_tokenizer(config.policy.tokenizer, model_path)
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
     encoder.check()
@@ -98,7 +99,7 @@ def make_source(config: SFTRunConfig, train: SupervisedDataset) -> SampleLoader:
 
 
 def num_steps(config: SFTRunConfig, num_samples: int) -> int:
-    """How many steps a run makes; the last one of the data may have fewer conversations."""
+    """Return the number of steps of a run; the last one of the data may have fewer conversations."""
     num_data_steps = math.ceil(config.sft.max_num_epochs * num_samples / config.policy.train_global_batch_size)
     return min(config.sft.max_num_steps, num_data_steps)
 

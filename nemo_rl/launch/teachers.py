@@ -1,4 +1,5 @@
-"""Teachers from the configuration: checked against the policy before a model loads, then opened where they stand."""
+"""Teachers from the configuration: checked against the policy before a model loads, opened on their devices, validated,
+and aligned with the student where their tokenizer differs."""
 
 import logging
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 async def resolve_teachers(config: TrainingRunConfig) -> dict[str, str]:
-    """The path or hub name of each teacher's model, by key; the quickstart's is made at its first use."""
+    """Return the path or hub name of each teacher's model, by key; the quickstart's is made on first use."""
     if not uses_teachers(config):
         return {}
     return {
@@ -67,7 +68,7 @@ def check_teachers_fit(config: TrainingRunConfig, inputs: Inputs, teacher_paths:
             else:
                 check_tensor_parallel(section.dtensor_cfg.tensor_parallel_size, model, section=key)
             sizes[key] = model.get_text_config().vocab_size
-            if not uses_cross_tokenizer(config):  # there, what the teacher has no room for is left out
+            if not uses_cross_tokenizer(config):  # with it, what exceeds the teacher's context is left out
                 _check_context_length(key, section, model, config.policy.max_total_sequence_length)
     if isinstance(config, DistillationRunConfig):
         for key, size in sizes.items():
@@ -107,7 +108,7 @@ def check_same_vocabulary(key: str, section: TeacherConfig, path: str, tokenizer
 
 
 def teacher_tokenizer(key: str, section: TeacherConfig, path: str) -> PreTrainedTokenizerBase:
-    """Its own; raises ConfigError under the teacher's key."""
+    """Load the teacher's tokenizer; raises ConfigError under the teacher's key."""
     name_key = f"{key}.model_name" if section.tokenizer.name is None else f"{key}.tokenizer.name"
     return load_tokenizer_with_template(
         section.tokenizer.name or path,
@@ -126,7 +127,8 @@ async def open_teachers(
     log_dir: Path,
     stack: AsyncExitStack,
 ) -> Teachers | None:
-    """Start them, each off the policy's device until it is asked; None where nobody asks any. `stack` closes them."""
+    """Start the teachers, each off the policy's device until it is queried; None where none is used. `stack` closes
+    them."""
     if not teacher_paths:
         return None
     by_key = {}
@@ -181,10 +183,10 @@ REPORTED_METRICS = ("accuracy", "greedy_accuracy")
 async def validate_teachers(
     config: TrainingRunConfig, inputs: Inputs, dependencies: RolloutDependencies, teacher_paths: Mapping[str, str]
 ) -> dict[str, float]:
-    """`validation/teacher_accuracy`, and the greedy one where it is asked for: means over the teachers.
+    """Return `validation/teacher_accuracy`, and the greedy one where configured: means over the teachers.
 
-    Each answers the prompts of its own tasks, sampled by the hf engine in this process; one behind a server, and tasks
-    of agents, are left out.
+    Each teacher answers the prompts of its own tasks, sampled by the hf engine in this process; served teachers and the
+    tasks of agents are left out.
     """
     by_teacher: list[dict[str, float]] = []
     for key, path in teacher_paths.items():
@@ -216,7 +218,7 @@ async def validate_teachers(
 
 
 def _validation_prompts(key: str, config: TrainingRunConfig, inputs: Inputs) -> tuple[PromptSet, ...]:
-    """The validation prompts of the teacher's tasks."""
+    """Return the validation prompts of the teacher's tasks."""
     tasks = {
         task
         for task, section in config.env.items()
@@ -229,7 +231,7 @@ def _validation_prompts(key: str, config: TrainingRunConfig, inputs: Inputs) -> 
 def make_target_builders(
     config: DistillationRunConfig, inputs: Inputs, teacher_paths: Mapping[str, str]
 ) -> dict[str, TeacherTargetBuilder]:
-    """One a teacher, by its key; needs no model.
+    """Return one target builder per teacher, by key; needs no model.
 
     Raises ConfigError for a tokenizer whose bytes are not known, and for a chat template that refuses a user's message.
     """
@@ -248,7 +250,7 @@ def _make_target_builder(
     try:
         encoder.check()
         teacher = Vocabulary.of(tokenizer, stop_token_ids=encoder.stop_token_ids)
-    except ConfigError as error:  # of a tokenizer, whose keys stand under `policy` there
+    except ConfigError as error:  # of a tokenizer: its keys are those of `policy`
         raise ConfigError(
             error.key.replace("policy.", f"{key}.", 1), error.value, error.problem, known=error.known
         ) from error
@@ -262,7 +264,8 @@ def _make_target_builder(
 
 
 def _max_teacher_length(section: TeacherConfig, path: str, *, key: str) -> int | None:
-    """The teacher's context, and what one of its micro-batches holds: its tokens may be more than the student's."""
+    """Return the teacher's context length, bounded by one of its micro-batches: its tokens may be more than the
+    student's."""
     model = load_config(path, section.hf_config_overrides, section=key).get_text_config()
     budgets = [part.logprob_mb_tokens for part in (section.sequence_packing, section.dynamic_batching) if part.enabled]
     return min(filter(None, (getattr(model, "max_position_embeddings", None), *budgets)), default=None)
@@ -271,7 +274,7 @@ def _max_teacher_length(section: TeacherConfig, path: str, *, key: str) -> int |
 def make_cross_tokenizer_loss(
     config: DistillationRunConfig, inputs: Inputs, target_builders: Mapping[str, TeacherTargetBuilder]
 ) -> CrossTokenizerLoss:
-    """Raises ConfigError for teachers of which each leaves other tokens unmatched, where these are compared."""
+    """Return the loss; raises ConfigError where unmatched tokens count and differ between teachers."""
     section = config.loss_fn.cross_tokenizer
     unmatched = [target_builder.token_map.student_unmatched for target_builder in target_builders.values()]
     differ = any(not np.array_equal(unmatched[0], other) for other in unmatched[1:])

@@ -1,4 +1,5 @@
-"""What a run leaves behind: its directory with the configuration, metrics and checkpoints, and a summary at its end."""
+"""A training run on rollouts from its configuration: everything opened in order and closed in reverse, the records that
+it leaves, and a summary at its end."""
 
 import functools
 import gc
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_console() -> Console:
-    """Where this process' log records go, and its progress display."""
+    """Return the console for log records and the progress display."""
     disable_progress_bar()  # transformers' own, which would break the display
     return configure_logging()
 
@@ -71,7 +72,7 @@ def open_console() -> Console:
 def open_records(
     config: TrainingRunConfig | SFTRunConfig | RewardModelRunConfig, stack: ExitStack | AsyncExitStack
 ) -> tuple[Path, Logger]:
-    """A new directory with the configuration in it, and the loggers of metrics, closed with `stack`."""
+    """Create the run directory with the configuration in it, and the metric loggers, closed with `stack`."""
     run_dir = make_run_directory(config.logger.log_dir)
     (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
     logger.info("run directory: %s", run_dir)
@@ -81,7 +82,7 @@ def open_records(
 
 
 def make_checkpoint_store(section: CheckpointingConfig, run_dir: Path) -> CheckpointStore | None:
-    """None where nothing is saved."""
+    """Return the checkpoint store; None where nothing is saved."""
     if not section.enabled:
         return None
     return CheckpointStore(section, Path(section.checkpoint_dir or run_dir / "checkpoints"))
@@ -93,7 +94,7 @@ def write_summary(
     command: str,
     resume_overrides: Callable[[int], str | None],
 ) -> None:
-    """What a run shows when it has ended: `results`, of the file of its metrics, where things are, how to continue.
+    """Write the final summary to standard output: `results` of the metrics file, where things are, how to continue.
 
     `command` is how it was started; `resume_overrides(step)` returns the overrides that continue it after
     `step`, None where nothing is left to do.
@@ -126,7 +127,7 @@ def make_algorithm(
             loss_fn = DistillationLoss(config.loss_fn, is_on_policy=not config.distillation.off_policy)
             stage = TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size)
         return Distillation(config=config, loss_fn=loss_fn, teacher_stage=stage, placement=placement)
-    raise ConfigError(config.algorithm_key, None, "not an algorithm that is trained here")
+    raise ConfigError(config.algorithm_key, None, "not an algorithm of this project")
 
 
 def _make_grpo(
@@ -155,7 +156,8 @@ def _make_grpo(
 def required_logprobs(
     config: GRPORunConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator
 ) -> RequiredLogprobs:
-    """With one optimizer step a batch, the loss's own forward pass gives the previous log-probs."""
+    """Return which log-probs are computed before training; with one optimizer step per batch the loss's own forward
+    pass gives the previous ones."""
     num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
     read_before_training = estimator.required_keys | (
         {keys.PREV_LOGPROBS} if config.grpo.seq_logprob_error_threshold is not None else set()
@@ -168,7 +170,7 @@ def required_logprobs(
 
 async def run_training(config: TrainingRunConfig, command: str) -> TrainingProgress:
     """Train, then write the summary to standard output; `command` is how the run was started."""
-    with cancel_on_sigterm():  # as asyncio does for Ctrl-C: what has been opened is closed
+    with cancel_on_sigterm():  # as asyncio does for Ctrl-C: close what has been opened
         async with open_run(config) as run:
             with run.interrupt.listen():
                 training = await train(run)
@@ -178,7 +180,7 @@ async def run_training(config: TrainingRunConfig, command: str) -> TrainingProgr
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """What is known of a run before a model is loaded."""
+    """A run as far as it is known before a model is loaded."""
 
     layout: Layout
     model_path: str
@@ -188,10 +190,10 @@ class PreparedRun:
 
 
 async def _prepare_run(config: TrainingRunConfig) -> PreparedRun:
-    """What can be refused is refused here."""
+    """Check everything that can be refused before a model is loaded."""
     layout = find_layout(config)
     check_optimizer(config.policy)
-    prompts = load_prompts(config)  # before the model, since the quickstart's takes half a minute to make
+    prompts = load_prompts(config)  # before the model: making the quickstart's takes half a minute
     model_path = await resolve_model(config.policy.model_name)
     check_model(config.policy, model_path)
     teacher_paths = await resolve_teachers(config)
@@ -203,7 +205,7 @@ async def _prepare_run(config: TrainingRunConfig) -> PreparedRun:
 
 @asynccontextmanager
 async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
-    """Everything that the loop uses; what can be refused is refused before a model is loaded."""
+    """Open everything that the loop uses; configuration errors are raised before a model is loaded."""
     console = open_console()
     prepared = await _prepare_run(config)
     inputs = prepared.inputs
@@ -242,7 +244,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             config, inputs, workers.policy, placement, workers.teachers, prepared.target_builders
         )
         gc.collect()
-        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
+        gc.freeze()  # objects made by imports are never garbage; scanning them takes 75 ms
         yield TrainingRun(
             config=config,
             run_dir=run_dir,
@@ -284,13 +286,15 @@ def _rollout_writer(config: TrainingRunConfig, path: Path, stack: AsyncExitStack
 
 
 def _num_steps(algorithm: RolloutTrainingConfig, num_prompts: int) -> int:
-    """What the data allows where each step takes its prompts once; dynamic sampling takes more, so has fewer steps."""
+    """Return the number of steps that the data allows if each step takes its prompts once; dynamic sampling takes more,
+    so it has fewer steps."""
     num_data_steps = math.ceil(algorithm.max_num_epochs * num_prompts / algorithm.num_prompts_per_step)
     return min(algorithm.max_num_steps, num_data_steps)
 
 
 def _resume_overrides(run: TrainingRun, step: int) -> str:
-    """Behind the last step: as many again, or as many epochs where the data ended first."""
+    """Return the overrides that continue after the last step: as many steps again, or as many epochs where the data
+    ended first."""
     section, key = run.config.algorithm, run.config.algorithm_key
     if step >= section.max_num_steps:
         return f" {key}.max_num_steps={2 * step}"

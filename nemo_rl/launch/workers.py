@@ -1,4 +1,4 @@
-"""The policy's ranks on a Ray cluster, and seats for the engines there. Importing this loads Ray."""
+"""Policy, engines and teachers, in this process or on the nodes and GPUs of a cluster, as the layout asks."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 class Workers:
     policy: Policy
     generation: Generation
-    placement: Placement  # who takes turns on CUDA devices
-    teachers: Teachers | None  # where the algorithm asks some
+    placement: Placement  # takes turns on shared CUDA devices
+    teachers: Teachers | None  # None: the algorithm uses none
 
 
 def find_layout(config: TrainingRunConfig | SFTRunConfig) -> Layout:
-    """The layout on the device that there is, without engines where none sample; raises ConfigError.
+    """Return the layout on the available device, without engines where nothing is sampled; raises ConfigError.
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
     """
@@ -64,7 +64,7 @@ def _resolve_device_type(policy: PolicyConfig) -> Device:
 
 
 def check_model(policy: PolicyConfig, model_path: str) -> None:
-    """Raise ConfigError for a model that cannot be split, or adapted, as the configuration asks; needs no weights."""
+    """Raise ConfigError for a model that cannot be split or adapted as the configuration asks; needs no weights."""
     model_config = load_config(model_path, policy.hf_config_overrides)
     if policy.megatron_cfg.enabled:
         check_megatron(policy, model_config)
@@ -82,7 +82,7 @@ async def open_policy(
     log_dir: Path,
     stack: AsyncExitStack,
 ) -> Policy:
-    """Start the policy's ranks alone; otherwise as `open_workers`."""
+    """Start the policy's workers without engines; otherwise as `open_workers`."""
     section = config.policy.model_copy(update={"logprob_batch_size": config.val_micro_batch_size})
     arguments = {
         "model_path": model_path,
@@ -108,7 +108,8 @@ async def open_workers(
     log_dir: Path,
     stack: AsyncExitStack,
 ) -> Workers:
-    """Start them; takes seconds. `stack` closes them, and raises WorkerError when a rank dies in between."""
+    """Start policy, engines and teachers; takes seconds. `stack` closes them, and raises WorkerError when a worker dies
+    in between."""
     arguments = {
         "model_path": model_path,
         "temperature": config.policy.generation.temperature,
@@ -185,7 +186,7 @@ async def _open_ranks(
 
 
 def engine_dtype(config: TrainingRunConfig) -> str:
-    """The precision that the engines compute in."""
+    """Return the precision in which the engines compute."""
     precision = config.policy.generation.vllm_cfg.precision
     return config.policy.precision if precision == "auto" else precision
 
@@ -205,7 +206,7 @@ async def _open_generation(
 
 
 def _shares_device(config: TrainingRunConfig, layout: Layout) -> bool:
-    """Unless they are split, or the engine was told not to sleep."""
+    """Return whether policy and engine share a CUDA device: they are not split, and the engine may sleep."""
     section = config.policy.generation
     may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False
     return may_sleep and not layout.is_split and layout.device == "cuda"

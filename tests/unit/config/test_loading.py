@@ -75,7 +75,7 @@ def test_misspelt_override_names_the_key_the_value_and_the_nearest_key(load: Loa
         ("data: {train: [{dataset_name: x, size: 0}]}", "data.train.0.size", "greater than 0"),
         ("data: {train: 3}", "data.train", "must be a mapping"),
         ("grpo: {num_prompts_per_step: four}", "grpo.num_prompts_per_step", "valid integer"),
-        ("grpo: {max_val_samples: None}", "grpo.max_val_samples", "nothing is written null"),
+        ("grpo: {max_val_samples: None}", "grpo.max_val_samples", "write null for no value"),
         ("grpo: {num_prompts_per_step: 0}", "grpo.num_prompts_per_step", "greater than 0"),
         ("grpo: {num_prompts_per_step: true}", "grpo.num_prompts_per_step", "whole number"),
         ("data: {train: [{dataset_name: x, seed: false}]}", "data.train.0.seed", "whole number"),

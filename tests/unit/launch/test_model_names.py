@@ -32,7 +32,9 @@ def test_a_name_on_the_hub_or_of_ours_passes(name: str) -> None:
 @pytest.mark.parametrize("name", ["/no/such/folder", "./model", "../model", "~/model", "runs/exp_1/model", "model/"])
 def test_a_path_to_nowhere_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"policy\.model_name = '.*no such folder; a folder of a model, or a name on"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.model_name = '.*no such directory; expected the directory of a model, or a name on"
+    ):
         check_model_name(KEY, name)
 
 
@@ -48,7 +50,7 @@ def test_a_folder_is_a_model_when_it_has_a_configuration(tmp_path: Path) -> None
     check_directory("policy.tokenizer.name", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_model_name(KEY, str(tmp_path))
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         check_model_name(KEY, str(tmp_path / "config.json"))
 
 
@@ -98,7 +100,7 @@ def test_every_command_refuses_it_at_its_start(
     arguments = [*overrides, *dry_run]
     assert run_command(arguments, description="", default_config=CONFIGS / f"{recipe}.yaml", job=job) == EXIT_BAD_CONFIG
     told = capsys.readouterr()
-    assert told.err.startswith(f"ConfigError: {key} = '/nope': there is no such folder")
+    assert told.err.startswith(f"ConfigError: {key} = '/nope': there is no such directory")
     assert told.out == ""
 
 

@@ -69,11 +69,14 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
     Closing.closed.clear()
 
     async def main() -> None:
-        config = recipe("env.letters.type=tests.unit.launch.scoring:Closing", "++env.other={type: no_such_type}")
+        config = recipe(
+            "env.letters.type=tests.unit.launch.scoring:Closing",
+            "++env.other={type: 'tests.unit.launch.scoring:Closing', kwargs: {a: 1}}",
+        )
         async with open_run(config):
             raise AssertionError("opened")
 
-    with pytest.raises(ConfigError, match=r"env\.other\.type"):
+    with pytest.raises(ConfigError, match=r"env\.other\.type.*cannot be made"):
         asyncio.run(main())
     assert Closing.closed == ["closed"]
     assert not (tmp_path / "runs").exists()
