@@ -1,11 +1,15 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_rl.config.checks import check_async
+from nemo_rl.config.policy import PolicyConfig, check_lora
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.metric_names import ranking_metrics
 from nemo_rl.types import Prompt, StopReason, Trajectory
+from tests.unit.algorithms.run_setup import make_config
 from tests.unit.config.conftest import Load
 
 VALIDATION = "data.validation={dataset_name:gsm8k}"
@@ -248,3 +252,43 @@ def test_every_metric_of_rollouts_may_rank_checkpoints() -> None:
     trajectory = Trajectory(Prompt("p", "math", ()), "g", 0, (), StopReason.DONE, {"math": 1.0}, num_turns=1)
     names = {name for name in rollout_metrics([trajectory]) if "/" not in name}
     assert names <= ranking_metrics("train", "grpo")
+
+
+def test_asynchronous_training_needs_the_off_policy_correction() -> None:
+    config = make_config(grpo={"async_grpo": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"loss_fn.use_importance_sampling_correction = False: .* must be true"):
+        check_async(config)
+    check_async(
+        make_config(grpo={"async_grpo": {"enabled": True}}, loss_fn={"use_importance_sampling_correction": True})
+    )
+    check_async(make_config())
+
+
+def policy(lora: dict[str, Any], **sections: Any) -> PolicyConfig:
+    dtensor = {"lora_cfg": lora, **sections.pop("dtensor_cfg", {})}
+    return PolicyConfig.model_validate({"model_name": "m", "dtensor_cfg": dtensor, **sections})
+
+
+@pytest.mark.parametrize(
+    ("lora", "sections", "said"),
+    [
+        ({}, {"dtensor_cfg": {"tensor_parallel_size": 2}}, "lora_cfg.enabled = True: .*tensor_parallel_size is 2"),
+        ({}, {"megatron_cfg": {"enabled": True}}, "lora_cfg.enabled = True: policy.megatron_cfg.enabled is true"),
+        (
+            {"match_all_linear": True, "target_modules": ["q_proj"]},
+            {},
+            r"target_modules = \['q_proj'\]: .*match_all_linear is true",
+        ),
+    ],
+)
+def test_what_adapters_cannot_be_combined_with_is_refused(
+    lora: dict[str, Any], sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_lora(policy({"enabled": True, **lora}, **sections))
+    check_lora(policy({"enabled": False, **lora}, **sections))
+
+
+def test_adapters_of_some_or_of_all_layers_are_accepted() -> None:
+    check_lora(policy({"enabled": True, "match_all_linear": True}))
+    check_lora(policy({"enabled": True, "target_modules": ["q_proj"], "exclude_modules": ["*.0.*"]}))

@@ -165,7 +165,7 @@ def test_what_was_opened_is_closed(path: Path) -> None:
 
 
 def test_agents_are_collected_through_the_gateway(path: Path) -> None:
-    agent = "{type: agent, function: 'tests.unit.launch.test_agents:ask', scored_by: letters}"
+    agent = "{type: agent, function: 'tests.unit.launch.test_dependencies:ask', scored_by: letters}"
     collected = run(
         path,
         f"++env.asker={agent}",
