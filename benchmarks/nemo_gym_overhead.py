@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Sequence
 import aiohttp
 from aiohttp import web
 
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
-from nemo_rl.config.environment_checks import check_agents, check_nemo_gym, check_scorers
+from nemo_rl.config.environment_checks import check_environments, check_scorers
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import GenerationConfig, PolicyConfig, SchedulerStageConfig, TeacherConfig, check_lora
@@ -308,8 +308,7 @@ def _check_env_names(config: RolloutRunConfig) -> None:
 
 _ROLLOUT_CHECKS: tuple[Callable[[RolloutRunConfig], None], ...] = (
     _check_lengths,
-    check_agents,
-    check_nemo_gym,
+    check_environments,
     check_scorers,
     check_data,
     _check_env_names,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nemo_rl.config.environment import RewardModelPlacementConfig
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.policy import GenerationConfig, ParallelModelConfig, PolicyConfig, TeacherConfig
 from nemo_rl.config.run import ClusterConfig
-from nemo_rl.config.scorers import RewardModelPlacementConfig
 from nemo_rl.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]

@@ -23,7 +23,6 @@ from nemo_rl.config.compatibility import (
     normalize_metric_name,
     remove_unsupported_keys,
 )
-from nemo_rl.config.environment import collect_gym_overrides
 from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation, rename_legacy_keys
 from nemo_rl.config.keys import Path as KeyPath
 from nemo_rl.config.keys import (
@@ -133,7 +132,6 @@ def translate_nemo_rl_keys(resolved: dict[str, Any]) -> None:
     """Translate NeMo-RL's keys and names, in place."""
     remove_unsupported_keys(resolved)
     normalize_dataset_names(resolved)
-    collect_gym_overrides(resolved)
 
 
 def translate_sft_keys(resolved: dict[str, Any]) -> None:

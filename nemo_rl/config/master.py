@@ -6,7 +6,7 @@ from pydantic import Field, SerializeAsAny
 
 from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RewardPenaltiesConfig, RolloutTrainingConfig
 from nemo_rl.config.data import BaseDataConfig, DataConfig
-from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, ScorerConfig
 from nemo_rl.config.loss import DistillationLossConfig, LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
 from nemo_rl.config.registries import ENVIRONMENTS, SCORERS
@@ -19,7 +19,6 @@ from nemo_rl.config.run import (
     RolloutConfig,
     WeightSyncConfig,
 )
-from nemo_rl.config.scorers import RewardModelPlacementConfig, ScorerConfig
 from nemo_rl.config.section import Section
 
 TEACHER, TEACHERS = "teacher", "teachers"

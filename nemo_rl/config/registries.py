@@ -41,8 +41,13 @@ ENVIRONMENTS = Kind(
     noun="an environment",
     name_key="type",
     built_in={
-        name: f"nemo_rl.config.environment:{name.upper()}"
-        for name in ("math", "reasoning_gym", "sliding_puzzle", "tools", "agent", "nemo_gym", "reward_model")
+        "math": "nemo_rl.environments.math:MATH",
+        "reasoning_gym": "nemo_rl.environments.reasoning_gym:REASONING_GYM",
+        "sliding_puzzle": "nemo_rl.environments.sliding_puzzle:SLIDING_PUZZLE",
+        "tools": "nemo_rl.environments.tools:TOOLS",
+        "agent": "nemo_rl.experience.agents:AGENT",
+        "nemo_gym": "nemo_rl.environments.nemo_gym.entry:NEMO_GYM",
+        "reward_model": "nemo_rl.environments.reward_model:REWARD_MODEL",
     },
     adapter="nemo_rl.environments.registry:adapt_environment",
 )
@@ -50,7 +55,10 @@ SCORERS = Kind(
     noun="a scorer",
     name_key="type",
     built_in={
-        name: f"nemo_rl.config.scorers:{name.upper()}" for name in ("function", "reward_model", "classify", "judge")
+        "function": "nemo_rl.environments.scorers.rules:FUNCTION",
+        "reward_model": "nemo_rl.environments.scorers.reward_model:REWARD_MODEL",
+        "classify": "nemo_rl.environments.scorers.classify:CLASSIFY",
+        "judge": "nemo_rl.environments.scorers.judge:JUDGE",
     },
     adapter="nemo_rl.environments.scorers.registry:adapt_scorer",
 )

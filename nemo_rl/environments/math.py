@@ -1,21 +1,31 @@
-"""Answers compared as mathematics by math-verify: 1/2 equals 0.5 and \\frac{2}{4}."""
+"""The environment `math`: answers compared as mathematics by math-verify (1/2 equals 0.5 and \\frac{2}{4})."""
 
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl.config.environment import MathEnvironmentConfig
+from pydantic import Field
+
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.kinds import Entry
 from nemo_rl.environments.boundary import StepResult, error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.errors import WorkerError
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 
-class MathEnvironment:
-    """One turn; reward `math` is 1 where the response's answer equals `state["answer"]`, else 0.
+class MathEnvironmentConfig(EnvironmentConfig):
+    """Answers compared as mathematics."""
 
-    Parsing and comparing run in processes (math-verify's own deadlines need the main thread); a comparison that passes
+    num_workers: int = Field(default=2, gt=0)  # processes
+    verify_timeout_s: float = Field(default=10.0, gt=0)  # per answer
+
+
+class MathEnvironment:
+    """A single turn; reward `math` is 1 if the response's answer equals `state["answer"]`, else 0.
+
+    Parsing and comparing run in processes (math-verify's own timeouts need the main thread); a comparison that exceeds
     `verify_timeout_s` fails its item alone.
     """
 
@@ -42,15 +52,18 @@ class MathEnvironment:
         await self._pool.close()
 
 
+MATH = Entry(MathEnvironmentConfig, make=MathEnvironment)
+
+
 def verify_answer(reference: str, response: str) -> tuple[bool, str | None]:
-    """Whether the response's answer equals the reference, and that answer as text (None: there is none).
+    """Return whether the response's answer equals the reference, and that answer as text (None: there is none).
 
     The reference is LaTeX or plain, with or without $ or \\boxed, or a solution that ends with "#### answer". Raises
-    ValueError where it is not mathematics, since nothing would ever equal it.
+    ValueError if it is not mathematics, since nothing would ever equal it.
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its alarm is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its timeout is off
     text = reference.rpartition("####")[2].strip()
     is_marked = "$" in text or "\\boxed" in text
     gold = parse(text if is_marked else f"\\boxed{{{text}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]

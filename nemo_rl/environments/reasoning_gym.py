@@ -1,4 +1,4 @@
-"""Answers scored by reasoning_gym's own verifiers."""
+"""The environment `reasoning_gym`: answers scored by reasoning_gym's own verifiers."""
 
 import asyncio
 import re
@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from nemo_rl.config.environment import ReasoningGymEnvironmentConfig
+from pydantic import Field
+
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.kinds import Entry
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, BlockingCalls, StepResult, error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.types import EnvStep, FailureClass, Message
@@ -14,12 +17,20 @@ from nemo_rl.types import EnvStep, FailureClass, Message
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+class ReasoningGymEnvironmentConfig(EnvironmentConfig):
+    """Answers scored by reasoning_gym's own verifiers; the prompt's state names the task."""
+
+    num_workers: int = Field(default=0, ge=0)  # processes; 0: a thread
+    partial_credit: bool = False  # False: 1 for a full score, else 0
+    require_stop: bool = False  # True: a response truncated by its token limit scores 0
+
+
 class ReasoningGymEnvironment:
-    """One turn; reward `reasoning_gym` is the verifier's score of the answer: 1 for a full score, else 0.
+    """A single turn; reward `reasoning_gym` is the verifier's score of the answer: 1 for a full score, else 0.
 
     The prompt's state holds "task", a name in reasoning_gym, and "entry", the row that it generated. With
-    `partial_credit` scores between 0 and 1 count; with `require_stop` a response that was cut scores 0 (see
-    contract.RESPONSE_TRUNCATED). Scoring runs in a thread, which a verifier that hangs would hold, or with
+    `partial_credit` scores between 0 and 1 count; with `require_stop` a truncated response scores 0 (see
+    boundary.RESPONSE_TRUNCATED). Scoring runs in a thread, which a hanging verifier would block, or with
     `num_workers` in processes, which are killed after `timeout_s`.
     """
 
@@ -58,14 +69,17 @@ class ReasoningGymEnvironment:
             await self._pool.close()
 
 
+REASONING_GYM = Entry(ReasoningGymEnvironmentConfig, make=ReasoningGymEnvironment)
+
+
 def extract_answer(response: str) -> str:
-    """What stands in the last <answer> tags, or the whole response; verifiers give less for words around it."""
+    """Return the text in the last <answer> tags, else the whole response; verifiers deduct for further words."""
     tagged = ANSWER.findall(response)
     return (tagged[-1] if tagged else response).strip()
 
 
 def score_answer(task: str, entry: dict[str, Any], answer: str) -> float:
-    """The score, 0 to 1, that the task's verifier gives; an entry of a mixture ("composite") names its own task."""
+    """Return the task verifier's score, 0 to 1; an entry of a mixture ("composite") names its own task."""
     if task == "composite":
         task = entry["metadata"]["source_dataset"]
     return float(_get_scorer(task)(answer=answer, entry=entry))

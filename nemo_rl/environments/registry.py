@@ -1,18 +1,12 @@
-"""Environments by name: built-in, registered, or by dotted path."""
+"""Environments of the entries of `env`, and the adapter of the kind for a user's own classes and functions."""
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-from nemo_rl.config.environment import (
-    BatchingConfig,
-    CustomEnvironmentConfig,
-    EnvironmentConfig,
-    RemoteConfig,
-)
+from nemo_rl.config.environment import BatchingConfig, CustomEnvironmentConfig, EnvironmentConfig, RemoteConfig
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.environments.batcher import BatchedEnvironment
@@ -27,20 +21,73 @@ from nemo_rl.errors import ConfigError, EnvironmentContractError
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
 
-MAX_FUNCTION_THREADS = 16  # calls at once of a function that is not async
+MAX_FUNCTION_THREADS = 16  # concurrent calls of a function that is not async
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
+def make_environment(name: str, section: EnvironmentConfig) -> Environment:
+    """Return the environment of the entry `env.<name>`: calls bounded by `timeout_s`, batched or remote as configured.
+
+    `section.type` (None: `name`) is a built-in or registered name, or the dotted path of an `Entry`, or of what
+    `adapt_environment` makes an entry of. Raises ConfigError for a name or path that is not found and for a class that
+    cannot be constructed.
+    """
+    if section.remote.enabled:
+        from nemo_rl.environments.remote import RemoteEnvironment  # loads Ray
+
+        inner: Environment = RemoteEnvironment(name, section)
+    else:
+        inner = ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
+    bounds_items = isinstance(inner, FunctionEnvironment)  # each item has its own deadline
+    timeout_s = None if bounds_items else section.timeout_s
+    if section.batching.enabled:
+        return BatchedEnvironment(inner, section.batching, timeout_s)
+    return CheckedEnvironment(inner, timeout_s)
+
+
+def strip_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
+    """Return the section as it is inside an actor: not remote again, and batched outside."""
+    return section.model_copy(update={"remote": RemoteConfig(), "batching": BatchingConfig()})
+
+
+def adapt_environment(key: str, path: str, target: Any) -> Entry[CustomEnvironmentConfig]:
+    """Return the entry for a user's class or function; raises ConfigError for `key` for anything else.
+
+    `target` is one of
+
+    - a class with `async step(conversations, states)` and `async close()`: interfaces.Environment;
+    - a NeMo-RL environment class, `step(message_log_batch, metadata) -> EnvironmentReturn`, `@ray.remote` or not;
+    - a function `(messages, metadata) -> float | dict[str, float]`, async or not: the reward of a whole conversation,
+      a list of {"role", "content"}, given the prompt's env_state.
+
+    Classes are constructed with `section.kwargs`.
+    """
+    if is_nemo_rl_environment(target):
+        return Entry(
+            CustomEnvironmentConfig, make=lambda name, section: NemoRLEnvironment(name, target, section.kwargs)
+        )
+    if inspect.isclass(target):
+        _check_methods(key, path, target)
+        return Entry(CustomEnvironmentConfig, make=lambda name, section: _construct(key, path, target, section.kwargs))
+    if not callable(target):
+        raise ConfigError(key, path, "neither a class nor a function")
+    return Entry(
+        CustomEnvironmentConfig,
+        make=lambda name, section: _make_function_environment(name, target, section),
+        check=_check_no_kwargs,
+    )
+
+
 def messages_to_dicts(conversation: Sequence[Message]) -> list[dict[str, str]]:
-    """New dicts of role and content: what code that is not ours sees of a conversation."""
+    """Return new dicts of role and content: the form in which a user's code receives a conversation."""
     return [{"role": message.role, "content": message.content} for message in conversation]
 
 
 class FunctionEnvironment:
-    """A reward function of a whole conversation; one turn, and then it is done.
+    """A reward function of a whole conversation, as an environment of a single turn.
 
-    A number becomes the reward `{name: number}`, a dict the rewards of its names. What the function raises, or a call
-    longer than `timeout_s`, fails the item that it was called for. Functions that are not async run in threads.
+    A number becomes the reward `{name: number}`, a dict the rewards of its names. An exception, or a call longer than
+    `timeout_s`, fails the item that it was called for. Functions that are not async run in threads.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], *, timeout_s: float) -> None:
@@ -68,32 +115,15 @@ class FunctionEnvironment:
             return error_to_failure(error, FailureClass.REWARD)
 
     async def close(self) -> None:
-        pass
-
-
-def is_nemo_rl_environment(target: object) -> bool:
-    """Whether it is a class with NeMo-RL's `step(message_log_batch, metadata)`, decorated by `ray.remote` or not."""
-    if is_ray_actor_class(target):
-        return True
-    step = getattr(target, "step", None)
-    if not inspect.isclass(target) or step is None:
-        return False
-    parameters = list(inspect.signature(step).parameters)
-    is_native = "conversations" in parameters or inspect.iscoroutinefunction(step)
-    return "message_log_batch" in parameters or not is_native
-
-
-def is_ray_actor_class(target: object) -> bool:
-    """Whether `ray.remote` made it. By the names of its bases: asking Ray would load it for every other class."""
-    return any((base.__module__, base.__name__) == ("ray.actor", "ActorClass") for base in type(target).__mro__)
+        """Do nothing: no resources are held."""
 
 
 class NemoRLEnvironment:
     """A NeMo-RL environment: `step(message_log_batch, metadata) -> EnvironmentReturn`.
 
-    A `ray.remote` class lives in an actor of its own, any other in a thread of this process, one call at
-    a time. Its role "environment"
-    becomes "user". Rewards of shape [B] get the entry's name, those of [B, R] the names reward1 to rewardR.
+    A `ray.remote` class lives in an actor of its own, any other in a thread of this process, one call at a time. Its
+    role "environment" becomes "user". Rewards of shape [B] get the entry's name, those of [B, R] the names reward1 to
+    rewardR.
     """
 
     def __init__(self, name: str, cls: Any, kwargs: Mapping[str, Any]) -> None:
@@ -158,7 +188,7 @@ class NemoRLEnvironment:
 
 
 def _to_list(values: Any) -> list[Any]:
-    """A tensor, an array or a sequence as a list."""
+    """Return a tensor, an array or a sequence as a list."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
@@ -168,79 +198,37 @@ def _parse_observation(message: Mapping[str, Any] | None) -> tuple[Message, ...]
     return (Message(ROLES.get(message["role"], "user"), str(message["content"])),)
 
 
-Factory: TypeAlias = Callable[[str, Any], Environment]  # (the entry's name, its section)
-FactoryT = TypeVar("FactoryT", bound=Factory)
+def is_nemo_rl_environment(target: object) -> bool:
+    """Return whether it is a class with NeMo-RL's `step(message_log_batch, metadata)`, under `ray.remote` or not."""
+    if is_ray_actor_class(target):
+        return True
+    step = getattr(target, "step", None)
+    if not inspect.isclass(target) or step is None:
+        return False
+    parameters = list(inspect.signature(step).parameters)
+    is_native = "conversations" in parameters or inspect.iscoroutinefunction(step)
+    return "message_log_batch" in parameters or not is_native
 
 
-def register(name: str) -> Callable[[FactoryT], FactoryT]:
-    """Make a class or function, called with an entry's name and section, known as `env.<entry>.type: name`."""
-
-    def add(factory: FactoryT) -> FactoryT:
-        ENVIRONMENTS.register(name)(Entry(CustomEnvironmentConfig, make=factory))
-        return factory
-
-    return add
+def is_ray_actor_class(target: object) -> bool:
+    """Return whether `ray.remote` made it, by the names of its bases: asking Ray would load it for every class."""
+    return any((base.__module__, base.__name__) == ("ray.actor", "ActorClass") for base in type(target).__mro__)
 
 
-def adapt_environment(key: str, path: str, target: Any) -> Entry[CustomEnvironmentConfig]:
-    """Return the entry of a user's class or function (see `make_environment`); its section has `kwargs`."""
-    return Entry(CustomEnvironmentConfig, make=functools.partial(_make_from_target, key, path, target))
+def _make_function_environment(
+    name: str, function: Callable[..., Any], section: CustomEnvironmentConfig
+) -> FunctionEnvironment:
+    _check_no_kwargs(f"env.{name}", section)
+    return FunctionEnvironment(name, function, timeout_s=section.timeout_s)
 
 
-def make_environment(name: str, section: EnvironmentConfig) -> Environment:
-    """The environment of the entry `env.<name>`: its calls bounded by `timeout_s`, batched or remote as it says.
-
-    `section.type` (None: `name`) is a built-in or registered name, or the dotted path "package.module:Name" or
-    "package.module.Name" of one of
-
-    - a class with `async step(conversations, states)` and `async close()`: interfaces.Environment;
-    - a NeMo-RL environment class, `step(message_log_batch, metadata) -> EnvironmentReturn`, `@ray.remote` or not;
-    - a function `(messages, metadata) -> float | dict[str, float]`, async or not: the reward of a whole conversation,
-      a list of {"role", "content"}, given the prompt's env_state.
-
-    Classes by path are made with `section.kwargs`. Raises ConfigError for what cannot be found or made.
-    """
-    if section.remote.enabled:
-        from nemo_rl.environments.remote import RemoteEnvironment  # loads Ray
-
-        inner: Environment = RemoteEnvironment(name, section)
-    else:
-        inner = _make_local(name, section)
-    timeout_s = (
-        None if isinstance(inner, FunctionEnvironment) else section.timeout_s
-    )  # a function's items have their own
-    if section.batching.enabled:
-        return BatchedEnvironment(inner, section.batching, timeout_s)
-    return CheckedEnvironment(inner, timeout_s)
-
-
-def strip_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:
-    """The same environment inside an actor: not remote again, and batched outside."""
-    return section.model_copy(
-        update={"remote": RemoteConfig.model_validate({}), "batching": BatchingConfig.model_validate({})}
-    )
-
-
-def _make_local(name: str, section: EnvironmentConfig) -> Environment:
-    return ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
-
-
-def _make_from_target(key: str, path: str, target: Any, name: str, section: CustomEnvironmentConfig) -> Environment:
-    kwargs = section.kwargs
-    if is_nemo_rl_environment(target):
-        return NemoRLEnvironment(name, target, kwargs)
-    if inspect.isclass(target):
-        _check_methods(key, path, target)
-        return _instantiate(key, path, target, kwargs)
-    if not callable(target):
-        raise ConfigError(key, path, "neither a class nor a function")
-    if kwargs:
-        raise ConfigError(f"env.{name}.kwargs", kwargs, "a function takes none; they are for classes")
-    return FunctionEnvironment(name, target, timeout_s=section.timeout_s)
+def _check_no_kwargs(key: str, section: CustomEnvironmentConfig, config: object = None) -> None:
+    if section.kwargs:
+        raise ConfigError(f"{key}.kwargs", section.kwargs, "a function takes none; they are for classes")
 
 
 def _check_methods(key: str, path: str, target: type) -> None:
-    """What interfaces.Environment asks of a class, as far as it shows before a call."""
+    """Raise ConfigError for a class that is no interfaces.Environment, as far as can be told without calling it."""
     for method in ("step", "close"):
         found = getattr(target, method, None)
         if found is None:
@@ -249,10 +237,9 @@ def _check_methods(key: str, path: str, target: type) -> None:
             raise ConfigError(key, path, f"the class's method `{method}` must be `async def`")
 
 
-def _instantiate(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
+def _construct(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
     try:
         return target(**kwargs)
     except Exception as error:  # a user's own constructor
-        raise ConfigError(
-            key, path, f"cannot be made with kwargs {kwargs!r}: {type(error).__name__}: {error}"
-        ) from error
+        problem = f"cannot be constructed with kwargs {kwargs!r}: {type(error).__name__}: {error}"
+        raise ConfigError(key, path, problem) from error

@@ -1,18 +1,29 @@
-"""An environment for data sets whose rewards are those of scorers alone."""
+"""The environment `reward_model`, for datasets whose rewards are those of scorers alone."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from nemo_rl.config.environment import RewardModelEnvironmentConfig
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.kinds import Entry
 from nemo_rl.environments.boundary import StepResult
+from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Message
 
 
-class RewardModelEnvironment:
-    """One turn, and no reward of its own: `env.<name>.scorers` score the rollout behind its end."""
+class RewardModelEnvironmentConfig(EnvironmentConfig):
+    """A single turn whose rewards are those of its `scorers`."""
 
-    def __init__(self, name: str, section: RewardModelEnvironmentConfig) -> None:
-        """Takes nothing of the section."""
+    has_own_rewards: ClassVar[bool] = False
+
+
+def check_reward_model_environment(key: str, section: RewardModelEnvironmentConfig, config: object) -> None:
+    """Raise ConfigError for an entry without scorers."""
+    if not section.scorers:
+        raise ConfigError(f"{key}.scorers", [], "its rewards are those of scorers: must name one or more")
+
+
+class RewardModelEnvironment:
+    """A single turn without a reward of its own: `env.<name>.scorers` score the rollout when it has ended."""
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -23,4 +34,11 @@ class RewardModelEnvironment:
         ]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
+
+
+REWARD_MODEL = Entry(
+    RewardModelEnvironmentConfig,
+    make=lambda name, section: RewardModelEnvironment(),
+    check=check_reward_model_environment,
+)

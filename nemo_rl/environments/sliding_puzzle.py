@@ -1,4 +1,4 @@
-"""A game of several turns: slide the tiles of a square board until they are in order."""
+"""The environment `sliding_puzzle`, a game of several turns: slide the tiles of a square board into order."""
 
 import random
 import re
@@ -6,29 +6,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.environment import SlidingPuzzleEnvironmentConfig
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.kinds import Entry
 from nemo_rl.environments.boundary import StepResult, error_to_failure
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, FailureClass, Message
 
 ACTION = re.compile(r"<action>\s*(\w+)\s*</action>", re.IGNORECASE)
 WORD = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
-# Where the tile that moves comes from, seen from the gap: "up" slides the tile below the gap up.
+# Offset from the gap to the tile that moves: "up" slides the tile below the gap up.
 SOURCES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 OPPOSITES = {"up": "down", "down": "up", "left": "right", "right": "left"}
-NUM_PUZZLES = 1000  # of a data set that names no size
-PUZZLES_PER_SEED = 1_000_003  # no two data sets share a puzzle's seed
+NUM_PUZZLES = 1000  # of a dataset that sets no size
+PUZZLES_PER_SEED = 1_000_003  # no two datasets share a puzzle's seed
 RULES = (
     "Slide the tiles of this board until they are in order, row by row, with the gap (0) last.\n"
     "Each message makes one move: <action>up</action> slides the tile below the gap up; down, left and right alike.\n"
 )
 
 
+class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
+    """A game of several turns: slide tiles until they are in order."""
+
+    move_reward: float = 0.0
+    invalid_move_penalty: float = 0.0
+
+
 class SlidingPuzzleEnvironment:
     """One move a turn; reward `sliding_puzzle` is 1 when solved.
 
-    Reward `moves` adds `move_reward` for each legal move and takes away `invalid_move_penalty` for a move that the
-    board does not have or a turn without one; the board is then shown again. States come from `generate_puzzle`.
+    Reward `moves` adds `move_reward` for each legal move and subtracts `invalid_move_penalty` for an illegal or
+    missing one; the board is then shown again. States come from `generate_puzzle`.
     """
 
     def __init__(self, name: str, section: SlidingPuzzleEnvironmentConfig) -> None:
@@ -62,18 +70,21 @@ class SlidingPuzzleEnvironment:
         )
 
     async def close(self) -> None:
-        pass
+        """Do nothing: no resources are held."""
+
+
+SLIDING_PUZZLE = Entry(SlidingPuzzleEnvironmentConfig, make=SlidingPuzzleEnvironment)
 
 
 def parse_action(response: str) -> str | None:
-    """The last <action>, else the last word that is a direction."""
+    """Return the last <action>, else the last word that is a direction; None if it is no direction."""
     found = ACTION.findall(response) or WORD.findall(response)
     action = found[-1].lower() if found else None
     return action if action in SOURCES else None
 
 
 def slide(board: tuple[int, ...], size: int, action: str) -> tuple[int, ...] | None:
-    """The board after the move; None where no tile can move so."""
+    """Return the board after the move; None if no tile can move that way."""
     gap = board.index(0)
     rows, columns = SOURCES[action]
     row, column = gap // size + rows, gap % size + columns
@@ -86,20 +97,22 @@ def slide(board: tuple[int, ...], size: int, action: str) -> tuple[int, ...] | N
 
 
 def solved_board(size: int) -> tuple[int, ...]:
+    """Return the tiles in order, with the gap (0) last."""
     return (*range(1, size * size), 0)
 
 
 def render(board: Sequence[int], size: int) -> str:
-    """One line a row, columns aligned."""
+    """Return the board as text, one line per row, columns aligned."""
     width = len(str(size * size - 1))
     rows = [board[i : i + size] for i in range(0, size * size, size)]
     return "\n".join(" ".join(f"{tile:>{width}}" for tile in row) for row in rows)
 
 
 def generate_puzzle(size: int, shuffle_moves: int, seed: int) -> dict[str, Any]:
-    """A state {"size", "board"}: the solved board after `shuffle_moves` random moves, none of which undoes the last.
+    """Return a state {"size", "board"}: the solved board after random moves, none of which undoes the previous one.
 
-    Solvable in at most that many moves; never solved already.
+    The board is solvable in at most that many moves, and never solved already. Raises ValueError for a board smaller
+    than 2 x 2 or without moves.
     """
     if size < 2 or shuffle_moves < 1:
         raise ValueError(f"a board of size {size} after {shuffle_moves} moves; at least 2 and 1")
@@ -115,9 +128,10 @@ def generate_puzzle(size: int, shuffle_moves: int, seed: int) -> dict[str, Any]:
 
 
 def puzzle_rows(section: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
-    """A data set, `dataset_name: nemo_rl.environments.sliding_puzzle.puzzle_rows`, of `section.size` puzzles (1000).
+    """Yield the rows of the dataset `nemo_rl.environments.sliding_puzzle.puzzle_rows`: `section.size` puzzles (1000).
 
-    `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10). Raises ConfigError for others.
+    `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10). Raises ConfigError for any
+    other key.
     """
     kwargs = {"size": 3, "shuffle_moves": 10} | section.task_kwargs
     for index in range(section.size or NUM_PUZZLES):

@@ -1,11 +1,11 @@
-"""Answer a question with the help of tools: a calculator, and Python in a sandbox.
+"""The environment `tools`: answer a question with a calculator, and Python in a sandbox.
 
-A turn of the model is text. Its first complete tag counts:
+A turn of the model is text, and its first complete tag counts:
 
 - `<tool>{"name": "calculator", "arguments": {"expression": "2 * (3 + 4)"}}</tool>` or
-  `<tool>{"name": "python", "arguments": {"code": "print(2 ** 10)"}}</tool>`: the next message, from the user, holds the
-  output between `<result>` and `</result>`;
-- `<answer>14</answer>`: the end, compared with `state["answer"]`.
+  `<tool>{"name": "python", "arguments": {"code": "print(2 ** 10)"}}</tool>`: the next user message holds the output
+  between `<result>` and `</result>`;
+- `<answer>14</answer>`: ends the conversation and is compared with `state["answer"]`.
 
 A turn with neither ends the conversation.
 """
@@ -18,120 +18,41 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from nemo_rl.config.environment import ToolsEnvironmentConfig
+from pydantic import Field
+
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.kinds import Entry
 from nemo_rl.environments.boundary import BlockingCalls, StepResult
 from nemo_rl.environments.sandbox import SandboxLimits, run_python
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
-Number: TypeAlias = int | float
-
-MAX_CHARS = 500  # of an expression
-MAX_BITS = 4096  # of an integer, 1233 digits
-MAX_DIGITS = 15  # that a number is rounded to
-
-CONSTANTS = {"pi": math.pi, "e": math.e}
-OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.BitXor: operator.pow,  # ^ is a power, as on paper
-}
-
-
-def round_number(value: Number, digits: int = 0) -> Number:
-    if abs(digits) > MAX_DIGITS:  # Python takes the power of ten, whatever its size
-        raise ValueError(f"round to at most {MAX_DIGITS} digits")
-    return round(value, digits)
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "ceil": math.ceil,
-    "cos": math.cos,
-    "exp": math.exp,
-    "floor": math.floor,
-    "gcd": math.gcd,
-    "lcm": math.lcm,
-    "log": math.log,
-    "log10": math.log10,
-    "log2": math.log2,
-    "max": max,
-    "min": min,
-    "round": round_number,
-    "sin": math.sin,
-    "sqrt": math.sqrt,
-    "tan": math.tan,
-}
-
-
-def calculate(expression: str) -> str:
-    """The value as text: an integer in full, a float to 12 digits.
-
-    Raises ValueError for what is no arithmetic, has no value, or is too large.
-    """
-    if len(expression) > MAX_CHARS:
-        raise ValueError(f"the expression is longer than {MAX_CHARS} characters")
-    try:
-        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
-    except SyntaxError as error:
-        raise ValueError(f"not an expression: {error.msg}") from error
-    except (ArithmeticError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-    return str(value) if isinstance(value, int) else f"{value:.12g}"
-
-
-def _evaluate(node: ast.expr) -> Number:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _check_bounds(value)
-        case ast.Name(id=name) if name in CONSTANTS:
-            return CONSTANTS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _evaluate(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return _evaluate_binary(op, _evaluate(left), _evaluate(right))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            return _check_bounds(FUNCTIONS[name](*map(_evaluate, args)))
-    raise ValueError(f"not arithmetic: {ast.unparse(node)}; functions: {', '.join(FUNCTIONS)}")
-
-
-def _evaluate_binary(op: ast.operator, left: Number, right: Number) -> Number:
-    is_power = isinstance(op, ast.Pow | ast.BitXor)
-    # The size is bounded before the power is taken.
-    if is_power and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
-        raise ValueError("the number is too large")
-    return _check_bounds(OPERATORS[type(op)](left, right))
-
-
-def _check_bounds(value: Number | complex) -> Number:
-    if isinstance(value, complex):
-        raise ValueError("the value is a complex number")
-    if isinstance(value, int):
-        if value.bit_length() > MAX_BITS:
-            raise ValueError("the number is too large")
-    elif not math.isfinite(value):
-        raise ValueError("the number is too large")
-    return value
-
-
 TAG = re.compile(r"<(tool|answer)>(.*?)</\1>", re.DOTALL)
-RELATIVE_TOLERANCE = 1e-6  # of numbers
-ARGUMENTS = {"calculator": "expression", "python": "code"}
+ARGUMENTS = {"calculator": "expression", "python": "code"}  # the argument of each tool
+EXAMPLES = {
+    "calculator": '{"name": "calculator", "arguments": {"expression": "2 * (3 + 4)"}}',
+    "python": '{"name": "python", "arguments": {"code": "print(2 ** 10)"}}',
+}
+RELATIVE_TOLERANCE = 1e-6  # of numeric answers
+
+
+class ToolsEnvironmentConfig(EnvironmentConfig):
+    """A calculator and Python in a sandbox, then the final answer."""
+
+    tools: list[Literal["calculator", "python"]] = Field(default_factory=lambda: ["calculator"])
+    num_workers: int = Field(default=2, gt=0)  # concurrent tool processes
+    cpu_s: float = Field(default=2.0, gt=0)
+    wall_s: float = Field(default=5.0, gt=0)
+    memory_bytes: int = Field(default=512 * 1024 * 1024, gt=0)
+    max_output_chars: int = Field(default=4096, gt=0)
 
 
 class ToolsEnvironment:
     """Several turns; reward `tools` is 1 for the right final answer, else 0.
 
-    Text compares without case and outer spaces, numbers by value. A call that cannot be read, or fails, is answered
-    with what was wrong, and the conversation goes on.
+    Text compares case-insensitively without surrounding spaces, numbers by value. A call that cannot be parsed, or
+    fails, is answered with an error message, and the conversation continues.
     """
 
     def __init__(self, name: str, section: ToolsEnvironmentConfig) -> None:
@@ -170,11 +91,24 @@ class ToolsEnvironment:
             return f"error: {error}"
 
     async def close(self) -> None:
-        pass
+        """Do nothing: no resources are held."""
+
+
+TOOLS = Entry(ToolsEnvironmentConfig, make=ToolsEnvironment)
+
+
+def tools_prompt(tools: Sequence[str]) -> str:
+    """Return a system prompt that explains the tags and these tools."""
+    lines = "\n".join(f"<tool>{EXAMPLES[tool]}</tool>" for tool in tools)
+    return (
+        "Solve the task. You may call a tool, one a message:\n"
+        f"{lines}\n"
+        "Its output comes back in <result> tags. When you know the answer, write <answer>the answer</answer>."
+    )
 
 
 def parse_call(text: str, known: Mapping[str, object]) -> tuple[str, str]:
-    """A tool's name and its one argument; ValueError says what is wrong, in words for the model."""
+    """Return a tool's name and its one argument; raises ValueError with a message for the model."""
     example = '{"name": "calculator", "arguments": {"expression": "1 + 2"}}'
     try:
         call = json.loads(text)
@@ -192,6 +126,7 @@ def parse_call(text: str, known: Mapping[str, object]) -> tuple[str, str]:
 
 
 def answers_match(answer: str, reference: str) -> bool:
+    """Return whether two answers are the same number, or else the same text."""
     numbers = _parse_number(answer), _parse_number(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return abs(numbers[0] - numbers[1]) <= RELATIVE_TOLERANCE * abs(numbers[1])
@@ -205,15 +140,101 @@ def _parse_number(text: str) -> float | None:
         return None
 
 
-def tools_prompt(tools: Sequence[str]) -> str:
-    """A system prompt that explains the tags and these tools."""
-    uses = {
-        "calculator": '<tool>{"name": "calculator", "arguments": {"expression": "2 * (3 + 4)"}}</tool>',
-        "python": '<tool>{"name": "python", "arguments": {"code": "print(2 ** 10)"}}</tool>',
-    }
-    lines = "\n".join(uses[tool] for tool in tools)
-    return (
-        "Solve the task. You may call a tool, one a message:\n"
-        f"{lines}\n"
-        "Its output comes back in <result> tags. When you know the answer, write <answer>the answer</answer>."
-    )
+# The calculator: arithmetic whose size is bounded before it is computed.
+
+Number: TypeAlias = int | float
+
+MAX_CHARS = 500  # of an expression
+MAX_BITS = 4096  # of an integer, 1233 digits
+MAX_DIGITS = 15  # of a rounded number
+
+CONSTANTS = {"pi": math.pi, "e": math.e}
+OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.BitXor: operator.pow,  # ^ is a power, as on paper
+}
+
+
+def round_number(value: Number, digits: int = 0) -> Number:
+    """Return the rounded number; raises ValueError for more digits than MAX_DIGITS."""
+    if abs(digits) > MAX_DIGITS:  # Python computes the power of ten, whatever its size
+        raise ValueError(f"round to at most {MAX_DIGITS} digits")
+    return round(value, digits)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "ceil": math.ceil,
+    "cos": math.cos,
+    "exp": math.exp,
+    "floor": math.floor,
+    "gcd": math.gcd,
+    "lcm": math.lcm,
+    "log": math.log,
+    "log10": math.log10,
+    "log2": math.log2,
+    "max": max,
+    "min": min,
+    "round": round_number,
+    "sin": math.sin,
+    "sqrt": math.sqrt,
+    "tan": math.tan,
+}
+
+
+def calculate(expression: str) -> str:
+    """Return the value as text: an integer in full, a float to 12 digits.
+
+    Raises ValueError for an expression that is not arithmetic, has no value, or is too large.
+    """
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"the expression is longer than {MAX_CHARS} characters")
+    try:
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"not an expression: {error.msg}") from error
+    except (ArithmeticError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _evaluate(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _check_bounds(value)
+        case ast.Name(id=name) if name in CONSTANTS:
+            return CONSTANTS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _evaluate(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return _evaluate_binary(op, _evaluate(left), _evaluate(right))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return _check_bounds(FUNCTIONS[name](*map(_evaluate, args)))
+    raise ValueError(f"not arithmetic: {ast.unparse(node)}; functions: {', '.join(FUNCTIONS)}")
+
+
+def _evaluate_binary(op: ast.operator, left: Number, right: Number) -> Number:
+    is_power = isinstance(op, ast.Pow | ast.BitXor)
+    # The size is bounded before the power is computed.
+    if is_power and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
+        raise ValueError("the number is too large")
+    return _check_bounds(OPERATORS[type(op)](left, right))
+
+
+def _check_bounds(value: Number | complex) -> Number:
+    if isinstance(value, complex):
+        raise ValueError("the value is a complex number")
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise ValueError("the number is too large")
+    elif not math.isfinite(value):
+        raise ValueError("the number is too large")
+    return value

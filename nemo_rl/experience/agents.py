@@ -15,14 +15,63 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
-from nemo_rl.config.kinds import import_path
-from nemo_rl.data.chat import to_openai_message
+from nemo_rl.config.environment import RolloutRunnerConfig
+from nemo_rl.config.environment_checks import check_session_timeout, reject_wrappers
+from nemo_rl.config.kinds import Entry, import_path
+from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.boundary import BlockingCalls, is_async_callable
+from nemo_rl.errors import ConfigError, suggest_name
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
+
+
+class AgentConfig(RolloutRunnerConfig):
+    """An agent that owns its loop: exactly one of `function` and `command`.
+
+    Its reward is what it returns or posts, or what the environment `scored_by` gives to its last conversation.
+    """
+
+    function: str | None = None  # a dotted path: (prompt, base_url, api_key) -> reward, rewards by name, or AgentResult
+    command: list[str] | None = None  # run with OPENAI_BASE_URL, OPENAI_API_KEY and the prompt as JSON on its stdin
+    scored_by: str | None = None  # another entry of `env`
+    in_tasks: bool = False  # function: each run in a Ray task, a process of its own
+
+
+def check_agent(key: str, section: AgentConfig, config: RolloutRunConfig) -> None:
+    """Raise ConfigError for an agent that cannot run or be scored."""
+    if (section.function is None) == (section.command is None):
+        both = {"function": section.function, "command": section.command}
+        raise ConfigError(key, both, "an agent has either a function or a command")
+    if section.command is not None and not section.command:
+        raise ConfigError(f"{key}.command", [], "must name a program")
+    if section.in_tasks and section.function is None:
+        raise ConfigError(f"{key}.in_tasks", True, "a command has a process of its own already; allowed: false")
+    reject_wrappers(key, section, "agents run one prompt each; allowed: false (see in_tasks)")
+    environments = [name for name, other in config.env.items() if not isinstance(other, RolloutRunnerConfig)]
+    if section.scored_by is not None and section.scored_by not in environments:
+        problem = f"no entry of env that is an environment{suggest_name(section.scored_by, environments)}"
+        raise ConfigError(f"{key}.scored_by", section.scored_by, problem)
+    check_session_timeout(key, section.timeout_s, config)
+
+
+def make_agent(name: str, section: AgentConfig) -> Agent:
+    """Return the agent of the entry `env.<name>`; raises ConfigError for a function that cannot be imported."""
+    if section.command is not None:
+        return CommandAgent(name, section.command)
+    assert section.function is not None  # check_agent
+    key = f"env.{name}.function"
+    function = import_path(key, section.function)
+    if not callable(function):
+        raise ConfigError(key, section.function, "not a function")
+    if section.in_tasks:
+        return IsolatedFunctionAgent(name, section.function)
+    return FunctionAgent(name, function, max_threads=section.max_concurrency)
+
+
+AGENT = Entry(AgentConfig, make=make_agent, check=check_agent)
 
 
 class SessionProvider(Protocol):
@@ -179,6 +228,8 @@ class CommandAgent:
 
 def prompt_to_dict(prompt: Prompt) -> dict[str, Any]:
     """A prompt as a program reads it."""
+    from nemo_rl.data.chat import to_openai_message  # loads transformers
+
     return {
         "prompt_id": prompt.prompt_id,
         "messages": [to_openai_message(message) for message in prompt.messages],

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.config.environment import AgentConfig, NemoGymConfig
-from nemo_rl.config.kinds import import_path
+from nemo_rl.config.environment import RolloutRunnerConfig
 from nemo_rl.config.layout import Layout, make_reward_model_layout
 from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.data.blend import Blend
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import PromptSet
-from nemo_rl.environments.nemo_gym.client import GymClient
-from nemo_rl.environments.nemo_gym.stack import GymStack
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
+from nemo_rl.experience.agents import AgentConfig, AgentRuntime
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
 from nemo_rl.experience.scoring import Scoring, ScoringTurn, WeightedScorer
@@ -38,24 +37,14 @@ MODEL_NAME = "policy"  # the name that agents see; any other model name is serve
 
 def make_agents(config: RolloutRunConfig) -> dict[str, Agent]:
     """Return the agents of `env` by name; raises ConfigError for a function that cannot be imported."""
-    return {name: make_agent(name, section) for name, section in agent_configs(config).items()}
+    return {
+        name: ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
+        for name, section in agent_configs(config).items()
+    }
 
 
 def agent_configs(config: RolloutRunConfig) -> dict[str, AgentConfig]:
     return {name: section for name, section in config.env.items() if isinstance(section, AgentConfig)}
-
-
-def make_agent(name: str, section: AgentConfig) -> Agent:
-    if section.command is not None:
-        return CommandAgent(name, section.command)
-    assert section.function is not None  # config/environment_checks.py
-    key = f"env.{name}.function"
-    function = import_path(key, section.function)
-    if not callable(function):
-        raise ConfigError(key, section.function, "not a function")
-    if section.in_tasks:
-        return IsolatedFunctionAgent(name, section.function)
-    return FunctionAgent(name, function, max_threads=section.max_concurrency)
 
 
 def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
@@ -78,7 +67,7 @@ async def open_gateway(
     """Start the gateway; `stack` closes it."""
     from nemo_rl.gateway.manager import GatewayManager  # loads Ray
 
-    runners = (section for section in config.env.values() if isinstance(section, AgentConfig | NemoGymConfig))
+    runners = (section for section in config.env.values() if isinstance(section, RolloutRunnerConfig))
     rules = CompletionRules(
         MODEL_NAME,
         max_model_len=config.policy.max_total_sequence_length,
@@ -115,7 +104,7 @@ def open_environments(config: RolloutRunConfig, stack: AsyncExitStack) -> dict[s
     or made."""
     environments: dict[str, Environment] = {}
     for name, section in config.env.items():
-        if not isinstance(section, AgentConfig | NemoGymConfig):
+        if not isinstance(section, RolloutRunnerConfig):
             environments[name] = make_environment(name, section)
             stack.push_async_callback(environments[name].close)
     return environments
@@ -137,10 +126,17 @@ async def open_nemo_gym(
     Raises ConfigError for an agent that a stack does not have, GymUnavailable for what does not answer in time.
     """
     sections = gym_configs(config)
+    policy = ServedPolicy(manager.default_base_url, manager.api_key, MODEL_NAME)
     runtimes = {}
     for name, section in sections.items():
-        directory = run_dir if len(sections) == 1 else run_dir / name
-        client = await _open_client(name, section, agent_names_for(name, prompt_sets), manager, directory, stack)
+        client = await ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(
+            name,
+            section,
+            agents=agent_names_for(name, prompt_sets),
+            policy=policy,
+            run_dir=run_dir if len(sections) == 1 else run_dir / name,
+            stack=stack,
+        )
         runtimes[name] = GymRuntime(
             client,
             manager,
@@ -159,31 +155,6 @@ def agent_names_for(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[st
         else:
             found.update(prompt.agent_name for prompt in prompts if prompt.task_name == name)
     return frozenset(found)
-
-
-async def _open_client(
-    name: str,
-    section: NemoGymConfig,
-    agents: frozenset[str],
-    manager: "GatewayManager",
-    directory: Path,
-    stack: AsyncExitStack,
-) -> GymClient:
-    key, started = f"env.{name}", None
-    if section.config_paths is not None:
-        started = await GymStack.start(
-            section,
-            policy_base_url=manager.default_base_url,
-            policy_api_key=manager.api_key,
-            policy_model_name=MODEL_NAME,
-            run_dir=directory,
-            key=key,
-        )
-        stack.push_async_callback(started.close)
-    client = GymClient(section, head_url=started.head_url if started else None, key=key)
-    stack.push_async_callback(client.close)
-    await client.connect(agents, check=started.check if started else None)
-    return client
 
 
 async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:

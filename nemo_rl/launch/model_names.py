@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.environment import ModelScorerConfig
 from nemo_rl.config.evaluation import EvalRunConfig
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.config.reward_model import RewardModelRunConfig
-from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError
 
@@ -59,7 +59,7 @@ def check_model_names(config: AnyConfig) -> None:
             _check_teacher(key, section)
     if isinstance(config, RolloutRunConfig):
         for name, scorer in config.scorers.items():
-            if isinstance(scorer, RewardModelScorerConfig):
+            if isinstance(scorer, ModelScorerConfig):
                 check_model_name(f"scorers.{name}.model_name", scorer.model_name)
 
 

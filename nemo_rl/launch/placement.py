@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from nemo_rl.config.collect import SampledRunConfig
-from nemo_rl.config.environment import AgentConfig
 from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import ParallelModelConfig
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.experience.agents import AgentConfig
 from nemo_rl.launch.workers import engine_dtype, find_layout
 from nemo_rl.weight_sync.make import choose_transport
 

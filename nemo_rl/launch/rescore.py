@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nemo_rl.config.environment import RewardModelEnvironmentConfig
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.data.sources import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError
@@ -67,7 +66,7 @@ async def _write(
 ) -> None:
     async with AsyncExitStack() as stack:
         scoring = await open_scorers(config, None, stack)
-        alone = {name for name, section in config.env.items() if isinstance(section, RewardModelEnvironmentConfig)}
+        alone = {name for name, section in config.env.items() if not section.has_own_rewards}
         limit_s = config.rollout.stall_timeout_s
         async for row in rescore_rollouts(rows, prompts, scoring, scorer_only_tasks=alone, stall_timeout_s=limit_s):
             file.write(encode_json_line(row))

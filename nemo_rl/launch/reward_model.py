@@ -21,8 +21,12 @@ from nemo_rl.config.reward_model import PreferenceDatasetConfig, RewardModelRunC
 from nemo_rl.data.preferences import Preference, read_preferences
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.machine import resolve_device
-from nemo_rl.environments.scorers.classifier import clamp_to_positions, load_classifier
-from nemo_rl.environments.scorers.classify import ConversationTokenizer, ConversationTooLong
+from nemo_rl.environments.scorers.classifier import (
+    ConversationTokenizer,
+    ConversationTooLong,
+    clamp_to_positions,
+    load_classifier,
+)
 from nemo_rl.errors import CheckpointError, DataError
 from nemo_rl.interfaces import Logger
 from nemo_rl.launch.models import resolve_model

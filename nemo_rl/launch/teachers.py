@@ -16,7 +16,7 @@ from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, TeacherTarge
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
 from nemo_rl.algorithms.distillation import TeacherHandle, Teachers
 from nemo_rl.config.checks import check_task_teachers, uses_cross_tokenizer, uses_teachers
-from nemo_rl.config.environment import AgentConfig, NemoGymConfig
+from nemo_rl.config.environment import RolloutRunnerConfig
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
@@ -222,7 +222,7 @@ def _validation_prompts(key: str, config: TrainingRunConfig, inputs: Inputs) -> 
     tasks = {
         task
         for task, section in config.env.items()
-        if config.teacher_key(task) == key and not isinstance(section, AgentConfig | NemoGymConfig)
+        if config.teacher_key(task) == key and not isinstance(section, RolloutRunnerConfig)
     }
     sets = (PromptSet(s.name, [p for p in s.prompts if p.task_name in tasks]) for s in inputs.validation)
     return tuple(one for one in sets if one.prompts)

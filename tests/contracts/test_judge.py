@@ -7,9 +7,8 @@ import pytest
 
 from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.config.run import GatewayConfig
-from nemo_rl.config.scorers import JudgeScorerConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.environments.scorers.judge import JudgeScorer
+from nemo_rl.environments.scorers.judge import JudgeScorer, JudgeScorerConfig
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager

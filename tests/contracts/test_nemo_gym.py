@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
 from nemo_rl.gateway import codec as parsers

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.environments.nemo_gym.reply import GymRefused, GymReply
 from tests.contracts.real_gym import AGENTS, BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, example_rows, real_gym
 

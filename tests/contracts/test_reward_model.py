@@ -18,9 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from nemo_rl.config.scorers import RewardModelScorerConfig
 from nemo_rl.distributed.cluster import connect
-from nemo_rl.environments.scorers.reward_model import RewardModelScorer
+from nemo_rl.environments.scorers.reward_model import RewardModelScorer, RewardModelScorerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
@@ -107,7 +106,7 @@ def test_other_models_and_paddings_score_as_a_plain_forward_pass(
 
 def test_packing_is_refused_where_it_changes_scores(tmp_path: Path) -> None:
     save(tmp_path, "bert")
-    with pytest.raises(ConfigError, match="scores a conversation otherwise beside others") as caught:
+    with pytest.raises(ConfigError, match="scores a conversation differently when batched with others") as caught:
         RewardModelScorer(
             "rm", RewardModelScorerConfig(model_name=str(tmp_path), device="cpu", packing=True, in_actor=False)
         )

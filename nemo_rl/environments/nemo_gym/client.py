@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_rl.config.environment import SERVER_KINDS, NemoGymConfig
 from nemo_rl.distributed.machine import max_connections, raise_file_limit
+from nemo_rl.environments.nemo_gym.entry import SERVER_KINDS, NemoGymConfig
 from nemo_rl.environments.nemo_gym.reply import (
     GymError,
     GymInvalidReply,

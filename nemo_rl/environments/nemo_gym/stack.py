@@ -8,18 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import aiohttp
 from omegaconf import OmegaConf
 
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.environments.nemo_gym.client import discover, find_unresponsive_servers
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import GymError, GymUnavailable
 from nemo_rl.environments.nemo_gym.workspace import (
     GymPython,
@@ -55,23 +53,16 @@ class GymStack:
         cls,
         section: NemoGymConfig,
         *,
-        policy_base_url: str | Sequence[str],
-        policy_api_key: str,
-        policy_model_name: str,
+        policy: ServedPolicy,
         run_dir: Path,
         key: str = "env.nemo_gym",
     ) -> "GymStack":
         """A stack whose servers all answer; its files and its log, `gym.log`, lie in `run_dir/nemo_gym`.
 
-        Agents call the model at `policy_base_url`, which ends with /v1; of several they take turns. Raises ConfigError
+        Raises ConfigError
         for what the configuration has wrong, GymUnavailable with the end of the log for a stack that does not come up
         within `start_timeout_s`; that of an environment made for it is not counted.
         """
-        policy = {
-            "policy_base_url": policy_base_url if isinstance(policy_base_url, str) else list(policy_base_url),
-            "policy_api_key": policy_api_key,
-            "policy_model_name": policy_model_name,
-        }
         stack = await asyncio.to_thread(cls._launch, section, policy, run_dir / "nemo_gym", key)
         try:
             await stack._wait_until_ready(section.start_timeout_s, key)
@@ -91,7 +82,7 @@ class GymStack:
         await asyncio.to_thread(self._terminate)
 
     @classmethod
-    def _launch(cls, section: NemoGymConfig, policy: dict[str, Any], directory: Path, key: str) -> "GymStack":
+    def _launch(cls, section: NemoGymConfig, policy: ServedPolicy, directory: Path, key: str) -> "GymStack":
         assert section.config_paths is not None  # config/environment_checks.py
         python = resolve_gym_python(section.python, key=f"{key}.python")
         configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
@@ -103,7 +94,9 @@ class GymStack:
         head_port = unused_port()
         settings = {
             "config_paths": list(configs),
-            **policy,
+            "policy_base_url": policy.base_url,
+            "policy_api_key": policy.api_key,
+            "policy_model_name": policy.model_name,
             "head_server": {"host": "127.0.0.1", "port": head_port},
             "port_range_low": section.port_range_low,
             "port_range_high": section.port_range_high,

@@ -21,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_rl.config.environment import SERVER_KINDS
 from nemo_rl.distributed.machine import cache_directory
+from nemo_rl.environments.nemo_gym.entry import SERVER_KINDS
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""A Hugging Face sequence classifier of one label: loading it, and its scores of many rows of tokens at once.
+"""A Hugging Face sequence classifier of one label: its weights, its tokenizer, and its scores of many conversations.
 
-Scores are those of a plain forward pass of each row alone, whatever stands beside it. N rows, T tokens.
+The score of a row equals that of a plain forward pass of the row alone, whatever it is batched with. N rows, T tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -8,25 +8,124 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from nemo_rl.data.tokenizer import load_tokenizer_with_template
+from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.environments.boundary import error_to_failure
+from nemo_rl.environments.registry import messages_to_dicts
+from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
 from nemo_rl.errors import ConfigError
+from nemo_rl.types import Failure, FailureClass, Message
 
 Row: TypeAlias = Sequence[int]  # token ids
 Layout: TypeAlias = Callable[[PreTrainedModel, Sequence[Row]], torch.Tensor]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of a score, relative to 1 or to the score itself
 PROBE_LENGTHS = (5, 2, 9)  # tokens
+Conversation: TypeAlias = tuple[Message, ...]
+
+
+class RewardModel:
+    """A loaded reward model with its tokenizer; used by one thread.
+
+    Raises ConfigError below `scorers.<name>` for a model that cannot be loaded, or not be scored exactly.
+    """
+
+    def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
+        key = f"scorers.{name}"
+        device = resolve_device(section.device, f"{key}.device")
+        model = load_classifier(f"{key}.model_name", section.model_name, precision=section.precision)
+        self._model = model.to(device)  # pyright: ignore[reportArgumentType]
+        self._layout = score_packed if section.packing else score_padded
+        named, value = ("packing", True) if section.packing else ("model_name", section.model_name)
+        check_layout_exact(f"{key}.{named}", value, self._model, self._layout)
+        self._micro_batch_size = section.micro_batch_size
+        self._tokenizer = ConversationTokenizer.load(
+            key,
+            section.tokenizer_name or section.model_name,
+            chat_template=section.chat_template,
+            max_length=clamp_to_positions(self._model, section.max_length),
+        )
+
+    @torch.inference_mode()
+    def score(self, conversations: Sequence[Conversation]) -> list[float | Failure]:
+        """Return one score per conversation, in order.
+
+        A conversation that is too long or cannot be rendered fails alone, an error of a forward pass fails its
+        micro-batch.
+        """
+        results = [self._encode(conversation) for conversation in conversations]
+        rows = {index: row for index, row in enumerate(results) if not isinstance(row, Failure)}
+        scores: dict[int, float | Failure] = {
+            index: failure for index, failure in enumerate(results) if isinstance(failure, Failure)
+        }
+        indices = list(rows)
+        for batch in iter_micro_batches(list(rows.values()), self._micro_batch_size):
+            batch_scores = self._forward([rows[indices[i]] for i in batch])
+            scores |= {indices[i]: score for i, score in zip(batch, batch_scores, strict=True)}
+        return [scores[index] for index in range(len(conversations))]
+
+    def _encode(self, conversation: Conversation) -> list[int] | Failure:
+        try:
+            token_ids = self._tokenizer.encode(conversation)
+        except Exception as error:  # too long, or an exception of the chat template
+            return error_to_failure(error, FailureClass.REWARD)
+        return token_ids or Failure(FailureClass.REWARD, "the conversation has no tokens")
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Sequence[float | Failure]:
+        try:
+            return self._layout(self._model, rows).tolist()
+        except (RuntimeError, IndexError) as error:  # out of memory; a token id outside the vocabulary
+            return [error_to_failure(error, FailureClass.REWARD)] * len(rows)
+
+
+class ConversationTooLong(Exception):
+    """A conversation of more tokens than the reward model takes."""
+
+
+class ConversationTokenizer:
+    """Token ids of whole conversations, rendered without a generation prompt."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._max_length = max_length
+
+    @classmethod
+    def load(
+        cls, key: str, name: str, *, chat_template: str | None, max_length: int | None = None
+    ) -> "ConversationTokenizer":
+        """Load it from a Hugging Face name or directory; raises ConfigError below `key` if it cannot be used."""
+        tokenizer = load_tokenizer_with_template(
+            name, chat_template, name_key=f"{key}.tokenizer_name", template_key=f"{key}.chat_template"
+        )
+        return cls(tokenizer, max_length=max_length)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids, with the template's special tokens and no others; raises ConversationTooLong."""
+        text = self.tokenizer.apply_chat_template(
+            messages_to_dicts(messages), tokenize=False, add_generation_prompt=False
+        )
+        token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+        if self._max_length is not None and len(token_ids) > self._max_length:
+            raise ConversationTooLong(f"a conversation of {len(token_ids)} tokens, where {self._max_length} fit")
+        return token_ids
 
 
 def load_classifier(
     key: str, name: str, *, precision: Literal["float32", "bfloat16"] = "float32", fresh_head: bool = False
 ) -> PreTrainedModel:
-    """The classifier of the Hugging Face name or folder `name`, on the CPU, without dropout.
+    """Return the classifier of a Hugging Face name or directory, on the CPU, without dropout.
 
-    `fresh_head` gives any model a new head of one label, to be trained.
+    `fresh_head` replaces the head of any model by an untrained one of one label.
 
     Raises:
-        ConfigError: under `key`: no such model, no classifier of one label, or files that lack weights.
+        ConfigError: under `key`, for a name without a model, a model with more labels, or files that lack weights.
     """
     config = _load_single_label_config(key, name, fresh_head)
     try:
@@ -44,13 +143,13 @@ def load_classifier(
 
 
 def clamp_to_positions(model: PreTrainedModel, limit: int) -> int:
-    """`limit`, or the positions that the model has where they are fewer."""
+    """Return `limit`, or the number of positions of the model if that is smaller."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(limit, positions) if isinstance(positions, int) and positions > 0 else limit
 
 
 def score_padded(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
-    """Scores [N] in float32: one row each, padded on the right."""
+    """Return the scores [N] in float32 of rows padded on the right."""
     pad_id = _pad_id(model)
     token_ids = torch.full((len(rows), max(map(len, rows))), 0 if pad_id is None else pad_id)  # [N, T]
     mask = torch.zeros_like(token_ids)
@@ -67,10 +166,10 @@ def score_padded(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def score_packed(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
-    """Scores [N] in float32: all rows behind each other in one, positions counted from 0 in each.
+    """Return the scores [N] in float32 of rows concatenated into one, with positions restarting at 0 in each.
 
-    A causal model of transformers reads sequence borders from such positions; `check_layout_exact`
-    finds one that does not.
+    Causal models of transformers infer sequence boundaries from such positions; `check_layout_exact` detects one that
+    does not.
     """
     head = _token_head(model)
     if head is None:
@@ -87,17 +186,19 @@ def score_packed(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
 
 @torch.inference_mode()
 def check_layout_exact(key: str, value: object, model: PreTrainedModel, layout: Layout) -> None:
-    """Raise ConfigError where rows in one forward pass of this layout have other scores than each of them alone."""
+    """Raise ConfigError if rows that share a forward pass of this layout score differently from each of them alone."""
     rows = [[index % (model.config.get_text_config().vocab_size - 1) + 1 for index in range(n)] for n in PROBE_LENGTHS]
     alone = torch.cat([model(torch.tensor([row], device=model.device)).logits[0, :1].float() for row in rows])
     difference = ((layout(model, rows) - alone).abs() / alone.abs().clamp(min=1)).max().item()
     if not difference <= TOLERANCE[model.dtype]:
-        problem = f"{type(model).__name__} scores a conversation otherwise beside others, by {difference:.2g}"
+        problem = (
+            f"{type(model).__name__} scores a conversation differently when batched with others, by {difference:.2g}"
+        )
         raise ConfigError(key, value, problem)
 
 
 def iter_micro_batches(rows: Sequence[Row], size: int) -> Iterator[list[int]]:
-    """Places of all rows, at most `size` at a time, those of like length together."""
+    """Yield the indices of all rows, at most `size` at a time, grouped by length."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     for start in range(0, len(order), size):
         yield order[start : start + size]
@@ -107,7 +208,7 @@ def _load_single_label_config(key: str, name: str, fresh_head: bool) -> PreTrain
     try:
         config = AutoConfig.from_pretrained(name, **({"num_labels": 1} if fresh_head else {}))
     except (OSError, ValueError, KeyError) as error:
-        problem = f"no Hugging Face model can be read there ({str(error).splitlines()[0]})"
+        problem = f"no Hugging Face model found ({str(error).splitlines()[0]})"
         raise ConfigError(key, name, problem) from error
     if config.num_labels != 1:
         raise ConfigError(key, name, f"a reward model has 1 label, this one has {config.num_labels}")
@@ -115,7 +216,7 @@ def _load_single_label_config(key: str, name: str, fresh_head: bool) -> PreTrain
 
 
 def _token_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The head of a classifier that scores the last token; None: it pools in a way of its own."""
+    """Return the head of a classifier that scores the last token; None for a model that pools differently."""
     head = getattr(model, "score", None)
     return head if isinstance(head, nn.Linear) and not model.config.is_encoder_decoder else None
 
@@ -125,6 +226,6 @@ def _pad_id(model: PreTrainedModel) -> int | None:
 
 
 def _pooled_index(row: Row, pad_id: int | None) -> int:
-    """As transformers has it: the last token that is not padding, the last one where the model knows no padding."""
+    """Return the index that transformers pools: of the last token that is not padding, or 0."""
     indices = [index for index, token_id in enumerate(row) if token_id != pad_id]
     return indices[-1] if indices else 0

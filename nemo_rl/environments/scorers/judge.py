@@ -1,40 +1,58 @@
-"""A generative judge: a model is asked over chat completions, and its answer is read as a number."""
+"""The scorer `judge`: a generative model judges over chat completions, and its answer is parsed as a number."""
 
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import Field
 
-from nemo_rl.config.kinds import import_path
-from nemo_rl.config.scorers import JudgeScorerConfig
-from nemo_rl.distributed.endpoint import Endpoint, EndpointError
+from nemo_rl.config.environment import EndpointScorerConfig
+from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.environments.registry import messages_to_dicts
-from nemo_rl.environments.scorers.registry import score_each
-from nemo_rl.errors import ConfigError, NemoRLError
+from nemo_rl.environments.scorers.registry import ScoreError, score_each
+from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure
 
-CHARACTERS_PER_TOKEN = 4  # of the estimate that `tokens_per_minute` goes by until the server tells
+CHARACTERS_PER_TOKEN = 4  # of the estimate that `tokens_per_minute` counts until the server reports usage
 
 
-class JudgementError(NemoRLError):
-    """An answer of the judge that holds no score, or one out of range."""
+class JudgeScorerConfig(EndpointScorerConfig):
+    """A generative judge over chat completions."""
+
+    prompt: str  # Jinja, with `messages`, `prompt`, `response` and the row's `metadata`
+    system_prompt: str | None = None
+    parser: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"  # a regular expression with one group, or a dotted path
+    min_score: float | None = None  # a score below it or above `max_score` is a typed failure
+    max_score: float | None = None
+    temperature: float = Field(default=0.0, ge=0)
+    max_tokens: int = Field(default=512, gt=0)
+
+
+def check_judge(key: str, section: JudgeScorerConfig, config: object) -> None:
+    """Raise ConfigError for an empty range of scores."""
+    low, high = section.min_score, section.max_score
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(f"{key}.min_score", low, f"must be below max_score = {high:g}")
 
 
 class JudgeScorer:
     """`prompt` is Jinja with `messages`, `prompt` (the last message before the response), `response`, `metadata`."""
 
     def __init__(self, name: str, section: JudgeScorerConfig) -> None:
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        from nemo_rl.distributed.endpoint import Endpoint  # loads aiohttp
+
         key = f"scorers.{name}"
         self._section = section
-        self._endpoint = Endpoint(f"scorers.{name}", section)
+        self._endpoint = Endpoint(key, section)
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(section.prompt)
         except TemplateError as error:
-            raise ConfigError(f"{key}.prompt", section.prompt, f"no Jinja template: {error}") from error
+            raise ConfigError(f"{key}.prompt", section.prompt, f"not a Jinja template: {error}") from error
         self._parse = make_answer_parser(f"{key}.parser", section.parser)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
@@ -72,12 +90,15 @@ class JudgeScorer:
     def _check_range(self, score: float) -> float:
         low, high = self._section.min_score, self._section.max_score
         if (low is not None and score < low) or (high is not None and score > high):
-            raise JudgementError(f"the judge gave {score:g}, outside of {low} to {high}")
+            raise ScoreError(f"the judge gave {score:g}, outside of {low} to {high}")
         return score
 
 
+JUDGE = Entry(JudgeScorerConfig, make=JudgeScorer, check=check_judge)
+
+
 def make_answer_parser(key: str, parser: str) -> Callable[[str], float]:
-    """From a regular expression with one group, whose last match counts, or a function by dotted path."""
+    """Return the parser of a regular expression with one group, whose last match counts, or of a dotted path."""
     if re.fullmatch(r"[\w.]+:\w+", parser):
         function = import_path(key, parser)
         if not callable(function):
@@ -86,14 +107,14 @@ def make_answer_parser(key: str, parser: str) -> Callable[[str], float]:
     try:
         pattern = re.compile(parser)
     except re.error as error:
-        raise ConfigError(key, parser, f"no regular expression: {error}") from error
+        raise ConfigError(key, parser, f"not a regular expression: {error}") from error
     if pattern.groups != 1:
-        raise ConfigError(key, parser, f"has {pattern.groups} groups, and must have one: the score")
+        raise ConfigError(key, parser, f"has {pattern.groups} groups; must have one: the score")
 
     def parse(text: str) -> float:
         found = pattern.findall(text)
         if not found:
-            raise JudgementError(f"no score in the judge's answer: {text[:200]!r}")
+            raise ScoreError(f"no score in the judge's answer: {text[:200]!r}")
         return float(found[-1])
 
     return parse
@@ -107,4 +128,4 @@ def _extract_content(answer: Any) -> str:
     try:
         return answer["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError) as error:
-        raise EndpointError(f"no chat completion: {str(answer)[:200]}") from error
+        raise ScoreError(f"no chat completion: {str(answer)[:200]}") from error

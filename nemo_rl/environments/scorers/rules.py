@@ -1,10 +1,12 @@
-"""A rule as a scorer: a function of a whole conversation, in processes of its own."""
+"""The scorer `function`: a rule over a whole conversation, in processes of its own."""
 
 import asyncio
 from collections.abc import Sequence
 
-from nemo_rl.config.kinds import import_path
-from nemo_rl.config.scorers import FunctionScorerConfig
+from pydantic import Field
+
+from nemo_rl.config.environment import BatchedScorerConfig
+from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.environments.registry import messages_to_dicts
@@ -13,8 +15,15 @@ from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass
 
 
+class FunctionScorerConfig(BatchedScorerConfig):
+    """A rule: `(messages, metadata) -> float`, in processes of its own."""
+
+    function: str  # a dotted path
+    num_workers: int = Field(default=2, gt=0)
+
+
 class RuleScorer:
-    """`(messages, metadata) -> float`; what it raises, a hang and a crash fail their own request alone."""
+    """`(messages, metadata) -> float`; an exception, a hang or a crash fails its own request alone."""
 
     def __init__(self, name: str, section: FunctionScorerConfig) -> None:
         key = f"scorers.{name}.function"
@@ -37,3 +46,6 @@ class RuleScorer:
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+FUNCTION = Entry(FunctionScorerConfig, make=RuleScorer)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.environment import CustomEnvironmentConfig, MathEnvironmentConfig, ReasoningGymEnvironmentConfig
+from nemo_rl.config.environment import CustomEnvironmentConfig
 from nemo_rl.config.loading import load_config, resolved_yaml
+from nemo_rl.environments.math import MathEnvironmentConfig
+from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.config.environment import NemoGymConfig
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.environment import ReasoningGymEnvironmentConfig
 from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.config.scorers import RewardModelScorerConfig
+from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
+from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = REPOSITORY / "examples" / "configs"

@@ -11,7 +11,7 @@ USES_MODEL = "++env.math.scorers=[rm]"
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        ([RULE], "scorers.rule", "nobody asks it"),
+        ([RULE], "scorers.rule", "never used"),
         ([RULE, "++env.math.scorers=[rules]"], "env.math.scorers", "did you mean .*rule"),
         (["++env.rm={type: reward_model}"], "env.rm.scorers", "must name one or more"),
         ([MODEL + "", USES_MODEL, "++scorers.rm.timeout_s=600"], "scorers.rm.timeout_s", "stall_timeout_s"),

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from nemo_rl.config.environment import EndpointScorerConfig
 from nemo_rl.config.policy import EndpointLimitsConfig
-from nemo_rl.config.scorers import EndpointScorerConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError
 from tests.fakes.scoring_server import scoring_server

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from nemo_rl.config.environment import MathEnvironmentConfig
-from nemo_rl.environments.math import MathEnvironment, verify_answer
+from nemo_rl.environments.math import MathEnvironment, MathEnvironmentConfig, verify_answer
 from nemo_rl.environments.process_pool import ProcessPool
 from nemo_rl.errors import WorkerError
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message

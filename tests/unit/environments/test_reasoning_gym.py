@@ -7,8 +7,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
 
-from nemo_rl.config.environment import ReasoningGymEnvironmentConfig
-from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironment, extract_answer
+from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironment, ReasoningGymEnvironmentConfig, extract_answer
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 TASKS = ("spell_backward", "chain_sum", "number_sequence", "count_bits", "basic_arithmetic", "gcd", "leg_counting")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.registries import ENVIRONMENTS
-from nemo_rl.environments.registry import make_environment, register
+from nemo_rl.environments.registry import make_environment
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 from tests.unit.environments.custom import EchoEnvironment
@@ -91,7 +91,7 @@ def test_nemo_rl_environment_with_several_rewards() -> None:
 
 
 def test_registered_name_is_found() -> None:
-    register("echo_for_test")(lambda name, section: EchoEnvironment())
+    ENVIRONMENTS.register("echo_for_test")(EchoEnvironment)
     try:
         (step,) = step_once("mine", {"type": "echo_for_test"}, ["hi"], [{}])
     finally:

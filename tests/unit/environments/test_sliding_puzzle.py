@@ -8,11 +8,11 @@ import pytest
 from hypothesis import strategies
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.config.environment import SlidingPuzzleEnvironmentConfig
 from nemo_rl.data.datasets import load_datasets
 from nemo_rl.environments.sliding_puzzle import (
     OPPOSITES,
     SlidingPuzzleEnvironment,
+    SlidingPuzzleEnvironmentConfig,
     generate_puzzle,
     parse_action,
     puzzle_rows,

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.environment import ToolsEnvironmentConfig
-from nemo_rl.environments.tools import ToolsEnvironment, answers_match, tools_prompt
+from nemo_rl.environments.tools import ToolsEnvironment, ToolsEnvironmentConfig, answers_match, tools_prompt
 from nemo_rl.types import EnvStep, Failure, Message
 
 STATE = {"answer": "1,024"}

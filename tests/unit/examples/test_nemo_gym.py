@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.loading import load_collect_config, load_config, resolved_yaml
 from nemo_rl.data.datasets import load_datasets
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nemo_gym"
 COLLECTION = "collect.yaml"

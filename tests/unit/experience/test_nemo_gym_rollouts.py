@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_rl import batch as keys
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.collection import run_rollouts

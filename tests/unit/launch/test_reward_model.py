@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.scorers import RewardModelScorerConfig
-from nemo_rl.environments.scorers.reward_model import RewardModelScorer
+from nemo_rl.environments.scorers.reward_model import RewardModelScorer, RewardModelScorerConfig
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.launch.commands import EXIT_BAD_CONFIG, REWARD_MODEL_JOB, run_command
 from nemo_rl.metric_names import find_undocumented

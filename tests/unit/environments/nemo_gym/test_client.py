@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymInvalidReply, GymRefused, GymUnavailable
 from nemo_rl.errors import ConfigError
 from tests.fakes import gym_stack

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl.config.environment import NemoGymConfig
 from nemo_rl.environments.nemo_gym.client import GymClient
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.errors import ConfigError
@@ -40,9 +40,7 @@ def section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ne
 async def start(section: NemoGymConfig, run_dir: Path) -> GymStack:
     return await GymStack.start(
         section,
-        policy_base_url=["http://a/v1", "http://b/v1"],
-        policy_api_key="k",
-        policy_model_name="policy",
+        policy=ServedPolicy(["http://a/v1", "http://b/v1"], api_key="k", model_name="policy"),
         run_dir=run_dir,
     )
 

@@ -6,8 +6,8 @@ import pytest
 from aiohttp import web
 
 from nemo_rl.config.policy import EndpointLimitsConfig
-from nemo_rl.config.scorers import ClassifyScorerConfig
-from nemo_rl.environments.scorers.classify import ClassifyScorer, ConversationTokenizer, ConversationTooLong
+from nemo_rl.environments.scorers.classifier import ConversationTokenizer, ConversationTooLong
+from nemo_rl.environments.scorers.classify import ClassifyScorer, ClassifyScorerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, Message

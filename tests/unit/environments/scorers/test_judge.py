@@ -5,8 +5,7 @@ import pytest
 from aiohttp import web
 
 from nemo_rl.config.policy import EndpointLimitsConfig
-from nemo_rl.config.scorers import JudgeScorerConfig
-from nemo_rl.environments.scorers.judge import JudgeScorer, make_answer_parser
+from nemo_rl.environments.scorers.judge import JudgeScorer, JudgeScorerConfig, make_answer_parser
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
@@ -78,7 +77,7 @@ def test_an_answer_without_a_score_is_a_failure_and_never_zero(says: str, change
 @pytest.mark.parametrize(
     ("parser", "said"),
     [
-        ("score (", "no regular expression"),
+        ("score (", "not a regular expression"),
         ("score", "has 0 groups"),
         ("math:squirt", "did you mean"),
         ("math:pi", "not a"),
@@ -90,5 +89,5 @@ def test_parsers_that_cannot_be_used_are_refused_at_start(parser: str, said: str
 
 
 def test_a_template_that_cannot_be_read_is_refused_at_start() -> None:
-    with pytest.raises(ConfigError, match="no Jinja template"):
+    with pytest.raises(ConfigError, match="not a Jinja template"):
         JudgeScorer("judge", section(prompt="{{ response"))

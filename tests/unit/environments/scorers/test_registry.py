@@ -65,7 +65,7 @@ def test_a_class_by_its_path_is_a_scorer() -> None:
     [
         ({"type": "rewardmodel"}, "scorers.rule.type", "did you mean reward_model"),
         ({"type": f"{HERE}:length"}, "scorers.rule.type", "type: function"),
-        ({"type": f"{HERE}:Constant"}, "scorers.rule.kwargs", "cannot be made"),
+        ({"type": f"{HERE}:Constant"}, "scorers.rule.kwargs", "cannot be constructed"),
         ({"type": "function", "function": f"{HERE}:lenght"}, "scorers.rule.function", "did you mean"),
     ],
 )

@@ -1,0 +1,120 @@
+"""The entry `nemo_gym` of `env`: its section, its check, and the client of its stack, which is started if asked for."""
+
+from collections.abc import Collection, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from nemo_rl.config.environment import RolloutRunnerConfig
+from nemo_rl.config.environment_checks import check_session_timeout, reject_wrappers
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.environments.nemo_gym.client import GymClient
+
+AGENTS, MODELS, RESOURCES = SERVER_KINDS = ("responses_api_agents", "responses_api_models", "resources_servers")
+# Keys of Gym's own configuration, which NeMo-RL's recipes write next to those of the section.
+GYM_KEYS = frozenset(
+    {"default_host", "error_on_almost_servers", "nemo_gym_log_dir", "ray_head_node_address", "use_absolute_ip"}
+)
+
+
+class NemoGymConfig(RolloutRunnerConfig):
+    """A NeMo Gym stack, whose agents run the rows that name them: exactly one of `head_url` and `config_paths`."""
+
+    head_url: str | None = None  # of a running stack, e.g. http://127.0.0.1:11000
+    config_paths: list[str] | None = None  # of a stack that the run starts and stops: Gym's YAML files
+    overrides: dict[str, Any] = Field(default_factory=dict)  # further keys of Gym's configuration; they take precedence
+    python: str | None = None  # an interpreter with nemo-gym, for a started stack; None: an environment in the cache
+    start_timeout_s: float = Field(default=600.0, gt=0)  # for all servers to respond
+    timeout_s: float = Field(default=480.0, gt=0)  # per rollout
+    max_concurrency: int = Field(default=256, gt=0)  # concurrent rollouts; fewer if the open-file limit requires it
+    max_retries: int = Field(default=6, ge=0)  # of a rollout that no server has accepted
+    retry_backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubles, up to 30 s
+    port_range_low: int = Field(default=10_001, gt=0, lt=65_536)  # of a started stack's servers
+    port_range_high: int = Field(default=20_000, gt=0, lt=65_536)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_gym_keys(cls, data: Any) -> Any:
+        """Move Gym's own keys and servers to `overrides`; what is there already takes precedence."""
+        if not isinstance(data, dict) or not isinstance(overrides := data.get("overrides") or {}, Mapping):
+            return data
+        own = {name: value for name, value in data.items() if name in cls.model_fields or not _is_gym_key(name, value)}
+        moved = {name: value for name, value in data.items() if name not in own}
+        return {**own, "overrides": {**moved, **overrides}} if moved else data
+
+
+def check_nemo_gym(key: str, section: NemoGymConfig, config: RolloutRunConfig) -> None:
+    """Raise ConfigError for a stack that can neither be reached nor started."""
+    _check_stack(key, section)
+    check_session_timeout(key, section.timeout_s, config)
+    if section.port_range_low > section.port_range_high:
+        low, high = section.port_range_low, section.port_range_high
+        raise ConfigError(f"{key}.port_range_low", low, f"must be at most port_range_high = {high}")
+    reject_wrappers(key, section, "NeMo Gym runs one row each; allowed: false")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPolicy:
+    """The policy as a stack's model server calls it."""
+
+    base_url: str | list[str]  # ends with /v1; several take turns
+    api_key: str
+    model_name: str
+
+
+async def open_gym_client(
+    name: str,
+    section: NemoGymConfig,
+    *,
+    agents: Collection[str],
+    policy: ServedPolicy,
+    run_dir: Path,
+    stack: AsyncExitStack,
+) -> "GymClient":
+    """Return a client of the NeMo Gym stack, which is started in `run_dir` if configured; `stack` closes both.
+
+    Raises ConfigError for one of `agents` that it does not have, GymUnavailable for servers that respond too late.
+    """
+    from nemo_rl.environments.nemo_gym.client import GymClient  # loads aiohttp
+    from nemo_rl.environments.nemo_gym.stack import GymStack
+
+    key, started = f"env.{name}", None
+    if section.config_paths is not None:
+        started = await GymStack.start(section, policy=policy, run_dir=run_dir, key=key)
+        stack.push_async_callback(started.close)
+    client = GymClient(section, head_url=started.head_url if started else None, key=key)
+    stack.push_async_callback(client.close)
+    await client.connect(agents, check=started.check if started else None)
+    return client
+
+
+NEMO_GYM = Entry(NemoGymConfig, make=open_gym_client, check=check_nemo_gym)
+
+
+def _is_gym_key(name: str, value: Any) -> bool:
+    """Return whether a key is one of Gym's own, or names one of its servers."""
+    return name in GYM_KEYS or (isinstance(value, Mapping) and any(kind in value for kind in SERVER_KINDS))
+
+
+def _check_stack(key: str, section: NemoGymConfig) -> None:
+    if (section.head_url is None) == (section.config_paths is None):
+        both = {"head_url": section.head_url, "config_paths": section.config_paths}
+        raise ConfigError(key, both, "a stack is either reached by head_url or started from config_paths")
+    if section.config_paths is not None and not section.config_paths:
+        raise ConfigError(f"{key}.config_paths", [], "must name a file of NeMo Gym's configuration")
+    if section.head_url is None:
+        return
+    parts = urlsplit(section.head_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key}.head_url", section.head_url, "must be an address such as http://127.0.0.1:11000")
+    for name, value in (("overrides", section.overrides), ("python", section.python)):
+        if value:
+            raise ConfigError(f"{key}.{name}", value, "only for a stack that the run starts; this one runs already")
