@@ -16,14 +16,15 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from nemo_rl.config.policy import GenerationConfig, TokenizerConfig, VllmConfig
+from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
-from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.generation.vllm.engine import VllmGeneration
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.launch.model_names import QUICKSTART_MODEL
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
@@ -140,7 +141,7 @@ async def measure(engine: Engine, model_path: str, num_tokens: int) -> str:
 
 async def main() -> None:
     model_path = await resolve_model(QUICKSTART_MODEL)
-    section = GenerationConfig(
+    section = VllmGenerationConfig(
         vllm_cfg=VllmConfig(max_num_seqs=NUM_AGENTS, enable_prefix_caching=False),
         vllm_kwargs={"hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN}},
     )

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transport import SharedMemory
@@ -102,7 +102,7 @@ async def generate(engine: Any, tag: int) -> None:
 async def measure(dtype: str, num_replicas: int, *, is_busy: bool) -> tuple[int, list[float], list[float], Any]:
     model = make_model(getattr(torch, dtype))
     cfg = VllmConfig(kv_cache_memory_bytes=2**28, max_num_seqs=NUM_RUNNING)
-    section = GenerationConfig(vllm_cfg=cfg, num_replicas=num_replicas)
+    section = VllmGenerationConfig(vllm_cfg=cfg, num_replicas=num_replicas)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         engine = await make_generation(section, model_path=folder, dtype=dtype, max_model_len=2048, device="cpu")

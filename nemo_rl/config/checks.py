@@ -9,7 +9,8 @@ from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
 from nemo_rl.config.environment_checks import check_environments, check_scorers
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
-from nemo_rl.config.policy import GenerationConfig, PolicyConfig, SchedulerStageConfig, TeacherConfig, check_lora
+from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_lora
+from nemo_rl.config.registries import ENGINES
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError, suggest_name
 from nemo_rl.metric_names import ranking_metrics
@@ -212,27 +213,16 @@ def _check_lengths(config: RolloutRunConfig) -> None:
     new = policy.generation.max_new_tokens
     if new is not None and new > total:
         raise ConfigError("policy.generation.max_new_tokens", new, f"must be at most {limit}")
-    generation = policy.generation
-    context = generation.vllm_cfg.max_model_len if isinstance(generation, GenerationConfig) else None
-    if context is not None and context < total:
-        raise ConfigError("policy.generation.vllm_cfg.max_model_len", context, f"must be at least {limit}")
     prompt = config.data.max_input_seq_length
     if prompt is not None and prompt > total:
         raise ConfigError("data.max_input_seq_length", prompt, f"must be at most {limit}")
 
 
 def _check_engine(config: TrainingRunConfig) -> None:
-    generation = config.policy.generation
-    if generation.backend != "hf":
-        return
-    if generation.in_actor:
-        raise ConfigError(
-            "policy.generation.in_actor",
-            True,
-            "the hf backend runs beside the trainer; allowed: false, or backend: vllm",
-        )
-    if generation.vllm_kwargs:
-        raise ConfigError("policy.generation.vllm_kwargs", generation.vllm_kwargs, "needs backend: vllm")
+    section, key = config.policy.generation, "policy.generation"
+    check = ENGINES.entry(section.backend, key=f"{key}.backend").check
+    if check is not None:
+        check(key, section, config)
 
 
 def _check_layout(config: TrainingRunConfig) -> None:

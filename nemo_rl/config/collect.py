@@ -8,7 +8,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from nemo_rl.config.checks import check_rollouts
 from nemo_rl.config.data import InputDataConfig
 from nemo_rl.config.master import RolloutRunConfig
-from nemo_rl.config.policy import GenerationConfig, SamplingConfig, VllmConfig
+from nemo_rl.config.policy import GenerationConfig, SamplingConfig
+from nemo_rl.config.registries import ENGINES
 from nemo_rl.config.run import RolloutBoundsConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
@@ -68,7 +69,7 @@ class ServerConfig(Section):
     tokens_per_minute: float | None = Field(default=None, gt=0)
 
     # The engine; errors beside `address`.
-    backend: Literal["vllm", "hf"] = "vllm"  # hf: transformers, slow and exactly repeatable
+    backend: str = "vllm"  # an entry of ENGINES; hf: transformers, slow and exactly repeatable
     tensor_parallel_size: int = Field(default=1, gt=0)
     data_parallel_size: int = Field(default=1, gt=0)  # copies of the model, by vLLM's own data parallelism
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
@@ -97,24 +98,9 @@ class ServerConfig(Section):
         return tuple(name for name in wrong if name in self.model_fields_set)
 
     def engine(self, sampling: SamplingConfig) -> GenerationConfig:
-        """Return the engine's section as training recipes describe it."""
-        parallel = {"data_parallel_size": self.data_parallel_size} if self.data_parallel_size > 1 else {}
-        trusted = {"trust_remote_code": True} if self.trust_remote_code else {}
-        return GenerationConfig(
-            **sampling.model_dump(),
-            backend=self.backend,
-            vllm_cfg=VllmConfig(
-                tensor_parallel_size=self.tensor_parallel_size,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-                max_model_len=self.max_model_len,
-                max_num_seqs=self.max_num_seqs,
-                enforce_eager=self.enforce_eager,
-                enable_prefix_caching=self.enable_prefix_caching,
-                enable_sleep_mode=False,
-            ),
-            vllm_kwargs={**parallel, **trusted, **self.vllm_kwargs},
-        )
+        """Return the engine as training recipes describe one; raises ConfigError for what it cannot be."""
+        section: type[GenerationConfig] = ENGINES.section(self.backend, key="server.backend")  # type: ignore[assignment]
+        return section.from_server(self, sampling)
 
     @model_serializer(mode="wrap")
     def _serialize_relevant_keys(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -209,12 +195,8 @@ def _check_server(config: SampledRunConfig) -> None:
     for address in server.addresses:
         if not address.startswith(("http://", "https://")):
             raise ConfigError("server.address", address, "must begin with http:// or https://")
-    if server.backend == "hf":
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if (value := getattr(server, name)) > 1:
-                raise ConfigError(f"server.{name}", value, "the hf backend is one process; allowed: 1")
-        if server.vllm_kwargs:
-            raise ConfigError("server.vllm_kwargs", server.vllm_kwargs, "needs backend: vllm")
+    if server.address is None:
+        server.engine(config.policy.generation)
     total, longest = config.policy.max_total_sequence_length, server.max_model_len
     if longest is not None and longest < total:
         raise ConfigError(

@@ -127,7 +127,6 @@ def _take_pool(key: str, section: TeacherConfig, left: DevicePool, device: Devic
     return DevicePool(left.nodes, range(first, left.gpus.stop)), DevicePool(left.nodes, range(left.gpus.start, first))
 
 
-ENGINE_TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 REPLICAS = "policy.generation.num_replicas"
 RESOURCES = "policy.generation.colocated.resources"
 
@@ -197,8 +196,7 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
         needs_cluster=several or is_split or remaining_pool != cluster_pool,
         teachers=teachers,
     )
-    _check_hf_engine(generation, layout)
-    _check_background_collection(config, layout)
+    generation.check_layout(layout, collects_in_background=config.algorithm.background.enabled)
     return layout
 
 
@@ -285,12 +283,12 @@ def _assign_policy_ranks(policy: PolicyConfig, pool: DevicePool, device: Device)
 
 
 def _assign_engines(generation: GenerationConfig, pool: DevicePool, device: Device) -> tuple[DeviceSlot, ...]:
-    wanted, tensor = generation.num_replicas, generation.vllm_cfg.tensor_parallel_size
+    wanted, tensor = generation.num_replicas, generation.gpus_per_engine
     if device == "cpu":
         return spread_over_nodes(wanted or 1, pool.nodes)
     if tensor > len(pool.gpus):
         raise ConfigError(
-            ENGINE_TENSOR_PARALLEL,
+            generation.GPUS_PER_ENGINE_KEY,
             tensor,
             f"an engine stands on one node, where the engines have {len(pool.gpus)} GPUs; allowed: at most that",
         )
@@ -300,34 +298,7 @@ def _assign_engines(generation: GenerationConfig, pool: DevicePool, device: Devi
         raise ConfigError(
             REPLICAS,
             wanted,
-            f"with {ENGINE_TENSOR_PARALLEL} = {tensor} the engines' {pool.num_gpus} GPUs hold {len(places)}; "
+            f"with {generation.GPUS_PER_ENGINE_KEY} = {tensor} the engines' {pool.num_gpus} GPUs hold {len(places)}; "
             f"allowed: at most {len(places)}",
         )
     return tuple(places[:wanted])
-
-
-def _check_hf_engine(generation: GenerationConfig, layout: Layout) -> None:
-    """Check the hf engine: it runs in the driver's process and reads weights published by ranks on the same machine."""
-    if generation.backend != "hf" or not layout.needs_cluster:
-        return
-    if len(layout.engines) > 1:
-        raise ConfigError(REPLICAS, len(layout.engines), "the hf backend is one engine; allowed: 1, or backend: vllm")
-    if layout.device == "cuda" or layout.num_nodes > 1:
-        raise ConfigError(
-            "policy.generation.backend",
-            "hf",
-            "runs in the driver's process: beside several ranks on one machine's CPU alone; allowed: vllm",
-        )
-
-
-def _check_background_collection(config: TrainingRunConfig, layout: Layout) -> None:
-    """Check that no engine that samples during training would have to give up its memory."""
-    generation = config.policy.generation
-    sleeps = generation.backend == "vllm" and generation.vllm_cfg.enable_sleep_mode is not False
-    if config.algorithm.background.enabled and layout.device == "cuda" and not layout.is_split and sleeps:
-        raise ConfigError(
-            "policy.generation.vllm_cfg.enable_sleep_mode",
-            generation.vllm_cfg.enable_sleep_mode,
-            "rollouts are collected during training, and a colocated engine would sleep then; allowed: false, "
-            "or policy.generation.colocated.enabled: false",
-        )

@@ -1,11 +1,16 @@
 """`policy`: the model, its optimizer and how it is trained, under NeMo-RL's names."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
+from nemo_rl.config.registries import ENGINES
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.config.collect import ServerConfig
+    from nemo_rl.config.layout import Layout
 
 PackingAlgorithm = Literal[
     "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
@@ -135,19 +140,6 @@ class ParallelModelConfig(Section):
         return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).data_parallel_size
 
 
-class VllmConfig(Section):
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: policy.precision
-    tensor_parallel_size: int = Field(default=1, gt=0)
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
-    kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
-    max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
-    max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
-    enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
-    enable_prefix_caching: bool = True
-    enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
-    seed_requests: bool = True  # a seed for each request: repeatable samples, at a cost in the sampler
-
-
 class ResourcesConfig(Section):
     """GPUs of the engines alone, taken from those of `cluster`."""
 
@@ -174,14 +166,50 @@ class SamplingConfig(Section):
 
 
 class GenerationConfig(SamplingConfig):
-    """The engine of a training run beside it."""
+    """`policy.generation` of a training run: how responses are sampled, and the engine that samples them.
 
-    backend: Literal["vllm", "hf"] = "vllm"
-    in_actor: bool = False  # vllm: in a Ray actor, a process of its own; several replicas always are
+    The base of the sections of all engines (generation/). What the layout, the launch and the weight sync need to know
+    of an engine they ask here.
+    """
+
+    GPUS_PER_ENGINE_KEY: ClassVar[str] = "policy.generation.backend"  # named in errors about `gpus_per_engine`
+
+    backend: str = "vllm"  # an entry of ENGINES, or a dotted path
+    in_actor: bool = False  # in a Ray actor, a process of its own; several replicas always are
     num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
-    vllm_cfg: VllmConfig = VllmConfig()
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
     colocated: ColocatedConfig = ColocatedConfig()
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """Return the number of GPUs of one engine."""
+        return 1
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Return the context length that the section asks for; None: the policy's."""
+        return None
+
+    @property
+    def can_sleep(self) -> bool:
+        """Return whether the engine may leave its device's memory to the trainer."""
+        return False
+
+    @property
+    def runs_in_driver(self) -> bool:
+        """Return whether the engine runs in the driver's process even where the policy has a cluster."""
+        return False
+
+    def dtype(self, policy_precision: str) -> str:
+        """Return the precision that the engine computes in."""
+        return policy_precision
+
+    @classmethod
+    def from_server(cls, server: "ServerConfig", sampling: SamplingConfig) -> "GenerationConfig":
+        """Return the section of an engine that `nemo-rl collect` starts for itself; raises ConfigError."""
+        return cls(**sampling.model_dump(), backend=server.backend)
+
+    def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
+        """Raise ConfigError where the engine cannot run under `layout`."""
 
 
 class TokenizerConfig(Section):
@@ -249,7 +277,7 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
 class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):
     """A model that is sampled, and trained on what becomes of it."""
 
-    generation: GenerationConfig = GenerationConfig()
+    generation: Annotated[SerializeAsAny[GenerationConfig], ENGINES] = Field(default_factory=ENGINES.new)
 
 
 KEY = "policy.dtensor_cfg.lora_cfg"

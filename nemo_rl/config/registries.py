@@ -19,7 +19,10 @@ ADVANTAGE_ESTIMATORS = Kind(
 ENGINES = Kind(
     noun="a generation engine",
     name_key="backend",
-    built_in={},
+    built_in={
+        "vllm": "nemo_rl.generation.vllm.entry:VLLM",
+        "hf": "nemo_rl.generation.engines:HF",
+    },
     adapter="nemo_rl.generation.engines:adapt_engine",
     default="vllm",
 )

@@ -1,12 +1,25 @@
-"""Requests that an engine answers one by one, all at once."""
+"""Engines of the driver's process, `hf` and a user's own, and `make_generation`, which starts an engine of any kind.
 
-import asyncio
+The entry of vLLM is in vllm/entry.py. This module loads no torch.
+"""
+
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.policy import GenerationConfig
-from nemo_rl.errors import GenerationError
+from pydantic import Field
+
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.policy import GenerationConfig, SamplingConfig
+from nemo_rl.config.registries import ENGINES
+from nemo_rl.errors import ConfigError
+from nemo_rl.generation.vllm.entry import VllmGenerationConfig, check_vllm
 from nemo_rl.interfaces import Generation
+
+if TYPE_CHECKING:
+    from nemo_rl.config.collect import ServerConfig
+    from nemo_rl.config.layout import Layout
+    from nemo_rl.config.master import TrainingRunConfig
 
 
 async def make_generation(
@@ -19,51 +32,126 @@ async def make_generation(
     slots: Sequence[Any] = (),
     trust_remote_code: bool = False,
 ) -> Generation:
-    """Start the engine; takes seconds. `dtype` and `max_model_len` hold where the section says nothing else.
+    """Start the engine that `section` names; takes seconds. `dtype` and `max_model_len` hold where it names none.
 
-    `trust_remote_code` is the hf engine's; vLLM has it among its `vllm_kwargs`.
-    `slots` are the places of the replicas in a cluster (distributed/cluster.py), one a replica; without them
-    `section.num_replicas` engines stand on this machine. Several are in actors, behind a router.
+    `slots` are the places of the replicas in a cluster (distributed/cluster.py), one per replica; without them
+    `section.num_replicas` engines run on this machine.
     Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
     """
-    model: dict[str, Any] = {
-        "model_path": model_path,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "device": device,
-    }
-    # Imported here: each takes seconds that a run with another engine need not wait.
-    if section.backend == "hf":
-        from nemo_rl.generation.hf import HFGeneration
-
-        return HFGeneration(
-            model_path, dtype=dtype, device=device, max_model_len=max_model_len, trust_remote_code=trust_remote_code
-        )
-    slots_or_none = list(slots) or [None] * (section.num_replicas or 1)
-    if len(slots_or_none) == 1 and slots_or_none[0] is None and not section.in_actor:
-        from nemo_rl.generation.vllm import VllmGeneration
-
-        return await VllmGeneration.create(section, **model)
-
-    from nemo_rl.generation.actor import VllmActorGeneration
-    from nemo_rl.generation.router import ReplicatedGeneration
-
-    async def start(index: int) -> Generation:
-        return await VllmActorGeneration.create(
-            section, **model, slot=slots_or_none[index], num_replicas=len(slots_or_none)
-        )
-
-    if len(slots_or_none) == 1:
-        return await start(0)
-    return ReplicatedGeneration(await start_engines(start, len(slots_or_none)), restart=start)
+    return await ENGINES.entry(section.backend, key="policy.generation.backend").make(
+        section,
+        model_path=model_path,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        device=device,
+        slots=slots,
+        trust_remote_code=trust_remote_code,
+    )
 
 
-async def start_engines(start: Callable[[int], Awaitable[Generation]], count: int) -> list[Generation]:
-    """All engines, started together; when one does not start, the others are closed and its error is raised."""
-    outcomes = await asyncio.gather(*(start(index) for index in range(count)), return_exceptions=True)
-    started = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if not failed:
-        return started
-    await asyncio.gather(*(engine.close() for engine in started), return_exceptions=True)
-    raise GenerationError(f"{len(failed)} of {count} engine replicas did not start: {failed[0]}") from failed[0]
+class DriverEngineConfig(VllmGenerationConfig):
+    """`policy.generation` with one engine in the driver's process.
+
+    It accepts vLLM's keys, so that a recipe needs no other edit; of `vllm_cfg` `precision` and `max_model_len` hold.
+    """
+
+    @property
+    def runs_in_driver(self) -> bool:
+        """Return whether the engine runs in the driver's process even where the policy has a cluster."""
+        return True
+
+    @property
+    def can_sleep(self) -> bool:
+        """Return whether the engine may leave its device's memory to the trainer."""
+        return False
+
+    @classmethod
+    def from_server(cls, server: "ServerConfig", sampling: SamplingConfig) -> GenerationConfig:
+        """Return the section of an engine that `nemo-rl collect` starts for itself; raises ConfigError."""
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if (value := getattr(server, name)) > 1:
+                raise ConfigError(f"server.{name}", value, f"the {server.backend} backend is one process; allowed: 1")
+        if server.vllm_kwargs:
+            raise ConfigError("server.vllm_kwargs", server.vllm_kwargs, "needs backend: vllm")
+        return super().from_server(server.model_copy(update={"trust_remote_code": False}), sampling)
+
+    def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
+        """Raise ConfigError for engines that the driver's process cannot hold beside the policy's workers."""
+        if not layout.needs_cluster:
+            return
+        if len(layout.engines) > 1:
+            raise ConfigError(
+                "policy.generation.num_replicas",
+                len(layout.engines),
+                f"the {self.backend} backend is one engine; allowed: 1, or backend: vllm",
+            )
+        if layout.device == "cuda" or layout.num_nodes > 1:
+            raise ConfigError(
+                "policy.generation.backend",
+                self.backend,
+                "runs in the driver's process: beside several ranks on one machine's CPU alone; allowed: vllm",
+            )
+
+
+class CustomEngineConfig(DriverEngineConfig):
+    """`policy.generation` with a user's engine, by dotted path."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
+
+
+def check_driver_engine(key: str, section: DriverEngineConfig, config: "TrainingRunConfig") -> None:
+    """Raise ConfigError for keys that only vLLM can honour."""
+    check_vllm(key, section, config)
+    if section.in_actor:
+        problem = f"the {section.backend} backend runs beside the trainer; allowed: false, or backend: vllm"
+        raise ConfigError(f"{key}.in_actor", True, problem)
+    if section.vllm_kwargs:
+        raise ConfigError(f"{key}.vllm_kwargs", section.vllm_kwargs, "needs backend: vllm")
+
+
+async def make_hf(
+    section: DriverEngineConfig,
+    *,
+    model_path: str,
+    dtype: str,
+    max_model_len: int,
+    device: str,
+    slots: Sequence[Any] = (),
+    trust_remote_code: bool = False,
+) -> Generation:
+    """Load the transformers model into this process."""
+    from nemo_rl.generation.hf import HFGeneration  # loads torch
+
+    return HFGeneration(
+        model_path, dtype=dtype, device=device, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
+
+
+HF = Entry(DriverEngineConfig, make=make_hf, check=check_driver_engine)
+
+
+def adapt_engine(key: str, path: str, target: Any) -> Entry[Any]:
+    """Return the entry of a user's class, or of a function, also an `async` one, that returns an engine.
+
+    It is called with the section's `kwargs` and those of `model_path`, `dtype`, `max_model_len`, `device` and
+    `trust_remote_code` that it declares. Raises ConfigError for what cannot be called.
+    """
+    if not callable(target):
+        raise ConfigError(key, path, "must be a class of an engine, a function that returns one, or an Entry")
+
+    async def make(section: CustomEngineConfig, *, slots: Sequence[Any] = (), **model: Any) -> Generation:
+        return await _call_with_declared(target, section.kwargs, model)
+
+    return Entry(CustomEngineConfig, make=make, check=check_driver_engine)
+
+
+async def _call_with_declared(target: Callable[..., Any], kwargs: dict[str, Any], model: dict[str, Any]) -> Generation:
+    parameters = inspect.signature(target).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    declared = {name: value for name, value in model.items() if takes_all or name in parameters}
+    try:
+        inspect.signature(target).bind(**{**declared, **kwargs})
+    except TypeError as error:
+        raise ConfigError("policy.generation.kwargs", kwargs, f"{target.__name__}: {error}") from error
+    made: Generation | Awaitable[Generation] = target(**{**declared, **kwargs})
+    return await made if inspect.isawaitable(made) else made

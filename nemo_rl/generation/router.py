@@ -18,7 +18,7 @@ CONTROL_S = 600.0  # for an engine to pause, load weights, sleep or wake
 CLOSE_S = 60.0
 MAX_DEATHS = 3  # of replicas under one request; then the request is taken to be what kills them
 
-Restart = Callable[[int], Awaitable[Generation]]
+Restart = Callable[[int], Awaitable[Generation]]  # starts the engine of a replica's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +246,14 @@ async def close_with_deadline(engine: Generation, deadline_s: float) -> None:
         logger.warning("an engine did not end within %g s", deadline_s)
     except GenerationError as error:
         logger.warning("an engine did not end as it should: %s", summarize_error(error))
+
+
+async def start_engines(start: Restart, count: int) -> list[Generation]:
+    """Return all engines, started together; where one does not start, close the others and raise its error."""
+    outcomes = await asyncio.gather(*(start(index) for index in range(count)), return_exceptions=True)
+    started = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if not failed:
+        return started
+    await asyncio.gather(*(engine.close() for engine in started), return_exceptions=True)
+    raise GenerationError(f"{len(failed)} of {count} engine replicas did not start: {failed[0]}") from failed[0]

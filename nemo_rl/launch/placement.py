@@ -115,7 +115,7 @@ def _describe_teacher(key: str, config: TrainingRunConfig, layout: Layout) -> st
 
 def _describe_engines(config: TrainingRunConfig, layout: Layout) -> str:
     section = config.policy.generation
-    if section.backend == "hf" or not (section.in_actor or layout.needs_cluster):
+    if section.runs_in_driver or not (section.in_actor or layout.needs_cluster):
         return f"{section.backend} on {layout.device}, started by the driver"
     if not layout.needs_cluster:
         return f"{section.backend} on {layout.device}, in a Ray actor"

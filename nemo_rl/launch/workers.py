@@ -187,8 +187,7 @@ async def _open_ranks(
 
 def engine_dtype(config: TrainingRunConfig) -> str:
     """Return the precision in which the engines compute."""
-    precision = config.policy.generation.vllm_cfg.precision
-    return config.policy.precision if precision == "auto" else precision
+    return config.policy.generation.dtype(config.policy.precision)
 
 
 async def _open_generation(
@@ -199,7 +198,7 @@ async def _open_generation(
         section,
         model_path=model_path,
         dtype=engine_dtype(config),
-        max_model_len=section.vllm_cfg.max_model_len or config.policy.max_total_sequence_length,
+        max_model_len=section.max_model_len or config.policy.max_total_sequence_length,
         device=layout.device,
         slots=slots,
     )
@@ -207,6 +206,4 @@ async def _open_generation(
 
 def _shares_device(config: TrainingRunConfig, layout: Layout) -> bool:
     """Return whether policy and engine share a CUDA device: they are not split, and the engine may sleep."""
-    section = config.policy.generation
-    may_sleep = section.backend == "vllm" and section.vllm_cfg.enable_sleep_mode is not False
-    return may_sleep and not layout.is_split and layout.device == "cuda"
+    return config.policy.generation.can_sleep and not layout.is_split and layout.device == "cuda"

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from nemo_rl.generation.hf import HFGeneration
-from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.quickstart.models import make_model, make_tokenizer, student
 from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
 from tests.contracts.layouts import MULTIPLE, Layouts

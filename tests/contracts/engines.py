@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.policy import GenerationConfig, VllmConfig
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 300
@@ -38,10 +38,10 @@ def save_tiny_model(folder: Path, *, tied: bool) -> Path:
     return folder
 
 
-def section(**vllm_kwargs: Any) -> GenerationConfig:
+def section(**vllm_kwargs: Any) -> VllmGenerationConfig:
     cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16)
     kwargs = {"worker_extension_cls": "tests.contracts.worker_extension.LoadingWithSkippableRepair", **vllm_kwargs}
-    return GenerationConfig(vllm_cfg=cfg, vllm_kwargs=kwargs)
+    return VllmGenerationConfig(vllm_cfg=cfg, vllm_kwargs=kwargs)
 
 
 def request(name: str, *, tokens: Sequence[int] = (5, 6, 7), seed: int = 0, **sampling: Any) -> GenerationRequest:

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from nemo_rl.generation.requests import generate_by_deadline
-from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.types import Completion, FailedRequest
 from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, answers, exact_logprobs, request, tiny_model
 from tests.contracts.test_weight_sync import published

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 import torch
 
-from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.generation.actor import VllmActorGeneration
 from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.vllm.actor import VllmActorGeneration
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import Completion, FailedRequest
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model
@@ -19,7 +19,7 @@ from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exa
 def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
     model = tiny_model(tied=True, seed=3)
     cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16)
-    section = GenerationConfig(in_actor=True, vllm_cfg=cfg)
+    section = VllmGenerationConfig(in_actor=True, vllm_cfg=cfg)
 
     async def main():
         engine = await make_generation(

@@ -6,11 +6,11 @@ from typing import Any
 import psutil
 import torch
 
-from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.generation.engines import make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import Completion
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model
@@ -35,7 +35,7 @@ async def publish(engine: Any, model: Any, weight_version: int, sync: TransportW
 
 
 def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_models):
-    section = GenerationConfig(num_replicas=2, vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16))
+    section = VllmGenerationConfig(num_replicas=2, vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16))
     old, new = tiny_model(tied=True, seed=3), tiny_model(tied=True, seed=4)
 
     async def main():

@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_rl.generation.vllm_loading import WeightLoadingExtension
+from nemo_rl.generation.vllm.worker import WeightLoadingExtension
 
 
 class LoadingWithSkippableRepair(WeightLoadingExtension):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.policy import ColocatedConfig, GenerationConfig, VllmConfig
+from nemo_rl.config.policy import ColocatedConfig
 from nemo_rl.config.run import WeightSyncConfig
-from nemo_rl.generation.vllm import VllmGeneration
+from nemo_rl.generation.vllm.engine import VllmGeneration
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.weight_sync.broadcast import Broadcast
 from nemo_rl.weight_sync.cuda_ipc import CudaIpc
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -42,7 +43,7 @@ class DevicePolicy(UntrainedPolicy):
 def refit_twice(folder: Path, transport: Transport, policy_device: str) -> None:
     """Both refits are verified, against log-probs in float32."""
     cfg = VllmConfig(gpu_memory_utilization=0.3, max_num_seqs=16, enable_sleep_mode=False)
-    section = GenerationConfig(vllm_cfg=cfg, colocated=ColocatedConfig(enabled=policy_device == "cuda:0"))
+    section = VllmGenerationConfig(vllm_cfg=cfg, colocated=ColocatedConfig(enabled=policy_device == "cuda:0"))
 
     async def main() -> None:
         engine = await VllmGeneration.create(

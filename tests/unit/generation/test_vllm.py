@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import generate_by_deadline
-from nemo_rl.generation.vllm import VllmGeneration, importing_vllm, to_completion
+from nemo_rl.generation.vllm.engine import VllmGeneration, importing_vllm, to_completion
+from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request
@@ -67,7 +67,7 @@ def dying_engine() -> Any:
 @pytest.mark.timeout(120)
 def test_death_of_the_engine_ends_all_requests():
     async def main():
-        engine = VllmGeneration(dying_engine(), GenerationConfig(), device="cpu")
+        engine = VllmGeneration(dying_engine(), VllmGenerationConfig(), device="cpu")
         with pytest.raises(GenerationError, match="died"):
             await answers(engine, [request(str(i)) for i in range(5)])
         assert len(asyncio.all_tasks()) == 1
@@ -86,7 +86,7 @@ def test_engine_keeps_no_deadline_that_fires_before_that_of_the_request():
     engine.generate = generate
 
     async def main():
-        generation = VllmGeneration(engine, GenerationConfig(timeout_s=600.0), device="cpu")
+        generation = VllmGeneration(engine, VllmGenerationConfig(timeout_s=600.0), device="cpu")
         requests = [replace(request("a"), timeout_s=1200.0)]
         return [result async for result in generate_by_deadline(generation, requests)]
 
@@ -108,7 +108,7 @@ def controlled(answer: Any, *, control_s: float) -> VllmGeneration:
     for name in ("resume_generation", "collective_rpc", "sleep", "wake_up"):
         setattr(engine, name, answer)
     engine.engine_core = SimpleNamespace(pause_scheduler_async=answer)
-    generation = VllmGeneration(engine, GenerationConfig(), device="cpu", control_s=control_s)
+    generation = VllmGeneration(engine, VllmGenerationConfig(), device="cpu", control_s=control_s)
     generation._num_running, generation._paused_engine, generation._can_sleep = 1, True, True
     return generation
 
@@ -134,7 +134,7 @@ def test_control_of_an_engine_that_has_died_or_stands_still_is_an_error(control:
 
 def test_request_that_waits_out_one_pause_is_held_by_the_next():
     async def main():
-        engine = VllmGeneration(dying_engine(), GenerationConfig(), device="cpu")
+        engine = VllmGeneration(dying_engine(), VllmGenerationConfig(), device="cpu")
         await engine.pause()
         waiting = asyncio.create_task(answers(engine, [request("0")]))
         await asyncio.sleep(0)

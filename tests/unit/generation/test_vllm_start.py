@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.config.policy import GenerationConfig, VllmConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.generation.vllm import engine_arguments, importing_vllm, start_engine
+from nemo_rl.generation.vllm.engine import engine_arguments, importing_vllm, start_engine
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from tests.contracts.engines import save_tiny_model
 
 
 def arguments(device: str = "cpu", **section):
-    return engine_arguments(GenerationConfig(**section), "model", "bfloat16", 1024, device)
+    return engine_arguments(VllmGenerationConfig(**section), "model", "bfloat16", 1024, device)
 
 
 def test_cpu_engine_never_computes_a_prompt_in_parts():
@@ -72,7 +72,7 @@ def test_arguments_that_vllm_refuses_are_a_config_error(tmp_path: Path, kwargs):
     model_path = str(save_tiny_model(tmp_path, tied=True))
     with importing_vllm("cpu"), pytest.raises(ConfigError, match=r"policy\.generation\.vllm_kwargs"):
         start_engine(
-            GenerationConfig(vllm_kwargs=kwargs),
+            VllmGenerationConfig(vllm_kwargs=kwargs),
             model_path=model_path,
             dtype="float32",
             max_model_len=64,

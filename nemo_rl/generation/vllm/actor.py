@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
-from nemo_rl.generation.vllm import CONTROL_S, VllmGeneration, environment
+from nemo_rl.generation.vllm.engine import CONTROL_S, VllmGeneration, environment
+from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.generation.weight_reading import release
 from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
@@ -20,7 +20,7 @@ MAX_CONCURRENCY = 10_000  # calls at once: more than requests ever are
 class VllmActor:
     """What lives in the actor."""
 
-    def __init__(self, section: GenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str):
+    def __init__(self, section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str):
         self._section = section
         self._arguments = {"model_path": model_path, "dtype": dtype, "max_model_len": max_model_len, "device": device}
         self._engine: VllmGeneration | None = None
@@ -77,7 +77,7 @@ class VllmActorGeneration:
     @classmethod
     async def create(
         cls,
-        section: GenerationConfig,
+        section: VllmGenerationConfig,
         *,
         model_path: str,
         dtype: str,

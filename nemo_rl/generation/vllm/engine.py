@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
 from nemo_rl.generation.requests import as_completed
+from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "nemo_rl.generation.vllm_loading.WeightLoadingExtension"  # by name: vLLM's worker imports it
+WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # by name: vLLM's worker imports it
 CPU_KV_CACHE_BYTES = 512 * 2**20
 MIN_CPU_BATCHED_TOKENS = 8192
 
@@ -87,7 +87,7 @@ def importing_vllm(device: str) -> Iterator[None]:
 
 
 def start_engine(
-    section: GenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
+    section: VllmGenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
 ) -> "AsyncLLM":
     """A running engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -109,7 +109,7 @@ def start_engine(
 
 
 def engine_arguments(
-    section: GenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str
+    section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` come last and win."""
     cfg, on_cpu = section.vllm_cfg, device == "cpu"
@@ -146,7 +146,7 @@ def engine_arguments(
     return arguments
 
 
-def needs_sleep(section: GenerationConfig, on_cpu: bool) -> bool:
+def needs_sleep(section: VllmGenerationConfig, on_cpu: bool) -> bool:
     wanted = section.vllm_cfg.enable_sleep_mode
     return not on_cpu and (section.colocated.enabled if wanted is None else wanted)
 
@@ -170,7 +170,7 @@ class VllmGeneration:
     """
 
     def __init__(
-        self, engine: "AsyncLLM", section: GenerationConfig, *, device: str, control_s: float = CONTROL_S
+        self, engine: "AsyncLLM", section: VllmGenerationConfig, *, device: str, control_s: float = CONTROL_S
     ) -> None:
         """Use `create`."""
         from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
@@ -198,7 +198,7 @@ class VllmGeneration:
 
     @classmethod
     async def create(
-        cls, section: GenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
+        cls, section: VllmGenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
     ) -> "VllmGeneration":
         """Start the engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start.
 
@@ -341,7 +341,7 @@ def _engine_dead_error() -> GenerationError:
 
 
 def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
-    """The worker's method that loads them (vllm_loading.py) and its arguments; fetches them from the object store."""
+    """The worker's method that loads them (worker.py) and its arguments; fetches them from the object store."""
     if isinstance(weights, WeightChunks):
         from nemo_rl.generation.weight_reading import (
             write_node_file,  # here, since a run without a cluster need not import Ray

@@ -1,0 +1,129 @@
+"""The engine `vllm`: its section of `policy.generation`, its checks and its start. Loads neither vLLM nor torch."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.policy import GenerationConfig, SamplingConfig
+from nemo_rl.config.section import Section
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import Generation
+
+if TYPE_CHECKING:
+    from nemo_rl.config.collect import ServerConfig
+    from nemo_rl.config.layout import Layout
+    from nemo_rl.config.master import TrainingRunConfig
+
+
+class VllmConfig(Section):
+    """`policy.generation.vllm_cfg`, under NeMo-RL's names."""
+
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: policy.precision
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
+    kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
+    max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
+    max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
+    enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
+    enable_prefix_caching: bool = True
+    enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
+    seed_requests: bool = True  # a seed for each request: repeatable samples, at a cost in the sampler
+
+
+class VllmGenerationConfig(GenerationConfig):
+    """`policy.generation` with `backend: vllm`."""
+
+    GPUS_PER_ENGINE_KEY: ClassVar[str] = "policy.generation.vllm_cfg.tensor_parallel_size"
+
+    vllm_cfg: VllmConfig = VllmConfig()
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine arguments as they are
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """Return the number of GPUs of one engine."""
+        return self.vllm_cfg.tensor_parallel_size
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Return the context length that the section asks for; None: the policy's."""
+        return self.vllm_cfg.max_model_len
+
+    @property
+    def can_sleep(self) -> bool:
+        """Return whether the engine may leave its device's memory to the trainer."""
+        return self.vllm_cfg.enable_sleep_mode is not False
+
+    def dtype(self, policy_precision: str) -> str:
+        """Return the precision that the engine computes in."""
+        return policy_precision if self.vllm_cfg.precision == "auto" else self.vllm_cfg.precision
+
+    @classmethod
+    def from_server(cls, server: "ServerConfig", sampling: SamplingConfig) -> GenerationConfig:
+        """Return the section of an engine that `nemo-rl collect` starts for itself."""
+        parallel = {"data_parallel_size": server.data_parallel_size} if server.data_parallel_size > 1 else {}
+        trusted = {"trust_remote_code": True} if server.trust_remote_code else {}
+        return cls(
+            **sampling.model_dump(),
+            backend=server.backend,
+            vllm_cfg=VllmConfig(
+                tensor_parallel_size=server.tensor_parallel_size,
+                gpu_memory_utilization=server.gpu_memory_utilization,
+                kv_cache_memory_bytes=server.kv_cache_memory_bytes,
+                max_model_len=server.max_model_len,
+                max_num_seqs=server.max_num_seqs,
+                enforce_eager=server.enforce_eager,
+                enable_prefix_caching=server.enable_prefix_caching,
+                enable_sleep_mode=False,
+            ),
+            vllm_kwargs={**parallel, **trusted, **server.vllm_kwargs},
+        )
+
+    def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
+        """Raise ConfigError where the engine samples while the policy trains, and could not give it its memory."""
+        if collects_in_background and layout.device == "cuda" and not layout.is_split and self.can_sleep:
+            raise ConfigError(
+                "policy.generation.vllm_cfg.enable_sleep_mode",
+                self.vllm_cfg.enable_sleep_mode,
+                "rollouts are collected during training, and a colocated engine would sleep then; allowed: false, "
+                "or policy.generation.colocated.enabled: false",
+            )
+
+
+def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConfig") -> None:
+    """Raise ConfigError for a context that cannot hold the policy's sequences."""
+    total = config.policy.max_total_sequence_length
+    if section.max_model_len is not None and section.max_model_len < total:
+        problem = f"must be at least policy.max_total_sequence_length = {total}"
+        raise ConfigError(f"{key}.vllm_cfg.max_model_len", section.max_model_len, problem)
+
+
+async def make_vllm(
+    section: VllmGenerationConfig, *, slots: Sequence[Any] = (), trust_remote_code: bool = False, **model: Any
+) -> Generation:
+    """Start the engine or its replicas; several are in actors, served by a router.
+
+    `trust_remote_code` is ignored: vLLM has it among its `vllm_kwargs`. Raises ConfigError for settings that vLLM
+    refuses, GenerationError when it does not start.
+    """
+    # Imported here: vLLM takes seconds, and Ray one, which a run without them need not wait.
+    slots_or_none = list(slots) or [None] * (section.num_replicas or 1)
+    count = len(slots_or_none)
+    if count == 1 and slots_or_none[0] is None and not section.in_actor:
+        from nemo_rl.generation.vllm.engine import VllmGeneration
+
+        return await VllmGeneration.create(section, **model)
+
+    from nemo_rl.generation.router import ReplicatedGeneration, start_engines
+    from nemo_rl.generation.vllm.actor import VllmActorGeneration
+
+    async def start(index: int) -> Generation:
+        return await VllmActorGeneration.create(section, **model, slot=slots_or_none[index], num_replicas=count)
+
+    if count == 1:
+        return await start(0)
+    return ReplicatedGeneration(await start_engines(start, count), restart=start)
+
+
+VLLM = Entry(VllmGenerationConfig, make=make_vllm, check=check_vllm)
