@@ -30,10 +30,11 @@ from nemo_rl.interfaces import Teacher
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.rollouts import Inputs, make_validator
 from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss
+from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
 from nemo_rl.policy.hf_model import load_config
-from nemo_rl.policy.megatron.checks import check_model
-from nemo_rl.policy.sharding import check_tensor_parallel
-from nemo_rl.policy.teacher import LocalTeacher, ServedTeacher
+from nemo_rl.policy.local import LocalTeacher
+from nemo_rl.policy.megatron.backend import check_model
+from nemo_rl.policy.served_teacher import ServedTeacher
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import Reservation
@@ -166,10 +167,10 @@ async def _open_teacher(
         teacher = LocalTeacher(section, **arguments)
         stack.push_async_callback(teacher.close)
         return teacher
-    from nemo_rl.policy.group import TeacherGroup  # loads Ray
+    from nemo_rl.policy.worker_group import TeacherWorkerGroup  # loads Ray
 
     slots = [reservation.slot(slot) for slot in layout.teachers[key]]
-    group = await TeacherGroup.create(
+    group = await TeacherWorkerGroup.create(
         section, slots=slots, timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, **arguments
     )
     stack.push_async_callback(group.close)

@@ -13,9 +13,8 @@ from nemo_rl.config.loss import DistillationLossConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.interfaces import TopK
 from nemo_rl.losses.distillation import DistillationLoss
-from nemo_rl.policy.group import megatron_teacher_worker
+from nemo_rl.policy.backends import make_teacher_worker
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
-from nemo_rl.policy.teacher import FSDP2TeacherWorker
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
@@ -50,9 +49,7 @@ def ask(
     """What each call of a teacher returns, on one rank."""
     section = TeacherConfig.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
-    teacher = (megatron_teacher_worker() if section.megatron_cfg.enabled else FSDP2TeacherWorker)(
-        section, layout=layout, **arguments
-    )
+    teacher = make_teacher_worker(section, layout=layout, **arguments)
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
     return [getattr(teacher, name)(batch, *more) for name, *more in calls]
 

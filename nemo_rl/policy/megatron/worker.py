@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import RequiredScores, TokenScores
-from nemo_rl.policy.base_rank import PolicyWorker, matmul_parameters
-from nemo_rl.policy.hf_model import load_config, load_model, recompute_activations
-from nemo_rl.policy.megatron.checks import check_megatron, check_model, to_torch_config
+from nemo_rl.policy.hf_model import load_config, load_model, matmul_parameters, recompute_activations
+from nemo_rl.policy.megatron.backend import check_megatron, check_model, to_torch_config
 from nemo_rl.policy.megatron.model import Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.parallel import make_groups
@@ -22,7 +21,7 @@ from nemo_rl.policy.megatron.training import MegatronTrainer, score
 from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.micro_batches import scoring_micro_batching, teacher_micro_batching, training_micro_batching
 from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.teacher import TeacherWorker
+from nemo_rl.policy.worker import PolicyWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
 

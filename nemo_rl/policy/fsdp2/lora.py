@@ -1,7 +1,7 @@
-"""LoRA by peft: the adapters in a model, its weights with them merged, and the folder that they are saved in.
+"""LoRA by peft: the adapters in a model, merging them into its weights, and the directory they are saved in.
 
 `adapter/` is peft's own format (adapter_config.json, adapter_model.safetensors), which PeftModel.from_pretrained loads.
-peft itself is imported where a model gets adapters, since that takes seconds.
+peft is imported only when a model gets adapters, since that takes seconds.
 """
 
 import json
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nemo_rl.config.policy import KEY, LoraAdapterConfig
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.policy.sharding import whole
+from nemo_rl.policy.fsdp2.sharding import gather_full_tensor
 
 DIRECTORY = "adapter"  # of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -32,12 +32,12 @@ _PREFIX = "base_model.model."  # of names in peft's files
 
 
 class Adapters:
-    """The adapters that were put into a model, whose own weights are frozen then; W + scale B A, B is 0 at first.
+    """The adapters of a model, whose own weights are frozen: W + scale B A, where B is initially 0.
 
     Args:
         model: changed in place; its linear layers become peft's.
-        base: what adapter_config.json says the adapter belongs to.
-        seed: of the first values of A, the same on every rank.
+        base: the base model that adapter_config.json names.
+        seed: of the initial values of A, the same on every rank.
 
     Raises:
         ConfigError: names of layers that the model does not have.
@@ -65,11 +65,11 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model is the one that training began with."""
+        """Return a context in which the model is the initial one."""
         for layer in self._layers:
             layer.enable_adapters(False)
             for part in (layer.lora_A, layer.lora_B):
-                part.requires_grad_(True)  # peft has frozen it, and FSDP2 looks at it when the model first runs
+                part.requires_grad_(True)  # peft froze it, and FSDP2 reads it when the model first runs
         try:
             yield
         finally:
@@ -77,19 +77,19 @@ class Adapters:
                 layer.enable_adapters(True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the adapters under the names of peft's files, whole; all ranks iterate together."""
+        """Yield the adapters' whole tensors under the names of peft's files; all ranks iterate together."""
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if name.endswith((_A, _B)):
-                yield _PREFIX + name.replace(".default.", "."), whole(tensor.detach())
+                yield _PREFIX + name.replace(".default.", "."), gather_full_tensor(tensor.detach())
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-        """Write what `tensors` gave."""
+        """Write what `tensors` yielded, in peft's format."""
         directory.mkdir(parents=True, exist_ok=True)
         save_file(dict(tensors), directory / WEIGHTS_FILE)
         self._config.save_pretrained(str(directory))
 
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError: no adapter there, or one of other layers or sizes."""
+        """Load an adapter; raises CheckpointError for none there, or one of other layers or sizes."""
         try:
             saved = load_file(directory / WEIGHTS_FILE)
             config = json.loads((directory / CONFIG_FILE).read_text())
@@ -123,7 +123,7 @@ class AdaptersDisabled(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LazyMergedWeight:
-    """W + scale B A, computed when it is asked for, so that one such tensor exists at a time and W stays as it is."""
+    """W + scale B A, computed on demand, so that one such tensor exists at a time and W is unchanged."""
 
     base: torch.Tensor  # W [out, in]
     a: torch.Tensor  # [dim, in]
@@ -134,15 +134,16 @@ class LazyMergedWeight:
     def shape(self) -> torch.Size:
         return self.base.shape
 
-    def whole(self) -> torch.Tensor:
-        """In the type of W; all ranks ask together."""
-        return torch.addmm(whole(self.base), whole(self.b), whole(self.a), alpha=self.scale)
+    def materialize(self) -> torch.Tensor:
+        """Return the whole merged tensor in the dtype of W; all ranks call it together."""
+        base, a, b = (gather_full_tensor(tensor) for tensor in (self.base, self.a, self.b))
+        return torch.addmm(base, b, a, alpha=self.scale)
 
 
 def merge_adapter_weights(
     tensors: Mapping[str, torch.Tensor], scale: float
 ) -> dict[str, torch.Tensor | LazyMergedWeight]:
-    """Return the state dict under the plain model's names, adapted weights as `LazyMergedWeight`."""
+    """Return the state dict under the plain model's names, with adapted weights as `LazyMergedWeight`."""
     merged: dict[str, torch.Tensor | LazyMergedWeight] = {}
     for name, tensor in tensors.items():
         layer, is_weight = name.removesuffix(f"{_BASE}weight"), name.endswith(f"{_BASE}weight")
@@ -161,7 +162,7 @@ def check_modules(section: LoraAdapterConfig, model_config: PreTrainedConfig) ->
 
 
 def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -> list[str]:
-    """Whole names of the layers that get an adapter, in the model's order.
+    """Return the full names of the layers that get an adapter, in the model's order.
 
     Raises:
         ConfigError: a name that no layer has, or nothing left to adapt.
@@ -195,7 +196,7 @@ def _matches(name: str, patterns: list[str]) -> bool:
 
 
 def _short_names(model: nn.Module, names: list[str]) -> list[str]:
-    """The last parts of the names where they mean the same layers, else the names."""
+    """Return the last parts of the names if they match the same layers, else the names."""
     last_parts = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     meant = [name for name, _ in model.named_modules() if _matches(name, last_parts)]
     return last_parts if meant == names else names

@@ -8,8 +8,14 @@ from transformers import MixtralConfig, Qwen2Config
 
 from nemo_rl.config.policy import LoraAdapterConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.base_rank import matmul_parameters
-from nemo_rl.policy.lora import Adapters, LazyMergedWeight, check_modules, merge_adapter_weights, select_adapted_modules
+from nemo_rl.policy.fsdp2.lora import (
+    Adapters,
+    LazyMergedWeight,
+    check_modules,
+    merge_adapter_weights,
+    select_adapted_modules,
+)
+from nemo_rl.policy.hf_model import matmul_parameters
 from tests.unit.policy.tiny import SIZES, gpt2, qwen2
 
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -86,7 +92,7 @@ def test_merged_weight_is_base_plus_scaled_product() -> None:
     weight = merged["h.weight"]
     assert isinstance(weight, LazyMergedWeight)
     assert weight.shape == base.shape
-    assert weight.whole().tolist() == [[2.0, 1.0], [4.5, 2.5]]
+    assert weight.materialize().tolist() == [[2.0, 1.0], [4.5, 2.5]]
     assert base.tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert merged["norm.weight"] is tensors["norm.weight"]
 

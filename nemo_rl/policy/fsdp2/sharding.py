@@ -1,4 +1,4 @@
-"""FSDP2 around a model: sharded float32 weights, computation in the policy's precision."""
+"""FSDP2 and tensor parallelism around a model: which ranks hold which shard of its weights."""
 
 import math
 from typing import cast
@@ -48,7 +48,7 @@ def check_tensor_parallel(size: int, model_config: PreTrainedConfig, *, section:
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each layer's matrices by this rank's part of them; `mesh` has the dimension "tp"."""
+    """Replace each layer's matrices by this rank's shards of them; `mesh` has the dimension "tp"."""
     for layer in decoder_layers(model):
         parallelize_module(layer, mesh["tp"], _plan(layer))
 
@@ -62,7 +62,7 @@ def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(),
-        # Weights are whole on each rank, and their gradients are added up over the ranks' heads.
+        # Weights are replicated, and their gradients are summed over the ranks' heads.
         "self_attn.q_norm": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
         "self_attn.k_norm": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
     }
@@ -71,20 +71,20 @@ def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
-    """False for a rank alone in float32 on a CPU: nothing to shard, move or cast, and the hooks only cost time."""
+    """Return whether FSDP2 is of use: a single float32 rank on a CPU has nothing to shard, move or cast."""
     return layout.init_method is not None or device.type == "cuda" or config.precision == "bfloat16"
 
 
 def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
-    """The same of a model without gradients: alone it is cast and moved as it is, but for weights kept off the GPU."""
+    """Return whether FSDP2 is of use for a frozen model: on a single rank only if its weights are offloaded."""
     return layout.world_size > 1 or (device.type == "cuda" and config.dtensor_cfg.cpu_offload)
 
 
 def shard(module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> None:
-    """Split each decoder layer over tensor-parallel ranks, then put it, and the rest as one, under FSDP2.
+    """Split each decoder layer over the tensor-parallel ranks, then wrap the layers, and the rest as one, in FSDP2.
 
-    Weights and gradients keep their type. In bfloat16 the weights are cast when a layer gathers them and gradients are
-    reduced in float32. A layer moves to the device on its own, so that the whole model never lies there.
+    Weights and gradients keep their dtype. In bfloat16, weights are cast when a layer gathers them and gradients are
+    reduced in float32. Layers move to the device one at a time, so that it never holds the whole model.
     """
     join(layout, device)
     mesh = device_mesh(layout, device)
@@ -98,23 +98,23 @@ def shard(module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankL
     fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor behind a shard, which all ranks ask for together; no copy where one rank holds it all."""
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a shard; all ranks call it together. There is no copy where one rank holds it all."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device_mesh.size() == 1:
         return tensor.to_local()
-    # An offloaded part goes to where the ranks exchange.
+    # An offloaded shard moves to the device that the ranks communicate on.
     gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
     placements = list(tensor.placements)
-    for dim in range(len(placements)):  # one after the other: of two at once torch warns
+    for dim in range(len(placements)):  # one dimension at a time: torch warns of two at once
         placements[dim] = Replicate()
         gathered = gathered.redistribute(placements=placements)
     return gathered.to_local()
 
 
 def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
-    """How many of all ranks hold the same part of a parameter."""
+    """Return how many of all ranks hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return num_ranks
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

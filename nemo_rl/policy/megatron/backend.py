@@ -1,4 +1,4 @@
-"""What Megatron-core cannot compute or train, said at the start: needs neither weights nor Megatron."""
+"""Checks of models and options that Megatron-core cannot compute or train; needs neither weights nor Megatron."""
 
 import importlib.util
 import math

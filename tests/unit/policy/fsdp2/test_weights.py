@@ -4,7 +4,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from nemo_rl.policy.saving import copy_weights_to_cpu, named_weights, save_weights
+from nemo_rl.policy.fsdp2.weights import named_weights
+from nemo_rl.policy.saving import copy_weights_to_cpu, save_weights
 from tests.unit.policy.tiny import SIZES
 
 

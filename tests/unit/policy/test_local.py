@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from nemo_rl.policy.ranks import PolicyThread
+from nemo_rl.policy.local import PolicyThread
 
 
 def test_all_calls_run_on_one_thread_with_the_creators_number_of_torch_threads() -> None:

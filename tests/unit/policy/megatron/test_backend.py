@@ -5,7 +5,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config,
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.megatron.checks import check_megatron
+from nemo_rl.policy.megatron.backend import check_megatron
 from tests.unit.policy.tiny import SIZES
 
 KEY = r"policy\.megatron_cfg"
