@@ -54,7 +54,10 @@ class ServedTeacher:
         return result
 
     async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
-        """Return the k most likely tokens at each token with a mask: [B, T, k]; raises ConfigError for a k too large."""
+        """Return the k most likely tokens at each token with a mask, [B, T, k].
+
+        Raises ConfigError when the server allows fewer than k.
+        """
         shape = (*batch[keys.TOKEN_IDS].shape, k)
         ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         for row, answer in enumerate(await self._prompt_logprobs(batch, k=k)):

@@ -122,5 +122,5 @@ def test_fewer_tokens_than_k_are_an_error():
     async def answer(path: str, body: dict[str, Any]) -> web.Response:
         return served(of_prompt(body["prompt"]))
 
-    with pytest.raises(PolicyError, match="gave 3 of the 5"):
+    with pytest.raises(PolicyError, match="returned 3 of the 5"):
         ask(answer, lambda teacher: teacher.topk_logprobs(BATCH, 5))
