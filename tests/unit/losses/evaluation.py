@@ -1,4 +1,4 @@
-"""What the tests of the loss share: its evaluation, worked batches, one configuration for every option."""
+"""Evaluation of policy-gradient losses, worked batches, and one section for every option."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.registries import LOSSES
 from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.losses.make import make_loss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 
 PREV = [0.0, -1.0, -1.0, -1.0]
@@ -30,11 +30,10 @@ def three_tokens(**changes: Any) -> TensorDict:
 def evaluate(
     batch: TensorDict, logprobs: Any, normalizer: Normalizer | None = None, **options: Any
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """Loss, gradient of the log-probs [B, T], metrics."""
+    """Return loss, gradient of the log-probs [B, T], metrics."""
     current = torch.tensor(logprobs, requires_grad=True)
-    loss, metrics = PolicyGradientLoss(LossConfig(**options))(
-        TokenScores(current), batch, normalizer or normalizer_of(batch)
-    )
+    loss_fn = make_loss(LOSSES.read(options))
+    loss, metrics = loss_fn(TokenScores(current), batch, normalizer or normalizer_of(batch))
     loss.backward()
     assert current.grad is not None
     return float(loss.detach()), current.grad, {name: float(m.value) for name, m in metrics.items()}
@@ -68,14 +67,13 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
     "ppo": {},
     "sequence level": {"token_level_loss": False},
     "dual clip": {"ratio_clip_c": 1.2},
-    "gspo": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+    "gspo": {"type": "gspo"},
     "gspo corrected": {
-        "token_level_loss": False,
-        "sequence_level_importance_ratios": True,
+        "type": "gspo",
         "use_importance_sampling_correction": True,
     },
-    "cispo": {"use_cispo": True},
-    "reinforce": {"disable_ppo_ratio": True},
+    "cispo": {"type": "cispo"},
+    "reinforce": {"type": "reinforce"},
     "on policy": {"force_on_policy_ratio": True},
     "k1": {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k1"},
     "k2": {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k2"},

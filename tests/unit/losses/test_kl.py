@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.loss import LossConfig
-from nemo_rl.losses.terms import kl_estimate
+from nemo_rl.config.loss import PolicyGradientLossConfig
+from nemo_rl.losses.policy_gradient import kl_estimate
 from tests.unit.algorithms.batches import make_batch
-from tests.unit.algorithms.losses import (
+from tests.unit.losses.evaluation import (
     evaluate,
 )
 
@@ -61,7 +61,7 @@ def test_kl_in_reward_leaves_the_loss_alone_and_is_still_measured() -> None:
 
 
 def test_an_estimate_for_the_reward_is_clamped_twice_and_needs_no_gradient() -> None:
-    config = LossConfig(kl_input_clamp_value=2.0, kl_output_clamp_value=4.0)
+    config = PolicyGradientLossConfig(type="ppo", kl_input_clamp_value=2.0, kl_output_clamp_value=4.0)
     logprobs, reference = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -9.0, 9.0])
     k3 = [math.exp(-0.5) - 0.5, math.exp(-2) + 1, 4.0]
     assert kl_estimate(logprobs, reference, config).tolist() == pytest.approx(k3)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tests.unit.algorithms.losses import (
+from tests.unit.losses.evaluation import (
     CURRENT,
     GENERATION,
     PREV,

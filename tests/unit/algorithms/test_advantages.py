@@ -7,17 +7,19 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl.algorithms.advantages import clip_advantages
+from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, LOSSES
 from nemo_rl.experience.assembly import assemble_batch
 from tests.unit.algorithms.batches import make_batch
 from tests.unit.algorithms.rollouts import make_group
 
 
 def estimate(batch: TensorDict, loss: LossConfig | None = None, **options: Any) -> torch.Tensor:
-    clip = {key: options.pop(key) for key in ("clip_low", "clip_high") if key in options}
-    return make_advantage_estimator(AdvantageEstimatorConfig(**options), loss or LossConfig(), **clip)(batch)
+    low, high = options.pop("clip_low", None), options.pop("clip_high", None)
+    estimator = make_advantage_estimator(ADVANTAGE_ESTIMATORS.read(options), loss or LOSSES.new())
+    return clip_advantages(estimator(batch), low, high)
 
 
 def of_rewards(rewards: list[float], group_id: list[int] | None = None, **options: Any) -> list[float]:
@@ -125,7 +127,9 @@ def test_reinforce_plus_plus_ignores_samples_without_gradient() -> None:
     assert estimate(batch, name="reinforce_plus_plus")[:2, 1].tolist() == pytest.approx([-1.0, 1.0])
 
 
-KL_IN_REWARD = LossConfig(reference_policy_kl_penalty=0.5, use_kl_in_reward=True, reference_policy_kl_type="k1")
+KL_IN_REWARD = LOSSES.read(
+    {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
+)
 
 
 def test_kl_in_the_reward_is_subtracted_a_token_at_a_time() -> None:
@@ -163,7 +167,8 @@ def test_advantages_are_clipped_last() -> None:
 
 def test_required_keys_follow_the_estimator() -> None:
     def required(name: Any, loss: LossConfig | None = None) -> frozenset[str]:
-        return make_advantage_estimator(AdvantageEstimatorConfig(name=name), loss or LossConfig()).required_keys
+        section = ADVANTAGE_ESTIMATORS.read({"name": name})
+        return make_advantage_estimator(section, loss or LOSSES.new()).required_keys
 
     ids = {keys.TOKEN_MASK, keys.TRAJECTORY_ID, keys.GROUP_ID}
     assert required("grpo") == ids | {keys.REWARD}

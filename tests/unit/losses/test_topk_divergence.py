@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.config.loss import DistillationLossConfig
 from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.distillation import DistillationLoss
+from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.losses.topk_divergence import TopKDivergence
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid
 from tests.unit.algorithms.batches import make_batch, normalizer_of
@@ -36,7 +36,7 @@ def student(q: list[float], entropy: float | None = None) -> TokenScores:
 
 
 def loss_of(scores: TokenScores, batch: TensorDict, **options: Any) -> tuple[float, dict[str, float]]:
-    loss, metrics = DistillationLoss(DistillationLossConfig(**options))(scores, batch, normalizer_of(batch))
+    loss, metrics = TopKDivergence(DistillationLossConfig(**options))(scores, batch, normalizer_of(batch))
     return float(loss), {name: float(metric.value) for name, metric in metrics.items()}
 
 
@@ -83,7 +83,7 @@ def random_logits(seed: int) -> torch.Tensor:
     return torch.randn(3, 5, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def scored(logits: torch.Tensor, batch: TensorDict, loss: DistillationLoss) -> TokenScores:
+def scored(logits: torch.Tensor, batch: TensorDict, loss: TopKDivergence) -> TokenScores:
     """What a model with these logits would answer."""
     everything = logits.log_softmax(-1)
     candidates = everything.gather(-1, batch[keys.TEACHER_TOPK_IDS].clamp(min=0))
@@ -115,7 +115,7 @@ def test_value_and_gradient_are_those_of_whole_distributions(k: int, kl_type: st
     teacher, batch = random_logits(1), taught(random_logits(1), k)
     own = random_logits(2).double().requires_grad_()
     options = {"kl_type": kl_type, "mixed_kl_weight": 0.3, "zero_outside_topk": zero_outside_topk}
-    loss_fn = DistillationLoss(DistillationLossConfig.model_validate(options), is_on_policy=False)
+    loss_fn = TopKDivergence(DistillationLossConfig.model_validate(options), is_on_policy=False)
     loss, _ = loss_fn(scored(own, batch, loss_fn), batch, normalizer_of(batch))
     (gradient,) = torch.autograd.grad(loss, own)
 
@@ -144,7 +144,7 @@ def test_a_teacher_sure_of_itself_gives_no_nan() -> None:
     scores.candidates.requires_grad_()  # type: ignore[union-attr]
     for zero_outside in (False, True):
         own = scores._replace(entropy=torch.ones(1, 2)) if zero_outside else scores
-        loss, _ = DistillationLoss(DistillationLossConfig(zero_outside_topk=zero_outside))(
+        loss, _ = TopKDivergence(DistillationLossConfig(zero_outside_topk=zero_outside))(
             own, batch, normalizer_of(batch)
         )
         loss.backward()
@@ -154,7 +154,7 @@ def test_a_teacher_sure_of_itself_gives_no_nan() -> None:
 
 def test_losses_of_parts_add_up_to_the_whole() -> None:
     batch, own = taught(random_logits(1), K), random_logits(2)
-    loss_fn = DistillationLoss(DistillationLossConfig())
+    loss_fn = TopKDivergence(DistillationLossConfig())
     normalizer = normalizer_of(batch)
     whole, metrics = loss_fn(scored(own, batch, loss_fn), batch, normalizer)
     parts = [loss_fn(scored(own[i : i + 1], batch[i : i + 1], loss_fn), batch[i : i + 1], normalizer) for i in range(3)]
@@ -164,7 +164,7 @@ def test_losses_of_parts_add_up_to_the_whole() -> None:
 
 def test_entropy_is_asked_for_only_where_other_tokens_count() -> None:
     needed = {
-        (kl_type, zero): DistillationLoss(
+        (kl_type, zero): TopKDivergence(
             DistillationLossConfig.model_validate({"kl_type": kl_type, "zero_outside_topk": zero})
         )
         for kl_type in ("forward", "reverse", "mixed")
@@ -179,7 +179,7 @@ def test_samples_are_compared_with_the_engines_log_probs_where_it_sampled_them()
     batch[keys.GENERATION_LOGPROBS] = torch.tensor([[0.0, -0.5]])
     _, metrics = loss_of(student(Q), batch)
     assert metrics["max_logprob_error"] == pytest.approx(0.5)
-    recorded = DistillationLoss(DistillationLossConfig(), is_on_policy=False)
+    recorded = TopKDivergence(DistillationLossConfig(), is_on_policy=False)
     _, without = recorded(student(Q), batch, normalizer_of(batch))
     assert "max_logprob_error" not in without
     assert keys.GENERATION_LOGPROBS not in recorded.required_keys
@@ -196,7 +196,7 @@ def test_gradients_of_a_model_are_those_of_its_whole_logits(options: dict[str, A
     before = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).log_softmax(-1)  # entry t is of token t
     logprobs, ids = before.topk(tiny.VOCABULARY, dim=-1)
     batch[keys.TEACHER_TOPK_IDS], batch[keys.TEACHER_TOPK_LOGPROBS] = ids, logprobs
-    loss_fn = DistillationLoss(
+    loss_fn = TopKDivergence(
         DistillationLossConfig.model_validate({"mixed_kl_weight": 0.3, **options}), is_on_policy=False
     )
     module = CausalLogprobs(model, temperature=1.0, chunk_size=3)

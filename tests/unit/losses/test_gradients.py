@@ -5,11 +5,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.registries import LOSSES
 from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.losses.make import make_loss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
-from tests.unit.algorithms.losses import (
+from tests.unit.losses.evaluation import (
     EVERY_OPTION,
     evaluate,
     every_option,
@@ -43,7 +43,7 @@ def test_gradient_is_that_of_the_written_formula() -> None:
 @pytest.mark.parametrize("name", ["ppo", "sequence level", "dual clip", "gspo", "reinforce", "tis", "vapo"])
 def test_gradient_is_the_slope_of_the_loss(name: str) -> None:
     batch, current = random_batch(2)
-    loss_fn = PolicyGradientLoss(LossConfig(**EVERY_OPTION[name]))
+    loss_fn = make_loss(LOSSES.read(EVERY_OPTION[name]))
     _, gradient, _ = evaluate(batch, current.tolist(), **EVERY_OPTION[name])
     step = 2e-3
     for b, t in (batch["token_mask"] > 0).nonzero().tolist():

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.losses.terms import finite_exp
-from tests.unit.algorithms.losses import (
+from nemo_rl.losses.metrics import finite_exp
+from tests.unit.losses.evaluation import (
     CURRENT,
     PREV,
     evaluate,
@@ -19,7 +19,7 @@ def test_importance_correction_has_the_worked_value() -> None:
 
 
 def test_gspo_correction_is_the_exp_of_the_sequences_sum() -> None:
-    options: dict[str, Any] = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+    options: dict[str, Any] = {"type": "gspo"}
     plain, _, _ = evaluate(three_tokens(), [CURRENT], **options)
     corrected, _, metrics = evaluate(three_tokens(), [CURRENT], use_importance_sampling_correction=True, **options)
     assert metrics["sampling_importance_ratio"] == pytest.approx(math.exp(-0.5 + 0.5 - 0.2))
@@ -62,7 +62,7 @@ def test_gspo_correction_is_the_exp_of_the_sequences_sum() -> None:
 )
 def test_truncated_weights(options: dict[str, Any], weights: list[float]) -> None:
     _, gradient, _ = evaluate(
-        three_tokens(), [PREV], use_importance_sampling_correction=True, disable_ppo_ratio=True, **options
+        three_tokens(), [PREV], use_importance_sampling_correction=True, type="reinforce", **options
     )
     expected = [-a * w / 3 for a, w in zip([1, -1, 2], weights, strict=True)]
     assert gradient[0, 1:].tolist() == pytest.approx(expected, abs=1e-5)

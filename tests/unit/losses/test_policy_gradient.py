@@ -5,12 +5,15 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.algorithm_checks import check_grpo
+from nemo_rl.config.compatibility import translate_loss_switches
+from nemo_rl.config.registries import LOSSES
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import TokenScores
-from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.losses.make import make_loss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
-from tests.unit.algorithms.losses import (
+from tests.unit.algorithms.run_setup import make_config
+from tests.unit.losses.evaluation import (
     CURRENT,
     evaluate,
     every_option,
@@ -27,7 +30,7 @@ def test_clipped_ratio_has_the_worked_value_and_no_gradient_where_clipped() -> N
 
 
 def test_cispo_has_the_worked_value_and_a_gradient_through_clipped_tokens() -> None:
-    loss, gradient, _ = evaluate(three_tokens(), [CURRENT], use_cispo=True)
+    loss, gradient, _ = evaluate(three_tokens(), [CURRENT], type="cispo")
     assert loss == pytest.approx(0.59380, abs=1e-5)
     assert gradient[0].tolist() == pytest.approx([0.0, -0.8 / 3, 1.0 / 3, -2.4 / 3], abs=1e-5)
 
@@ -59,7 +62,7 @@ def test_samples_of_one_trajectory_count_as_one_sequence() -> None:
 
 
 def test_gspo_ratio_is_the_geometric_mean_for_every_token() -> None:
-    options: dict[str, Any] = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+    options: dict[str, Any] = {"type": "gspo"}
     batch = three_tokens(advantages=[[0.0, 1.0, 1.0, 1.0]])
     _, gradient, metrics = evaluate(batch, [CURRENT], **options)
     ratio = (0.5 * 1.0 * 1.5) ** (1 / 3)
@@ -68,8 +71,8 @@ def test_gspo_ratio_is_the_geometric_mean_for_every_token() -> None:
     assert gradient[0, 1:].tolist() == pytest.approx([-ratio / 3] * 3, abs=1e-5)
 
 
-def test_disable_ppo_ratio_is_reinforce() -> None:
-    loss, gradient, _ = evaluate(three_tokens(), [CURRENT], disable_ppo_ratio=True)
+def test_reinforce_has_no_ratio() -> None:
+    loss, gradient, _ = evaluate(three_tokens(), [CURRENT], type="reinforce")
     assert loss == pytest.approx((1.69315 - 1.0 + 2 * 0.59453) / 3)
     assert gradient[0].tolist() == pytest.approx([0.0, -1 / 3, 1 / 3, -2 / 3])
 
@@ -101,14 +104,14 @@ def test_positive_examples_add_their_negative_log_likelihood() -> None:
 @every_option
 def test_required_keys_are_enough(options: dict[str, Any]) -> None:
     batch, current = random_batch()
-    loss_fn = PolicyGradientLoss(LossConfig(**options))
+    loss_fn = make_loss(LOSSES.read(options))
     loss_fn(TokenScores(current), batch.select(*loss_fn.required_keys), normalizer_of(batch))
 
 
 def test_keys_follow_the_options() -> None:
     plain = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.GENERATION_LOGPROBS, keys.ADVANTAGES}
-    assert PolicyGradientLoss(LossConfig()).required_keys == plain
-    assert PolicyGradientLoss(LossConfig(reference_policy_kl_penalty=0.1)).required_keys == plain | {
+    assert make_loss(LOSSES.new()).required_keys == plain
+    assert make_loss(LOSSES.read({"reference_policy_kl_penalty": 0.1})).required_keys == plain | {
         keys.REFERENCE_LOGPROBS
     }
 
@@ -119,12 +122,12 @@ def test_keys_follow_the_options() -> None:
         ({}, True),
         ({"force_on_policy_ratio": True}, False),
         ({"force_on_policy_ratio": True, "use_importance_sampling_correction": True}, False),
-        ({"disable_ppo_ratio": True}, False),
-        ({"disable_ppo_ratio": True, "use_importance_sampling_correction": True}, True),
+        ({"type": "reinforce"}, False),
+        ({"type": "reinforce", "use_importance_sampling_correction": True}, True),
     ],
 )
 def test_previous_logprobs_are_used_only_where_something_reads_them(options: dict[str, Any], uses: bool) -> None:
-    assert PolicyGradientLoss(LossConfig(**options)).uses_prev_logprobs is uses
+    assert LOSSES.read(options).uses_prev_logprobs is uses
 
 
 @pytest.mark.parametrize(
@@ -152,4 +155,10 @@ def test_previous_logprobs_are_used_only_where_something_reads_them(options: dic
 )
 def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        PolicyGradientLoss(LossConfig(**options))
+        translate_and_check(options)
+
+
+def translate_and_check(options: dict[str, Any]) -> None:
+    config = {"loss_fn": dict(options)}
+    translate_loss_switches(config)
+    check_grpo(make_config(loss_fn=config["loss_fn"]))
