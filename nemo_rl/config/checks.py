@@ -21,7 +21,9 @@ def check_async(config: TrainingRunConfig) -> None:
 
     Distillation needs no correction: its loss compares distributions at whatever tokens were sampled.
     """
-    if config.algorithm.background.enabled and not config.loss_fn.tolerates_stale_samples:
+    if not config.algorithm.background.enabled or not isinstance(config, GRPORunConfig):
+        return
+    if not config.loss_fn.use_importance_sampling_correction:
         raise ConfigError(
             "loss_fn.use_importance_sampling_correction",
             False,
@@ -100,13 +102,13 @@ def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
 def uses_teachers(config: TrainingRunConfig) -> bool:
     """Return whether any part of the algorithm queries a teacher."""
     if isinstance(config, GRPORunConfig):
-        return config.grpo.adv_estimator.uses_teachers
+        return config.grpo.adv_estimator.name == "opd"
     return isinstance(config, DistillationRunConfig)
 
 
 def uses_cross_tokenizer(config: TrainingRunConfig) -> TypeGuard[DistillationRunConfig]:
     """Return whether teachers are queried in tokens of their own tokenizer."""
-    return isinstance(config, DistillationRunConfig) and config.loss_fn.token_matching is not None
+    return isinstance(config, DistillationRunConfig) and config.loss_fn.cross_tokenizer.enabled
 
 
 def check_teachers(config: TrainingRunConfig) -> None:

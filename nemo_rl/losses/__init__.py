@@ -1,1 +1,1 @@
-"""Losses: one file a type, with its section, check, factory and computation."""
+"""Losses: scalars of what the current weights say about a batch."""

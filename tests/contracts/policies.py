@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.policy.backends import make_policy_worker
+from nemo_rl.policy.base_rank import PolicyWorker
+from nemo_rl.policy.fsdp2 import FSDP2PolicyWorker
+from nemo_rl.policy.group import megatron_policy_worker
 from nemo_rl.policy.ranks import RankLayout
-from nemo_rl.policy.worker import PolicyWorker
 
 SETTINGS: dict[str, Any] = {
     "precision": "float32",
@@ -42,7 +43,8 @@ def make_policy(
         **config,
     }
     section = PolicyConfig.model_validate(settings)
-    return make_policy_worker(
+    rank_class = megatron_policy_worker() if section.megatron_cfg.enabled else FSDP2PolicyWorker
+    return rank_class(
         section,
         layout=layout,
         model_path=str(path),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.estimators import make_advantage_estimator
+from nemo_rl.algorithms.advantages import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.run import Placement, TrainingRun
@@ -17,7 +17,7 @@ from nemo_rl.data.datasets import PromptSet
 from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.launch.rollouts import Inputs, make_limits, make_source, make_validator
-from nemo_rl.losses.make import make_loss
+from nemo_rl.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl.observability.progress import Progress
 from nemo_rl.types import EnvStep, Message, Prompt
 from tests.fakes.chat_tokenizer import chat_tokenizer
@@ -169,7 +169,7 @@ def make_rig(
     placement = Placement(policy, generation, shares_device=shares_device)
     algorithm = GRPO(
         config=config,
-        loss_fn=make_loss(config.loss_fn),
+        loss_fn=PolicyGradientLoss(config.loss_fn),
         advantage_estimator=make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn),
         required_logprobs=needed,
         policy=policy,

@@ -1,0 +1,79 @@
+"""docs/extend.md does what it says: its modules lie outside of the repository, and its commands train two steps."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_directory
+from tests.unit.docs.pages import commands, fenced_blocks, text_of
+
+PAGE = text_of("extend.md")
+COMMANDS = list(commands(PAGE))
+TWO_STEPS = ["grpo.max_num_steps=2", "grpo.val_at_start=false", "checkpointing.enabled=false"]
+SMALL = ["grpo.num_prompts_per_step=4", "grpo.max_val_samples=8"]
+# Metrics that a part's own code has logged.
+LOGGED = {
+    "my_lab.losses:Reinforce": "train/entropy",
+    "my_lab.metrics:MeasuredReinforce": "train/min_logprob",
+    "my_lab.environments:SecondTry": "train/total_turns",
+    "my_lab.scorers:Brevity": "train/reward/brevity",
+}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the modules of the page; return the directory in which runs start."""
+    directory = tmp_path_factory.mktemp("elsewhere")
+    for language, content in fenced_blocks(PAGE):
+        if language == "python":
+            match = re.match(r"# (my_lab/\w+\.py)\n", content)
+            assert match is not None, content.partition("\n")[0]
+            path = directory / match[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+    return directory
+
+
+def run(package: Path, command: str) -> Run:
+    """Run a command of the page for two steps, with the engine that needs no process where it names none."""
+    words = shlex.split(command.replace("$NEMO_RL", str(ROOT)))
+    assert words[:3] == ["uv", "run", "--project"]
+    script, *overrides = words[4:]
+    if "policy.generation.backend" not in command:
+        overrides.append("policy.generation.backend=hf")
+    logs = package / "runs" / str(COMMANDS.index(command))
+    done = subprocess.run(
+        [sys.executable, script, *overrides, *SMALL, *TWO_STEPS, f"logger.log_dir={logs}"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        cwd=package,
+        check=False,
+    )
+    return Run(done.returncode, done.stdout, done.stderr, run_directory(logs))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.partition("my_lab.")[2].split()[0])
+def test_a_part_from_outside_the_repository_trains(package: Path, command: str) -> None:
+    done = run(package, command)
+    assert done.returncode == 0, done.stderr
+    metrics = done.metrics()
+    assert metrics[2]["train/num_optimizer_steps"] >= 1
+    for part, name in LOGGED.items():
+        if part in command:
+            assert name in metrics[2]
+
+
+def test_every_module_of_the_page_is_used_by_a_command() -> None:
+    modules = re.findall(r"^# my_lab/(\w+)\.py$", PAGE, re.MULTILINE)
+    assert [name for name in modules if not any(f"my_lab.{name}:" in command for command in COMMANDS)] == []
+
+
+@pytest.fixture(autouse=True)
+def _repository_is_unchanged() -> None:
+    assert not (ROOT / "my_lab").exists()
