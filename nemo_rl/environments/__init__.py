@@ -1,1 +1,1 @@
-"""Environments: who scores answers and goes on with conversations."""
+"""Environments: they score answers and continue conversations."""

@@ -1,4 +1,4 @@
-"""Collect the items of many pipelined rollouts into few calls: of an environment, of a scorer."""
+"""Batching of items from many pipelined rollouts into few calls of an environment or a scorer."""
 
 import asyncio
 from collections import deque
@@ -24,30 +24,33 @@ class _PendingItem(Generic[ItemT, ResultT]):
 
 
 class Batcher(Generic[ItemT, ResultT]):
-    """Items of concurrent `submit` calls share calls of `answer`, which gives one result an item, in order.
+    """A queue whose items, from concurrent `submit` calls, share calls of `process`: one result per item, in order.
 
-    A call begins when `max_batch_size` items wait, or `max_wait_ms` after the oldest one came, whatever their number;
-    at most `max_calls` run at once, and what comes meanwhile goes together. At most `max_queue_size` items wait,
-    further callers wait for room. What `answer` raises is raised to the callers of its own items and no others; it
-    keeps its own deadline. A cancelled caller's waiting items are dropped. `close` first answers what waits.
+    A call begins when `max_batch_size` items are queued, or `max_wait_ms` after the oldest one arrived, whatever their
+    number; at most `max_calls` run concurrently, and items that arrive meanwhile are batched. At most `max_queue_size`
+    items are queued; further callers wait for room. An exception of `process` is raised to the callers of its own items
+    and no others; deadlines are its own affair. Queued items of a cancelled caller are dropped. `close` first processes
+    the queue.
 
     Consumes: items of `submit`. Produces: their results, through futures. The flushing task waits for a first item,
     then for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
     """
 
-    def __init__(self, answer: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: BatchingConfig) -> None:
-        self.num_calls = 0  # of `answer`
-        self.num_items = 0  # that went into them
-        self._process_batch = answer
+    def __init__(
+        self, process: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: BatchingConfig
+    ) -> None:
+        self.num_calls = 0  # of `process`
+        self.num_items = 0  # in those calls
+        self._process = process
         self._batching = batching
-        self._waiting: deque[_PendingItem[ItemT, ResultT]] = deque()
+        self._queue: deque[_PendingItem[ItemT, ResultT]] = deque()
         self._changed = asyncio.Condition()
         self._flusher: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def submit(self, items: Sequence[ItemT]) -> list[ResultT]:
-        """One result an item, in order; raises EnvironmentContractError once closed."""
+        """Return one result per item, in order; raises EnvironmentContractError once closed."""
         loop = asyncio.get_running_loop()
         if self._flusher is None:
             self._flusher = asyncio.create_task(self._flush_forever())
@@ -61,10 +64,10 @@ class Batcher(Generic[ItemT, ResultT]):
         finally:
             for result in results:
                 if not result.cancel() and not result.cancelled():
-                    result.exception()  # seen: another item of this call was the first to raise
+                    result.exception()  # retrieved: another item of this call was the first to raise
 
     async def close(self) -> None:
-        """Answer what waits, then take no more."""
+        """Process the queued items; items submitted later are refused."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -72,12 +75,12 @@ class Batcher(Generic[ItemT, ResultT]):
             await self._flusher
         await asyncio.gather(*self._calls)
 
-    async def _put(self, waiting: _PendingItem[ItemT, ResultT]) -> None:
+    async def _put(self, pending: _PendingItem[ItemT, ResultT]) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or len(self._waiting) < self._batching.max_queue_size)
+            await self._changed.wait_for(lambda: self._closed or len(self._queue) < self._batching.max_queue_size)
             if self._closed:
                 raise EnvironmentContractError("the environment is closed")
-            self._waiting.append(waiting)
+            self._queue.append(pending)
             self._changed.notify_all()
 
     async def _flush_forever(self) -> None:
@@ -85,31 +88,31 @@ class Batcher(Generic[ItemT, ResultT]):
             self._calls.add(asyncio.create_task(self._call(batch)))
 
     async def _next_batch(self) -> list[_PendingItem[ItemT, ResultT]]:
-        """The next items for one call; none when closed and everything has been answered."""
+        """Return the items of the next call; an empty list once closed and drained."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._closed or self._waiting)
+                await self._changed.wait_for(lambda: self._closed or self._queue)
                 await self._wait_for_more()
                 await self._changed.wait_for(self._may_call)
-                size = min(len(self._waiting), self._batching.max_batch_size)
-                batch = [self._waiting.popleft() for _ in range(size)]
+                size = min(len(self._queue), self._batching.max_batch_size)
+                batch = [self._queue.popleft() for _ in range(size)]
                 self._changed.notify_all()
-            batch = [waiting for waiting in batch if not waiting.result.done()]
-            if batch or (self._closed and not self._waiting):
+            batch = [pending for pending in batch if not pending.result.done()]
+            if batch or (self._closed and not self._queue):
                 return batch
 
     def _may_call(self) -> bool:
         return self._batching.max_calls is None or len(self._calls) < self._batching.max_calls
 
     async def _wait_for_more(self) -> None:
-        """Until a call's worth of items waits, or the oldest has waited long enough, or the queue can hold no more."""
+        """Wait until a full batch is queued, the oldest item has waited long enough, or the queue is full."""
         enough = min(self._batching.max_batch_size, self._batching.max_queue_size)
-        if self._closed or len(self._waiting) >= enough:
+        if self._closed or len(self._queue) >= enough:
             return
-        deadline_s = self._waiting[0].arrived_s + self._batching.max_wait_ms / 1000
+        deadline_s = self._queue[0].arrived_s + self._batching.max_wait_ms / 1000
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._changed.wait_for(lambda: self._closed or len(self._waiting) >= enough)
+                await self._changed.wait_for(lambda: self._closed or len(self._queue) >= enough)
         except TimeoutError:
             return
 
@@ -125,26 +128,26 @@ class Batcher(Generic[ItemT, ResultT]):
         self.num_calls += 1
         self.num_items += len(batch)
         try:
-            results = await self._process_batch([waiting.item for waiting in batch])
+            results = await self._process([pending.item for pending in batch])
             if len(results) != len(batch):
                 raise EnvironmentContractError(f"{len(results)} results for {len(batch)} items")
-        except Exception as error:  # belongs to those who wait for it
-            for waiting in batch:
-                if not waiting.result.done():
-                    waiting.result.set_exception(error)
+        except Exception as error:  # raised to the callers that wait for it
+            for pending in batch:
+                if not pending.result.done():
+                    pending.result.set_exception(error)
             return
-        for waiting, result in zip(batch, results, strict=True):
-            if not waiting.result.done():
-                waiting.result.set_result(result)
+        for pending, result in zip(batch, results, strict=True):
+            if not pending.result.done():
+                pending.result.set_result(result)
 
 
 _Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]
 
 
 class BatchedEnvironment:
-    """An environment in front of any other: items of concurrent `step` calls share the inner environment's calls.
+    """Any environment behind a batcher: items of concurrent `step` calls share its calls.
 
-    A call that passes `timeout_s`, raises or gives a wrong number of results fails its own items and no others.
+    A call that exceeds `timeout_s`, raises or returns a wrong number of results fails its own items and no others.
     """
 
     def __init__(self, inner: Environment, batching: BatchingConfig, timeout_s: float | None) -> None:

@@ -1,4 +1,4 @@
-"""A function in processes that may hang, crash or eat memory without harming the run.
+"""A pool of processes for a function that may hang, crash or exhaust memory without harming the run.
 
 Workers are fresh interpreters (no fork of a process with threads, no second import of the main script) that call one
 function, named by its path, on pickled arguments sent over a pipe.
@@ -23,12 +23,12 @@ from nemo_rl.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # for a worker's imports
-ORPHAN_GRACE_S = 10.0  # past its deadline, a worker that nobody killed is killed by its own alarm
-MEMORY_BYTES = 4 * 1024**3  # of address space: a power tower is an error in its worker, not the machine's end
+ORPHAN_GRACE_S = 10.0  # after its deadline, a worker that was not killed is ended by its own alarm
+MEMORY_BYTES = 4 * 1024**3  # of address space: a power tower fails in its worker instead of exhausting the machine
 
 
 class ProcessPool:
-    """`await pool.call(*args)` runs `function` ("package.module:name") in one of `num_workers` processes."""
+    """Processes that run one function, "package.module:name": `await pool.call(*args)`."""
 
     def __init__(self, function: str, num_workers: int, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -39,11 +39,14 @@ class ProcessPool:
         self._blocking_calls = BlockingCalls("process-pool", num_workers)
 
     async def call(self, *args: Any) -> Any:
-        """The function's result; WorkerError when it raised, died, or passed the deadline (it is replaced then)."""
+        """Return the function's result; raises WorkerError for an exception, a crash or a timeout.
+
+        A process that crashed or timed out is replaced.
+        """
         return await self._blocking_calls.run(partial(self._call, args))
 
     async def close(self) -> None:
-        """Kill the workers; those that are at work end with it."""
+        """Kill the workers, busy ones included."""
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
@@ -66,7 +69,7 @@ class _WorkerException:
 
 
 class _Worker:
-    """One process, started now and again after each time it was killed or died."""
+    """One process, restarted after each crash or kill."""
 
     def __init__(self, function: str, timeout_s: float) -> None:
         self._function = function
@@ -115,7 +118,7 @@ class _Worker:
 
 
 def serve(descriptor: int, function_path: str, timeout_s: float) -> None:
-    """The worker's side: call the function on what arrives, until the pipe ends."""
+    """Call the function on each received tuple of arguments until the pipe is closed; runs in the worker."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     module, _, name = function_path.partition(":")
     function = getattr(importlib.import_module(module), name)
@@ -133,7 +136,7 @@ def serve(descriptor: int, function_path: str, timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    # Not as __main__, whose classes would be others than the parent's.
+    # Imported under its name: classes of __main__ would differ from the parent's.
     from nemo_rl.environments.process_pool import serve as serve_as_imported
 
     serve_as_imported(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""An environment in Ray actors: more processes, other machines, the same protocol."""
+"""Environments in Ray actors, on several processes or machines."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from nemo_rl.environments.registry import make_environment, strip_wrappers
 from nemo_rl.errors import EnvironmentContractError, WorkerError
 from nemo_rl.types import Message
 
-MAX_RESTARTS = 3  # of one actor that dies
+MAX_RESTARTS = 3  # of each actor
 CLOSE_TIMEOUT_S = 30.0
 
 
 class RemoteEnvironment:
-    """`num_actors` copies of one environment. A call is dealt out over them, each share to the least busy one.
+    """Copies of one environment in `num_actors` actors. A call is split, and each share goes to the least busy one.
 
-    An actor that dies fails the items it holds and is started again.
+    An actor that dies fails the items that it holds and is restarted, three times at most.
     """
 
     def __init__(self, name: str, section: EnvironmentConfig) -> None:
@@ -65,7 +65,7 @@ class RemoteEnvironment:
 async def _close_actor(actor: ActorHandle) -> None:
     try:
         await actor.call("close", timeout_s=CLOSE_TIMEOUT_S)
-    except WorkerError:  # it is dead, or hangs: killing it is all that is left
+    except WorkerError:  # dead or hanging: it is killed
         pass
     finally:
         actor.kill()

@@ -1,16 +1,16 @@
-"""Python code of a model, run in a process that can do nothing but compute.
+"""A sandbox for Python code that a model wrote: a process that can do nothing but compute.
 
 On Linux (x86-64, ARM64) the kernel guarantees, for any user and without privileges, that the code
 
-- starts no process or thread, signals or traces none, and opens no socket (seccomp);
-- reads only its own temporary directory and the Python installation, and writes only to that directory, where the
-  kernel has Landlock (5.13 and later);
-- ends after `cpu_s` seconds of computing or `wall_s` seconds (some more if it turns its own alarm off), holds at most
+- starts, signals or traces no process or thread, and opens no socket (seccomp);
+- reads only its own temporary directory and the Python installation, and writes only to that directory, if the kernel
+  has Landlock (5.13 and later);
+- ends after `cpu_s` seconds of CPU time or `wall_s` seconds (some more if it disables its own alarm), holds at most
   `memory_bytes` of address space, and writes at most `FILE_BYTES` to each file, its output included (resource limits);
 
-and it sees no environment variable of the trainer. Elsewhere the limits hold, and a Python audit hook refuses
-processes, sockets and writing outside, which keeps out accidents but no determined attacker. Not bounded: the sum of
-many files' sizes, other than by time.
+and that it sees no environment variable of the trainer. On other systems the limits hold, and a Python audit hook
+refuses processes, sockets and writing outside, which prevents accidents but does not stop a determined attacker. Not
+bounded: the total size of many files, other than by time.
 """
 
 import json
@@ -25,11 +25,13 @@ from pathlib import Path
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 FILE_BYTES = 4 * 1024 * 1024
-STARTUP_GRACE_S = 10.0  # the interpreter's start on a busy machine, beside `wall_s`
+STARTUP_GRACE_S = 10.0  # for the interpreter's start on a busy machine, in addition to `wall_s`
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
+    """Resource limits of one call."""
+
     cpu_s: float = 2.0
     wall_s: float = 5.0
     memory_bytes: int = 512 * 1024 * 1024
@@ -39,8 +41,8 @@ class SandboxLimits:
 def run_python(code: str, limits: SandboxLimits) -> str:
     """Run the code, blocking, and return what it printed, with the value of a last expression as in a notebook.
 
-    Errors of the code, their traceback and limits it ran into are part of the text; it is cut in the middle to
-    `max_output_chars`. Each call is a fresh process in an empty directory.
+    Errors of the code, their traceback and a limit that ended it are part of the text, which is truncated in the middle
+    to `max_output_chars`. Each call is a fresh process in an empty directory.
     """
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as home,
@@ -55,7 +57,7 @@ def run_python(code: str, limits: SandboxLimits) -> str:
 
 
 def _run(code: str, limits: SandboxLimits, home: str, output: int) -> int | None:
-    """The exit status; None where the time was up."""
+    """Return the exit status; None after the deadline."""
     settings = {
         "cpu_s": math.ceil(limits.cpu_s),
         "wall_s": limits.wall_s,

@@ -1,6 +1,6 @@
-"""The inside of the sandbox, run as a script: give up every right, then run the code that comes on standard input.
+"""The script inside the sandbox: drops its privileges, then runs the code from standard input.
 
-What is given up, and what that guarantees: sandbox.py. Only the standard library is imported.
+sandbox.py says what that guarantees. Only the standard library is imported.
 """
 
 import ast
@@ -18,13 +18,17 @@ import traceback
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on every machine
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = (
+    444,
+    445,
+    446,
+)  # the same numbers on all architectures
 READ_RIGHTS = 1 << 2 | 1 << 3  # files and directories
 ALL_RIGHTS = (1 << 13) - 1  # of Landlock's first version
 LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14}  # renaming between directories, truncating
 READABLE = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)
 
-# System calls that are refused, by number: asm/unistd_64.h and asm-generic/unistd.h.
+# Refused system calls, by number: asm/unistd_64.h and asm-generic/unistd.h.
 # fmt: off
 BLOCKED_ON_ALL_MACHINES = {"pidfd_send_signal": 424, "io_uring_setup": 425, "pidfd_open": 434, "clone3": 435,
                       "pidfd_getfd": 438, "mount_setattr": 442, "fchmodat2": 452}
@@ -45,7 +49,7 @@ BLOCKED_SYSCALLS = {
 }
 # fmt: on
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-X32_CALLS = 0x40000000  # x86-64: the same calls under other numbers
+X32_CALLS = 0x40000000  # x86-64: the same calls under other numbers from here on
 EPERM = 1
 
 BLOCKED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill")
@@ -53,6 +57,7 @@ FILE_EVENTS = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.
 
 
 def main() -> None:
+    """Run the code from standard input under the limits given as JSON in the first argument."""
     settings = json.loads(sys.argv[1])
     code = sys.stdin.buffer.read().decode()
     sys.argv = ["tool"]
@@ -61,6 +66,7 @@ def main() -> None:
 
 
 def drop_privileges(settings: dict[str, Any]) -> None:
+    """Apply file access rules, resource limits, the system call filter and the audit hook to this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     is_linux = sys.platform == "linux"
     if is_linux:
@@ -77,15 +83,15 @@ def drop_privileges(settings: dict[str, Any]) -> None:
         resource.RLIMIT_NPROC: 0,
     }
     for limit, value in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # a stricter one is set already, or the system knows none
+        with contextlib.suppress(ValueError, OSError):  # a stricter one is set already, or the system has none
             resource.setrlimit(limit, (value, value))
     has_filter = is_linux and install_seccomp_filter(libc)
-    # With the filter foreign functions can do no harm, and numpy wants them.
+    # With the filter foreign functions are harmless, and numpy needs them.
     add_audit_hook(os.getcwd(), BLOCKED_EVENTS if has_filter else (*BLOCKED_EVENTS, "ctypes."))
 
 
 def restrict_file_access(libc: ctypes.CDLL, home: str) -> None:
-    """Landlock: read the Python installation, read and write `home`. Nothing where the kernel has none."""
+    """Allow reading the Python installation, and reading and writing `home`, if the kernel has Landlock."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
@@ -102,7 +108,7 @@ def restrict_file_access(libc: ctypes.CDLL, home: str) -> None:
 
 
 def install_seccomp_filter(libc: ctypes.CDLL) -> bool:
-    """A seccomp filter that answers EPERM to REFUSED calls; whether the kernel took it."""
+    """Install a seccomp filter that answers BLOCKED_SYSCALLS with EPERM; return whether the kernel accepted it."""
     machine = platform.machine()
     if machine not in BLOCKED_SYSCALLS:
         return False
@@ -126,6 +132,7 @@ def install_seccomp_filter(libc: ctypes.CDLL) -> bool:
 
 
 def add_audit_hook(home: str, refused: tuple[str, ...]) -> None:
+    """Refuse these audit events, and changes of files outside `home`, with PermissionError."""
     inside = os.path.realpath(home) + os.sep
 
     def is_outside(path: object) -> bool:
@@ -144,7 +151,7 @@ def add_audit_hook(home: str, refused: tuple[str, ...]) -> None:
 
 
 def run(code: str) -> None:
-    """Like a notebook's cell: the value of a last expression is printed, an error with the code's own lines."""
+    """Run the code like a notebook's cell: print the value of a last expression, and tracebacks of the code alone."""
     linecache.cache["<tool>"] = (len(code), None, f"{code}\n".splitlines(keepends=True), "<tool>")
     scope: dict[str, Any] = {"__name__": "__main__"}
     try:
@@ -157,7 +164,7 @@ def run(code: str) -> None:
                 sys.stdout.write(f"{value!r}\n")
     except Exception as error:
         sys.stdout.flush()
-        own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
+        own = error.__traceback__.tb_next if error.__traceback__ else None  # skips this file's frame
         traceback.print_exception(type(error), error, own if not isinstance(error, SyntaxError) else None)
         sys.exit(1)
 

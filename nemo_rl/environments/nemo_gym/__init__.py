@@ -1,1 +1,1 @@
-"""NeMo Gym over HTTP alone: its stack, its agents, their replies. Nothing of Gym is imported."""
+"""NeMo Gym over HTTP only: its stack, its agents, their replies. Nothing of Gym is imported."""

@@ -18,7 +18,8 @@ from nemo_rl.errors import ConfigError
 if TYPE_CHECKING:
     from nemo_rl.environments.nemo_gym.client import GymClient
 
-AGENTS, MODELS, RESOURCES = SERVER_KINDS = ("responses_api_agents", "responses_api_models", "resources_servers")
+AGENT_SERVERS = "responses_api_agents"
+SERVER_KINDS = (AGENT_SERVERS, "responses_api_models", "resources_servers")
 # Keys of Gym's own configuration, which NeMo-RL's recipes write next to those of the section.
 GYM_KEYS = frozenset(
     {"default_host", "error_on_almost_servers", "nemo_gym_log_dir", "ray_head_node_address", "use_absolute_ip"}

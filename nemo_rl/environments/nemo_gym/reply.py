@@ -1,7 +1,7 @@
-"""What a NeMo Gym agent answers to POST /run, checked: the reward and the model's calls, token for token.
+"""The reply of a NeMo Gym agent to POST /run, checked: the reward and the model's calls, token for token.
 
-Items of `response.output` that end a call of the model carry the call's whole prompt, what was sampled and its
-log-probs. Whether calls belong to one chain is the gateway's record to say, not the reply's.
+Items of `response.output` that end a call of the model carry the whole prompt of the call, the sampled tokens and their
+log-probs. Which calls belong to one chain is decided by the gateway's record, not by the reply.
 """
 
 import math
@@ -13,7 +13,7 @@ from nemo_rl.errors import NemoRLError
 
 
 class GymError(NemoRLError):
-    """A NeMo Gym server did not do what was asked; the text names the agent and its address."""
+    """Base of failures of a NeMo Gym server; the text names the agent and its address."""
 
     def __init__(self, problem: str, *, agent: str = "", url: str = "") -> None:
         self.problem = problem
@@ -24,15 +24,15 @@ class GymError(NemoRLError):
 
 
 class GymUnavailable(GymError):
-    """Nobody answered: connection refused or reset, 502, 503, 504, a timeout. The infrastructure's fault."""
+    """An infrastructure failure: connection refused or reset, 502, 503, 504, or a timeout."""
 
 
 class GymRefused(GymError):
-    """The server said no, or failed: 4xx, or 500 with its text. The environment's fault."""
+    """An environment failure: the server refused or failed, with 4xx, or 500 and its text."""
 
 
 class GymInvalidReply(GymError):
-    """The answer is not what NeMo Gym's protocol says. The environment's fault."""
+    """An environment failure: a reply that violates NeMo Gym's protocol."""
 
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -41,31 +41,29 @@ RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "m
 
 @dataclass(frozen=True, slots=True)
 class GymCall:
-    """One call of the model, as the agent reports it."""
+    """One call of the model, as reported by the agent."""
 
     prompt_token_ids: tuple[int, ...]
     generation_token_ids: tuple[int, ...]
-    generation_log_probs: tuple[float, ...]  # finite, one a generated token
+    generation_log_probs: tuple[float, ...]  # finite, one per generated token
 
 
 @dataclass(frozen=True, slots=True)
 class GymReply:
-    """One rollout that an agent has run and scored."""
+    """One rollout, run and scored by an agent."""
 
     reward: float
-    calls: tuple[GymCall, ...]  # in order; of output items that carry tokens
-    is_incomplete: bool  # the last response was cut: by its token limit, or because the context is full
-    mask_sample: bool  # the environment wants no gradient from this rollout
-    output: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # the response's items: messages, reasoning, tool calls and their results
-    extras: Mapping[str, float | str] = field(default_factory=dict)  # the environment's own numbers and texts, by name
+    calls: tuple[GymCall, ...]  # in order; from output items that carry tokens
+    is_incomplete: bool  # the last response was truncated, by its token limit or a full context
+    mask_sample: bool  # exclude the rollout from the gradient
+    output: tuple[Mapping[str, Any], ...] = ()  # items of the response: messages, reasoning, tool calls and results
+    extras: Mapping[str, float | str] = field(default_factory=dict)  # further numbers and texts of the environment
 
 
 def parse_reply(body: object) -> GymReply:
-    """The reply in a decoded JSON body; raises GymInvalidReply naming the first field that is wrong."""
+    """Return the reply in a decoded JSON body; raises GymInvalidReply naming the first invalid field."""
     if not isinstance(body, Mapping):
-        raise GymInvalidReply(f"the reply is no object but {_type_name(body)}")
+        raise GymInvalidReply(f"the reply must be an object, not {type(body).__name__}")
     response = body.get("response")
     if not isinstance(response, Mapping):
         raise GymInvalidReply(f"response must be an object, not {_type_name(response)}")
@@ -93,7 +91,7 @@ def _parse_reward(value: Any) -> float:
 
 
 def _parse_call(where: str, item: Mapping[str, Any]) -> GymCall | None:
-    """The call that an item ends; None where it has no tokens: a tool's result, or an earlier item of the same call."""
+    """Return the call that an item ends; None without tokens (a tool result, or an earlier item of the same call)."""
     values: list[Any] = [item.get(name) for name in TOKEN_FIELDS]
     if all(value is None for value in values):
         return None
@@ -120,7 +118,7 @@ def _check_token_ids(where: str, values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _check_log_probs(where: str, values: Sequence[Any]) -> tuple[float, ...]:
-    for value in values:  # NaN is null where the server's JSON knows no NaN
+    for value in values:  # NaN is null if the server's JSON has no NaN
         if not _is_number(value):
             raise GymInvalidReply(f"{where} holds {_abbreviate(value)}: no finite log-prob")
     return tuple(map(float, values))
@@ -133,7 +131,7 @@ def _is_scalar(value: object) -> bool:
 def _is_number(value: object) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # an integer beyond the range of a float
         return False
 
 

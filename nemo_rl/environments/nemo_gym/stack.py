@@ -1,4 +1,4 @@
-"""A NeMo Gym stack of our own: started in a process group and an environment of its own, ended with all it started."""
+"""A NeMo Gym stack that the run starts, with its own processes and environment, and ends with all its processes."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from nemo_rl.environments.nemo_gym.workspace import (
 )
 from nemo_rl.errors import ConfigError
 
-STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack: how the last of them is found
+STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack, to find them
 START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class GymStack:
-    """Gym's servers while they run. Made by `start`, ended by `close`; they also end when this process does."""
+    """A running stack, made by `start` and ended by `close`; it also ends with this process."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", head_url: str, log_file: Path, marker: str) -> None:
         """Use `start`."""
@@ -57,11 +57,11 @@ class GymStack:
         run_dir: Path,
         key: str = "env.nemo_gym",
     ) -> "GymStack":
-        """A stack whose servers all answer; its files and its log, `gym.log`, lie in `run_dir/nemo_gym`.
+        """Start a stack and wait until all its servers respond; its files and `gym.log` are in `run_dir/nemo_gym`.
 
         Raises ConfigError
-        for what the configuration has wrong, GymUnavailable with the end of the log for a stack that does not come up
-        within `start_timeout_s`; that of an environment made for it is not counted.
+        for an invalid configuration, GymUnavailable with the end of the log for a stack that is not up within
+        `start_timeout_s`, which does not count the creation of its environment.
         """
         stack = await asyncio.to_thread(cls._launch, section, policy, run_dir / "nemo_gym", key)
         try:
@@ -72,18 +72,18 @@ class GymStack:
         return stack
 
     def check(self) -> None:
-        """Raise GymUnavailable, with the end of the log, once the stack has ended: Gym stops when a server dies."""
+        """Raise GymUnavailable, with the end of the log, if the stack has ended: Gym stops when a server dies."""
         status = self._process.poll()
         if status is not None:
             raise GymUnavailable(f"the stack has ended with status {status}{self._log_tail()}", url=self.head_url)
 
     async def close(self) -> None:
-        """End every process of the stack. May be called twice."""
+        """End every process of the stack; idempotent."""
         await asyncio.to_thread(self._terminate)
 
     @classmethod
     def _launch(cls, section: NemoGymConfig, policy: ServedPolicy, directory: Path, key: str) -> "GymStack":
-        assert section.config_paths is not None  # config/environment_checks.py
+        assert section.config_paths is not None  # check_nemo_gym
         python = resolve_gym_python(section.python, key=f"{key}.python")
         configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
         if section.python is None:
@@ -105,12 +105,12 @@ class GymStack:
         head = merged.head_server
         write_workspace(directory, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
         marker, log_file = uuid4().hex, directory / "gym.log"
-        logger.info("starting NeMo Gym; its output is in %s", log_file)
+        logger.info("starting NeMo Gym; its log is %s", log_file)
         process = _spawn(python, directory, log_file, marker)
         return cls(process, f"http://{head.host}:{head.port}", log_file, marker)
 
     async def _wait_until_ready(self, timeout_s: float, key: str) -> None:
-        waits_for = "its head server"
+        pending = "its head server"
         try:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as http:
                 while True:
@@ -120,10 +120,10 @@ class GymStack:
                         silent = await find_unresponsive_servers(http, list(servers.by_name.values()))
                         if not silent:
                             return
-                        waits_for = ", ".join(silent)
+                        pending = ", ".join(silent)
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
-            problem = f"not up within {key}.start_timeout_s = {timeout_s:g} s; no answer of {waits_for}"
+            problem = f"not up within {key}.start_timeout_s = {timeout_s:g} s; no response from {pending}"
             raise GymUnavailable(f"{problem}{self._log_tail()}", url=self.head_url) from error
         except GymError as error:
             if error.problem.startswith("the stack has ended"):
@@ -132,11 +132,11 @@ class GymStack:
 
     def _terminate(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # tells the supervisor
+        self._process.stdin.close()  # tells the supervisor to end
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            logger.warning("NeMo Gym did not end by itself and is killed")
+            logger.warning("killing NeMo Gym, which did not end by itself")
             self._process.kill()
             self._process.wait()
         deadline = time.monotonic() + supervisor.KILL_TIMEOUT_S
@@ -148,26 +148,26 @@ class GymStack:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         if left:
-            logger.error("processes of NeMo Gym are left: %s", left)
+            logger.error("processes of NeMo Gym are still running: %s", left)
 
     def _log_tail(self) -> str:
-        """The end of the log, as the rest of an error's text."""
+        """Return the end of the log, to be appended to an error."""
         try:
             with self.log_file.open("rb") as file:
                 file.seek(max(0, self.log_file.stat().st_size - TAIL_BYTES))
                 lines = file.read().decode(errors="replace").rstrip().splitlines()[-TAIL_LINES:]
         except OSError:
             lines = []
-        return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(nothing was written)"])
+        return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(empty)"])
 
 
 def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "subprocess.Popen[bytes]":
-    # Not ours: modules of this Python, an environment of uv, a Ray cluster of another Python version.
+    # Left out: modules of this Python, an environment of uv, a Ray cluster of another Python version.
     excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment |= {
         STACK_ID_VARIABLE: marker,
-        "RAY_ADDRESS": "local",  # also where a cluster runs on this machine
+        "RAY_ADDRESS": "local",  # even if a cluster runs on this machine
         "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",
     }
@@ -185,13 +185,13 @@ def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "
 
 
 def _find_stack_processes(marker: str) -> list[int]:
-    """Processes of a stack that live, whoever their parent is by now."""
+    """Return the ids of a stack's live processes, whatever their parent is by now."""
     wanted = f"{STACK_ID_VARIABLE}={marker}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # ended, or another user's; a zombie's environment is empty
+        with contextlib.suppress(OSError):  # ended, or of another user; a zombie has an empty environment
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found

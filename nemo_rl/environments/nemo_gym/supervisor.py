@@ -1,8 +1,8 @@
-"""Runs a command and leaves nothing of it behind, run as a script: `supervisor.py COMMAND...`, its input a pipe.
+"""A script that runs a command and ends all its processes: `supervisor.py COMMAND...`, with a pipe as standard input.
 
-Whatever the command's processes start, in whatever session, becomes this process' child when it is orphaned, so all of
-it can be found. It ends when the command ends or when the pipe does: closed by whoever started it, or by his death,
-also the one that no process can notice, SIGKILL. Only the standard library is imported.
+Whatever the command's processes start, in whatever session, becomes a child of this process when it is orphaned, so
+that all of it can be found. The script ends with the command, or when the pipe is closed, by its owner or by the
+owner's death (SIGKILL included). Only the standard library is imported.
 """
 
 import ctypes
@@ -12,17 +12,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INTERRUPT_GRACE_S = 10.0  # between the interrupt and the kill
-KILL_TIMEOUT_S = 20.0  # for killed processes to be gone
+KILL_TIMEOUT_S = 20.0  # for killed processes to disappear
 POLL_INTERVAL_S = 0.2
 
 
 def main() -> int:
+    """Run the command until it ends or standard input is closed; return its exit status."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # meant for the run, which closes the pipe
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # handled by the run, which closes the pipe
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(end(command)))
     command = subprocess.Popen(
@@ -37,20 +39,20 @@ def main() -> int:
 
 
 def prepare_command(libc: ctypes.CDLL) -> None:
-    """In the command's process: die with the supervisor, take interrupts again."""
+    """Make the command's process die with the supervisor and receive interrupts again."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for taken in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(taken, signal.SIG_DFL)
 
 
 def is_closed(pipe: int) -> bool:
-    """Whether the other end is closed; waits a moment for that."""
+    """Return whether the other end is closed, after waiting POLL_INTERVAL_S for that."""
     readable, _, _ = select.select([pipe], [], [], POLL_INTERVAL_S)
     return bool(readable) and not os.read(pipe, 4096)
 
 
 def reap(command: subprocess.Popen) -> None:
-    """Take the exit status of every child that has ended: of the command, and of orphans."""
+    """Collect the exit status of every child that has ended: of the command, and of orphans."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -63,7 +65,7 @@ def reap(command: subprocess.Popen) -> None:
 
 
 def end(command: subprocess.Popen) -> int:
-    """Interrupt the command, then kill all that is left. Its exit status; 0 where it was ended from outside."""
+    """Interrupt the command, then kill what remains; return its exit status, 0 if it was ended from outside."""
     status = command.returncode
     if status is None:
         os.kill(command.pid, signal.SIGINT)
@@ -80,7 +82,8 @@ def end(command: subprocess.Popen) -> int:
     return 0 if status is None else (status if status >= 0 else 128 - status)
 
 
-def wait_until_gone(command, timeout_s, is_gone) -> None:
+def wait_until_gone(command: subprocess.Popen, timeout_s: float, is_gone: Callable[[], bool]) -> None:
+    """Wait for `is_gone`, at most `timeout_s`, and collect the exit statuses of children meanwhile."""
     deadline = time.monotonic() + timeout_s
     while not is_gone() and time.monotonic() < deadline:
         reap(command)
@@ -88,7 +91,7 @@ def wait_until_gone(command, timeout_s, is_gone) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below `root` that are not zombies."""
+    """Return the ids of all descendants of `root` that are not zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()
     for entry in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""The folder that a stack of ours runs in: Gym's configuration as one file, and one environment for all its servers."""
+"""The directory of a started stack: Gym's configuration as one file, and one Python environment for all its servers."""
 
 import fcntl
 import json
@@ -27,10 +27,13 @@ from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CONFIG_FILE = "env.yaml"  # Gym reads it from its working directory; it takes precedence over config_paths
+POLICY_MODEL = "policy_model"  # the name under which Gym's agents look for the model
+POLICY_MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 GYM_VERSION = "0.4.0"
 MIN_PYTHON = (3, 12)
-EXCLUDE_NEWER = "2026-11-15T00:00:00Z"  # what is published later is not looked at: every machine gets the same
-CREATE_TIMEOUT_S = 1800.0  # for another process to make the same environment, or for one command of ours
+EXCLUDE_NEWER = "2026-11-15T00:00:00Z"  # ignores later releases, so that every machine installs the same
+CREATE_TIMEOUT_S = 1800.0  # for another process to create the same environment, or for one command
 INSPECT_TIMEOUT_S = 60.0
 INSPECT_SCRIPT = """
 import importlib.metadata, json, sys, sysconfig
@@ -44,25 +47,26 @@ print(json.dumps([list(sys.version_info[:2]), version, sys.prefix, sysconfig.get
 
 @dataclass(frozen=True, slots=True)
 class GymPython:
-    """An interpreter with nemo-gym."""
+    """A Python interpreter with nemo-gym."""
 
     python: Path
     version: tuple[int, int]
     prefix: Path  # of its environment
-    site_packages: Path  # Gym's servers and their configurations lie here
+    site_packages: Path  # contains Gym's servers and their configurations
 
     @property
     def is_virtual(self) -> bool:
-        """Whether servers can be told to share it: Gym's command line wants to activate an environment."""
+        """Return whether servers can share it: Gym's command line activates a virtual environment."""
         return (self.prefix / "bin" / "activate").is_file()
 
 
 def resolve_gym_python(
     path: str | None, requirements: Iterable[str] = (), *, key: str = "env.nemo_gym.python"
 ) -> GymPython:
-    """The interpreter at `path`, taken as it is, or that of the cached environment with these further requirements.
+    """Return the interpreter at `path`, else that of the cached environment with these further requirements.
 
-    Blocks for as long as it takes to make an environment. Raises ConfigError naming `key` for one that cannot be had.
+    Blocks while the environment is created. Raises ConfigError naming `key` for an unsuitable interpreter, or an
+    environment that cannot be created.
     """
     if path is not None:
         return _check_interpreter(path, key)
@@ -76,18 +80,18 @@ def resolve_gym_python(
             _create_environment(directory, lines, key)
             found = _inspect(directory / "bin" / "python")
     if found is None:
-        raise ConfigError(key, None, f"the environment made in {directory} has no nemo-gym")
+        raise ConfigError(key, None, f"the environment created in {directory} has no nemo-gym")
     return found
 
 
 def find_uv() -> str | None:
-    """uv on PATH, or beside this interpreter."""
+    """Return the path of uv, on PATH or next to this interpreter; None if there is none."""
     beside = Path(sys.executable).with_name("uv")
     return shutil.which("uv") or (str(beside) if beside.is_file() else None)
 
 
 def base_interpreters() -> Iterator[str]:
-    """Pythons that Gym can run on, by what they answer: on PATH, then pyenv's; the oldest first."""
+    """Yield the Pythons that Gym can run on: those on PATH, then pyenv's; oldest first."""
     names = [f"python3.{minor}" for minor in (12, 13, 14)] + ["python3"]
     on_path = [found for name in names if (found := shutil.which(name))]
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -98,106 +102,11 @@ def base_interpreters() -> Iterator[str]:
             yield candidate
 
 
-def _check_interpreter(path: str, key: str) -> GymPython:
-    if not os.access(path, os.X_OK) or Path(path).is_dir():
-        raise ConfigError(key, path, "no interpreter: give the path of a Python that has nemo-gym")
-    answer = _query_interpreter(path)
-    if answer is None:
-        raise ConfigError(key, path, "does not answer as a Python does")
-    version, gym_version, _, _ = answer
-    if tuple(version) < MIN_PYTHON:
-        raise ConfigError(key, path, f"is Python {version[0]}.{version[1]}; NeMo Gym needs 3.12 or newer")
-    found = _inspect(Path(path))
-    if found is None or gym_version is None:
-        raise ConfigError(key, path, f"has no nemo-gym; install it there: uv pip install nemo-gym=={GYM_VERSION}")
-    return found
-
-
-def _inspect(python: Path) -> GymPython | None:
-    """What an interpreter is, if it has nemo-gym."""
-    answer = _query_interpreter(str(python)) if python.exists() else None
-    if answer is None or answer[1] is None:
-        return None
-    version, _, prefix, site_packages = answer
-    return GymPython(python, (version[0], version[1]), Path(prefix), Path(site_packages))
-
-
-def _query_interpreter(python: str) -> list | None:
-    """What an interpreter says of itself: version, nemo-gym's version, prefix, site-packages. None: nothing."""
-    try:
-        done = subprocess.run(
-            [python, "-I", "-c", INSPECT_SCRIPT], capture_output=True, text=True, timeout=INSPECT_TIMEOUT_S, check=True
-        )
-        return json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
-def _create_environment(directory: Path, requirements: Sequence[str], key: str) -> None:
-    """Make the environment aside, then rename it: what has the name is whole. Only while holding its lock."""
-    uv = find_uv()
-    if uv is None:
-        raise ConfigError(
-            key, None, f"needs uv on PATH to install nemo-gym=={GYM_VERSION}, or the path of a Python with it"
-        )
-    aside = directory.with_name(directory.name + ".making")
-    for leftover in (aside, directory):
-        shutil.rmtree(leftover, ignore_errors=True)
-    logger.info("installing nemo-gym %s into %s", GYM_VERSION, directory)
-    base = next(base_interpreters(), "3.12")  # not found: uv looks for one, or fetches it
-    _run([uv, "venv", "--relocatable", "--python", base, str(aside)], directory.parent, key)
-    requirements_file = directory.with_name(directory.name + ".txt")
-    requirements_file.write_text("\n".join([f"nemo-gym=={GYM_VERSION}", *requirements]) + "\n")
-    python = str(aside / "bin" / "python")
-    newest = ["--exclude-newer", EXCLUDE_NEWER]
-    _run([uv, "pip", "install", "--python", python, *newest, "-r", str(requirements_file)], directory.parent, key)
-    aside.rename(directory)
-
-
-def _run(command: Sequence[str], cwd: Path, key: str) -> None:
-    """One command of uv, outside of any project's directory, whose settings would be taken for ours."""
-    excluded = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT")
-    environment = {name: value for name, value in os.environ.items() if name not in excluded}
-    try:
-        subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=CREATE_TIMEOUT_S, check=True
-        )
-    except subprocess.CalledProcessError as error:
-        stderr_tail = "; ".join(error.stderr.strip().splitlines()[-4:])
-        problem = (
-            f"no environment with nemo-gym=={GYM_VERSION} can be made: {stderr_tail} (else give a Python that has it)"
-        )
-        raise ConfigError(key, None, problem) from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(key, None, f"no environment with nemo-gym can be made: {error}") from error
-
-
-@contextmanager
-def _lock(path: Path, key: str) -> Iterator[None]:
-    """One maker at a time, on this machine; a maker that dies lets go."""
-    deadline = time.monotonic() + CREATE_TIMEOUT_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(key, None, f"another process holds {path} for {CREATE_TIMEOUT_S:g} s") from None
-                time.sleep(0.2)
-        yield
-
-
-CONFIG_FILE = "env.yaml"  # Gym reads it from where it is started; it wins over config_paths
-POLICY_MODEL = "policy_model"  # the name under which Gym's agents look for the model
-POLICY_MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
-
-
 def find_configs(paths: Sequence[str], site_packages: Path, *, key: str) -> dict[str, DictConfig]:
-    """Gym's YAML files by path: those of the user's directory absolute, Gym's own as they are written.
+    """Return Gym's YAML files by path: the user's as absolute paths, Gym's own as written.
 
-    Files may name further ones in their own `config_paths`. Where none has a model for the policy, Gym's model for
-    training is added. Raises ConfigError naming a path that is not found or no mapping.
+    Files may name further ones in their own `config_paths`. If none configures a model for the policy, Gym's model for
+    training is added. Raises ConfigError for a path that is not found or not a mapping.
     """
     found: dict[str, DictConfig] = {}
     pending = list(paths)
@@ -217,7 +126,7 @@ def find_configs(paths: Sequence[str], site_packages: Path, *, key: str) -> dict
 
 
 def collect_requirements(configs: Iterable[Mapping[Any, Any]], site_packages: Path) -> list[str]:
-    """What the configured servers need beside Gym itself, as lines of a requirements file."""
+    """Return the requirements of the configured servers, without Gym itself, as lines of a requirements file."""
     lines: set[str] = set()
     for config in configs:
         for entry in config.values():
@@ -229,9 +138,10 @@ def collect_requirements(configs: Iterable[Mapping[Any, Any]], site_packages: Pa
 
 
 def write_workspace(directory: Path, python: GymPython, settings: Mapping[str, Any]) -> None:
-    """Lay out the folder: the configuration, the user's own servers, an environment for each server of Gym.
+    """Create the directory: the configuration, the user's own servers, and an environment for each server of Gym.
 
-    `settings` win over the user's own env.yaml in the current directory. It holds keys: nobody else may read it.
+    `settings` take precedence over the user's env.yaml in the current directory. The file holds API keys, so only its
+    owner may read it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     own = Path.cwd() / CONFIG_FILE
@@ -247,6 +157,98 @@ def write_workspace(directory: Path, python: GymPython, settings: Mapping[str, A
         _symlink_directory(directory / kind, Path.cwd() / kind)
         for server in _list_servers(kind, python.site_packages):
             _symlink_directory(environments / kind / server / ".venv", python.prefix)
+
+
+def _check_interpreter(path: str, key: str) -> GymPython:
+    if not os.access(path, os.X_OK) or Path(path).is_dir():
+        raise ConfigError(key, path, "not an interpreter: give the path of a Python that has nemo-gym")
+    answer = _query_interpreter(path)
+    if answer is None:
+        raise ConfigError(key, path, "does not run as a Python interpreter")
+    version, gym_version, _, _ = answer
+    if tuple(version) < MIN_PYTHON:
+        raise ConfigError(key, path, f"is Python {version[0]}.{version[1]}; NeMo Gym needs 3.12 or newer")
+    found = _inspect(Path(path))
+    if found is None or gym_version is None:
+        raise ConfigError(key, path, f"has no nemo-gym; install it there: uv pip install nemo-gym=={GYM_VERSION}")
+    return found
+
+
+def _inspect(python: Path) -> GymPython | None:
+    """Return the interpreter's properties; None without nemo-gym."""
+    answer = _query_interpreter(str(python)) if python.exists() else None
+    if answer is None or answer[1] is None:
+        return None
+    version, _, prefix, site_packages = answer
+    return GymPython(python, (version[0], version[1]), Path(prefix), Path(site_packages))
+
+
+def _query_interpreter(python: str) -> list | None:
+    """Ask an interpreter for its version, nemo-gym's version, prefix and site-packages; None if it cannot say."""
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", INSPECT_SCRIPT], capture_output=True, text=True, timeout=INSPECT_TIMEOUT_S, check=True
+        )
+        return json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _create_environment(directory: Path, requirements: Sequence[str], key: str) -> None:
+    """Create the environment under another name, then rename it, so that it is complete. The caller holds its lock."""
+    uv = find_uv()
+    if uv is None:
+        raise ConfigError(
+            key, None, f"needs uv on PATH to install nemo-gym=={GYM_VERSION}, or the path of a Python with it"
+        )
+    temporary = directory.with_name(directory.name + ".making")
+    for leftover in (temporary, directory):
+        shutil.rmtree(leftover, ignore_errors=True)
+    logger.info("installing nemo-gym %s into %s", GYM_VERSION, directory)
+    base = next(base_interpreters(), "3.12")  # none found: uv looks for one, or downloads it
+    _run([uv, "venv", "--relocatable", "--python", base, str(temporary)], directory.parent, key)
+    requirements_file = directory.with_name(directory.name + ".txt")
+    requirements_file.write_text("\n".join([f"nemo-gym=={GYM_VERSION}", *requirements]) + "\n")
+    python = str(temporary / "bin" / "python")
+    newest = ["--exclude-newer", EXCLUDE_NEWER]
+    _run([uv, "pip", "install", "--python", python, *newest, "-r", str(requirements_file)], directory.parent, key)
+    temporary.rename(directory)
+
+
+def _run(command: Sequence[str], cwd: Path, key: str) -> None:
+    """Run a command of uv, outside of any project directory, whose settings would apply."""
+    excluded = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT")
+    environment = {name: value for name, value in os.environ.items() if name not in excluded}
+    try:
+        subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=CREATE_TIMEOUT_S, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        stderr_tail = "; ".join(error.stderr.strip().splitlines()[-4:])
+        problem = (
+            f"creating an environment with nemo-gym=={GYM_VERSION} failed: {stderr_tail} (or give a Python that has it)"
+        )
+        raise ConfigError(key, None, problem) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(key, None, f"creating an environment with nemo-gym failed: {error}") from error
+
+
+@contextmanager
+def _lock(path: Path, key: str) -> Iterator[None]:
+    """Hold a lock among the processes of this machine, released by the death of its holder."""
+    deadline = time.monotonic() + CREATE_TIMEOUT_S
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        key, None, f"another process holds {path} for over {CREATE_TIMEOUT_S:g} s"
+                    ) from None
+                time.sleep(0.2)
+        yield
 
 
 def _list_servers(kind: str, site_packages: Path) -> list[str]:
@@ -271,14 +273,14 @@ def _load_config(file: Path, path: str, key: str) -> DictConfig:
 
 
 def _server_directory(kind: str, name: str, site_packages: Path) -> Path:
-    """A server's own files: the user's, else Gym's; the same choice as Gym's."""
+    """Return the directory of a server's files: the user's, else Gym's, as Gym chooses."""
     own = Path.cwd() / kind / name
     has_own = (own / "requirements.txt").is_file() or (own / "pyproject.toml").is_file()
     return own if has_own else site_packages / kind / name
 
 
 def _read_requirements(directory: Path) -> list[str]:
-    """Without comments and without Gym itself, which a checkout names by its relative path."""
+    """Return a server's requirements, without Gym itself, which a checkout names by its relative path."""
     if (directory / "pyproject.toml").is_file():
         project = tomllib.loads((directory / "pyproject.toml").read_text()).get("project", {})
         lines = list(project.get("dependencies", ()))

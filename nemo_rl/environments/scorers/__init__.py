@@ -1,1 +1,1 @@
-"""Rewards of whole rollouts: rules, reward models, served ones and judges, behind `interfaces.Scorer`."""
+"""Scorers of whole rollouts: rules, reward models in this run or served, and judges."""

@@ -30,7 +30,7 @@ class ClassifyScorerConfig(EndpointScorerConfig):
 
 
 class ClassifyScorer:
-    """Sends a conversation as tokens, so that no server adds a second BOS; the score is number `label`."""
+    """A served classifier, which is sent tokens so that it adds no second BOS; the score is that of `label`."""
 
     def __init__(self, name: str, section: ClassifyScorerConfig) -> None:
         from nemo_rl.distributed.endpoint import Endpoint  # loads aiohttp

@@ -38,7 +38,10 @@ def check_judge(key: str, section: JudgeScorerConfig, config: object) -> None:
 
 
 class JudgeScorer:
-    """`prompt` is Jinja with `messages`, `prompt` (the last message before the response), `response`, `metadata`."""
+    """A judge model over chat completions.
+
+    Its template `prompt` sees `messages`, `prompt` (the message before the response), `response` and `metadata`.
+    """
 
     def __init__(self, name: str, section: JudgeScorerConfig) -> None:
         from jinja2 import StrictUndefined, TemplateError

@@ -23,7 +23,7 @@ class FunctionScorerConfig(BatchedScorerConfig):
 
 
 class RuleScorer:
-    """`(messages, metadata) -> float`; an exception, a hang or a crash fails its own request alone."""
+    """A rule `(messages, metadata) -> float`; an exception, a hang or a crash fails its own request alone."""
 
     def __init__(self, name: str, section: FunctionScorerConfig) -> None:
         key = f"scorers.{name}.function"

@@ -322,7 +322,7 @@ def failure_of(row: Any, **how: Any) -> tuple[FailureClass, str]:
         ({"status": 500, "text": "tools are down"}, FailureClass.ENVIRONMENT, "HTTP 500: tools are down"),
         ({"status": 422, "text": "no such field"}, FailureClass.ENVIRONMENT, "HTTP 422: no such field"),
         ({"status": 504, "text": "late"}, FailureClass.INFRA, "HTTP 504: late"),
-        ({"raw": b"<html>"}, FailureClass.ENVIRONMENT, "no JSON"),
+        ({"raw": b"<html>"}, FailureClass.ENVIRONMENT, "not JSON"),
         ({"alter": gym_stack.without_reward}, FailureClass.ENVIRONMENT, "reward must be a finite number"),
         ({"alter": gym_stack.without_response}, FailureClass.ENVIRONMENT, "response must be an object"),
         ({"alter": gym_stack.with_nan_log_prob}, FailureClass.ENVIRONMENT, "no finite log-prob"),
@@ -371,7 +371,7 @@ def test_an_answer_that_was_given_before_is_of_another_rollout() -> None:
 def test_an_agent_that_hangs_is_infra_and_its_session_is_gone() -> None:
     failure_class, cause = failure_of("one", script=scripted(before=asyncio.Event().wait), timeout_s=0.2)
     assert failure_class is FailureClass.INFRA
-    assert "not answered within" in cause
+    assert "no reply within" in cause
 
 
 def test_a_rollout_past_its_deadline_ends_what_the_engine_still_does_for_it() -> None:
@@ -396,7 +396,7 @@ def test_a_server_that_dies_fails_what_it_ran_and_runs_rollouts_again_once_it_is
     async def body(setup: Setup) -> None:
         (lost,) = await setup.run("one")
         assert lost.failure is not None
-        assert (lost.failure.failure_class, "the connection was lost" in lost.failure.cause) == (
+        assert (lost.failure.failure_class, "connection lost" in lost.failure.cause) == (
             FailureClass.INFRA,
             True,
         )

@@ -152,9 +152,9 @@ def test_a_busy_server_is_asked_again_until_it_takes_the_row() -> None:
         (Script(alter=gym_stack.without_reward), "reward must be a finite number"),
         (Script(alter=gym_stack.without_response), "response must be an object"),
         (Script(alter=gym_stack.with_token_missing), "1 tokens with 2 log-probs"),
-        (Script(raw=b'{"reward": 1.0, '), "the reply is no JSON"),
-        (Script(raw=b"\xff\xfe\x00garbage"), "the reply is no JSON"),
-        (Script(raw=b"null"), "the reply is no object"),
+        (Script(raw=b'{"reward": 1.0, '), "the reply is not JSON"),
+        (Script(raw=b"\xff\xfe\x00garbage"), "the reply is not JSON"),
+        (Script(raw=b"null"), "the reply must be an object"),
     ],
 )
 def test_broken_replies_are_told_apart_and_not_asked_for_again(script: Script, said: str) -> None:
@@ -189,7 +189,7 @@ def test_a_rollout_that_never_ends_is_given_up_at_its_deadline() -> None:
                 await client.run("agent", row_of("?"))
             return error.value
 
-    assert "not answered within env.nemo_gym.timeout_s = 0.2 s" in str(asyncio.run(run()))
+    assert "no reply within env.nemo_gym.timeout_s = 0.2 s" in str(asyncio.run(run()))
 
 
 def test_the_wait_for_a_turn_is_no_part_of_the_time() -> None:
@@ -212,7 +212,7 @@ def test_the_wait_for_a_turn_is_no_part_of_the_time() -> None:
 def test_a_server_that_dies_with_a_row_fails_it_without_a_second_try() -> None:
     error, num_sent = failure_of(row_of("?", script={"dies": True}))
     assert isinstance(error, GymUnavailable)
-    assert "connection was lost" in str(error)
+    assert "connection lost" in str(error)
     assert num_sent == 1
 
 
@@ -239,7 +239,7 @@ def test_a_server_that_stays_away_is_unavailable_after_the_last_try() -> None:
     async def use(client: GymClient, stack: FakeGymStack) -> None:
         await stack.stop_agent("agent")
         await stack.stop_head()
-        with pytest.raises(GymUnavailable, match=r"not taken in 4 attempts \(Cannot connect"):
+        with pytest.raises(GymUnavailable, match=r"not accepted in 4 attempts \(Cannot connect"):
             await client.run("agent", row_of("?"))
 
     asked(use)
@@ -294,7 +294,7 @@ def test_agents_that_never_start_are_named_at_the_deadline() -> None:
             return str(error.value)
 
     said = asyncio.run(run())
-    assert "no answer of late (http://127.0.0.1:" in said
+    assert "no response from late (http://127.0.0.1:" in said
     assert "within env.nemo_gym.start_timeout_s = 1 s" in said
 
 
@@ -340,7 +340,7 @@ def test_what_is_no_head_server_is_said_at_once(status: int, text: str) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         client = GymClient(section(head_url=f"http://127.0.0.1:{runner.addresses[0][1]}", start_timeout_s=NEVER))
-        with pytest.raises(GymInvalidReply, match="no head server of NeMo Gym"):
+        with pytest.raises(GymInvalidReply, match="not a head server of NeMo Gym"):
             await client.connect(["agent"])
         await client.close()
         await runner.cleanup()

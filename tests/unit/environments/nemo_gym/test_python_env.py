@@ -33,9 +33,9 @@ def test_a_python_by_path_is_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_a_python_that_will_not_do_is_named(tmp_path: Path) -> None:
     cases = {
-        str(tmp_path / "nothing"): "no interpreter",
-        str(tmp_path): "no interpreter",
-        "/bin/false": "does not answer as a Python does",
+        str(tmp_path / "nothing"): "not an interpreter",
+        str(tmp_path): "not an interpreter",
+        "/bin/false": "does not run as a Python interpreter",
         str(fake_environment(tmp_path / "old", minor=11)): "is Python 3.11; NeMo Gym needs 3.12",
         str(fake_environment(tmp_path / "bare", gym=None)): "has no nemo-gym",
     }

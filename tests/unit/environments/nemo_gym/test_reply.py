@@ -62,8 +62,8 @@ def test_items_whose_token_fields_are_null_have_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ([], "the reply is no object but list"),
-        ("text", "the reply is no object but str"),
+        ([], "the reply must be an object, not list"),
+        ("text", "the reply must be an object, not str"),
         (changed("reward", to=None), "reward must be a finite number, not nothing"),
         (changed("reward", to="1"), "reward must be a finite number, not '1'"),
         (changed("reward", to=True), "reward must be a finite number, not True"),

@@ -99,7 +99,7 @@ def test_a_stack_that_dies_at_start_shows_the_end_of_its_log(section: Any, tmp_p
 def test_a_stack_that_is_late_is_ended_and_shows_its_log(section: Any, tmp_path: Path) -> None:
     with pytest.raises(GymUnavailable) as error:
         asyncio.run(start(section("late", start_timeout_s=3.0), tmp_path))
-    assert "not up within env.nemo_gym.start_timeout_s = 3 s; no answer of its head server" in str(error.value)
+    assert "not up within env.nemo_gym.start_timeout_s = 3 s; no response from its head server" in str(error.value)
     file = tmp_path / "nemo_gym" / "pids"
     assert not file.exists() or not any(map(is_alive, pids(tmp_path)))
 
