@@ -24,7 +24,7 @@ from nemo_rl.generation.engines import make_generation
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync
-from nemo_rl.weight_sync.transport import SharedMemory
+from nemo_rl.weight_sync.shared_memory import SharedMemory
 
 WARM_UP_ROUNDS, ROUNDS = 3, 12
 BAR = 10.0  # copies

@@ -145,6 +145,7 @@ class Layout:
     teachers: Mapping[str, tuple[DeviceSlot, ...]] = field(
         default_factory=dict
     )  # ranks by key; served teachers have none
+    engine_in_driver: bool = False  # the one engine is in the driver's process, beside the policy or its workers
 
     @property
     def policy_nodes(self) -> tuple[int, ...]:
@@ -195,6 +196,7 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
         is_split=is_split,
         needs_cluster=several or is_split or remaining_pool != cluster_pool,
         teachers=teachers,
+        engine_in_driver=generation.runs_in_driver,
     )
     generation.check_layout(layout, collects_in_background=config.algorithm.background.enabled)
     return layout

@@ -9,7 +9,7 @@ from nemo_rl.config.data import BaseDataConfig, DataConfig
 from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, ScorerConfig
 from nemo_rl.config.loss import DistillationLossConfig, LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
-from nemo_rl.config.registries import ENVIRONMENTS, SCORERS
+from nemo_rl.config.registries import ENVIRONMENTS, SCORERS, WEIGHT_TRANSPORTS
 from nemo_rl.config.run import (
     CheckpointingConfig,
     ClusterConfig,
@@ -55,7 +55,9 @@ class TrainingRunConfig(RolloutRunConfig):
     policy: RolloutPolicyConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    weight_sync: Annotated[SerializeAsAny[WeightSyncConfig], WEIGHT_TRANSPORTS] = Field(
+        default_factory=WEIGHT_TRANSPORTS.new
+    )
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     teacher: TeacherConfig | None = None  # for all tasks
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name; takes precedence over `teacher`

@@ -29,8 +29,11 @@ ENGINES = Kind(
 WEIGHT_TRANSPORTS = Kind(
     noun="a weight transport",
     name_key="transport",
-    built_in={},
-    adapter="nemo_rl.weight_sync.make:adapt_transport",
+    built_in={
+        name: f"nemo_rl.weight_sync.transports:{name.upper()}"
+        for name in ("auto", "shared_memory", "object_store", "cuda_ipc", "nccl")
+    },
+    adapter="nemo_rl.weight_sync.transports:adapt_transport",
     default="auto",
 )
 POLICY_BACKENDS = Kind(

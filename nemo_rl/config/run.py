@@ -28,7 +28,7 @@ class RolloutConfig(RolloutBoundsConfig):
 class WeightSyncConfig(Section):
     """`weight_sync`: how the policy's weights reach the engines, and how a refit is verified."""
 
-    transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"  # auto: by the layout
+    transport: str = "auto"  # an entry of WEIGHT_TRANSPORTS, or a dotted path; auto: by the layout
     verify: bool = False  # after every refit; the first one is always verified
     verify_tolerance: float | None = Field(default=None, gt=0)  # of a log-prob; None: 1e-4 in float32, else 0.1
     num_probe_prompts: int = Field(default=4, gt=0)

@@ -11,7 +11,7 @@ from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.distributed.machine import resolve_device
 from nemo_rl.experience.agents import AgentConfig
 from nemo_rl.launch.workers import engine_dtype, find_layout
-from nemo_rl.weight_sync.make import choose_transport
+from nemo_rl.weight_sync.transports import choose_transport
 
 
 def placement_plan(config: TrainingRunConfig | SFTRunConfig) -> str:

@@ -57,8 +57,8 @@ from nemo_rl.observability.progress import make_progress
 from nemo_rl.observability.summary import summarize_rewards, summary
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.optim import check_optimizer
-from nemo_rl.weight_sync.make import make_transport
 from nemo_rl.weight_sync.refit import TransportWeightSync
+from nemo_rl.weight_sync.transports import make_transport
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def _open_weight_sync(
         engine_dtype(config),
         temperature=config.policy.generation.temperature,
         keep_cache=not config.algorithm.background.recompute_kv_cache_after_weight_updates,
-        transport=make_transport(config.weight_sync.transport, layout),
+        transport=make_transport(config.weight_sync, layout),
     )
     stack.callback(weight_sync.close)
     return weight_sync

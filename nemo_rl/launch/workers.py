@@ -25,7 +25,7 @@ from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.lora import check_modules
 from nemo_rl.policy.megatron.checks import check_megatron
 from nemo_rl.policy.sharding import check_tensor_parallel
-from nemo_rl.weight_sync.make import choose_transport
+from nemo_rl.weight_sync.transports import choose_transport
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import Reservation, ReservedSlot

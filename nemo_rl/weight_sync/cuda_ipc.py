@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_rl.interfaces import DeviceWeights, Generation, Policy, WeightEntry, Weights
-from nemo_rl.weight_sync.transport import ALIGNMENT, make_weight_entry
+from nemo_rl.weight_sync.shared_memory import ALIGNMENT, make_weight_entry
 
 _HELD: dict[str, torch.Tensor] = {}  # in the policy's process: what an engine may be reading
 

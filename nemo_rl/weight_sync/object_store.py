@@ -9,7 +9,7 @@ import torch
 from nemo_rl.distributed.actors import put_bytes
 from nemo_rl.distributed.machine import PREFIX, SUFFIX
 from nemo_rl.interfaces import Generation, Policy, WeightChunks, WeightEntry, Weights
-from nemo_rl.weight_sync.transport import ALIGNMENT, make_weight_entry
+from nemo_rl.weight_sync.shared_memory import ALIGNMENT, make_weight_entry
 
 CHUNK_BYTES = 64 * 2**20
 

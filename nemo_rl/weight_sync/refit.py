@@ -13,7 +13,8 @@ from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.interfaces import Generation, Policy, engine_replicas
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
-from nemo_rl.weight_sync.transport import SharedMemory, Transport
+from nemo_rl.weight_sync.shared_memory import SharedMemory
+from nemo_rl.weight_sync.transports import Transport
 
 logger = logging.getLogger(__name__)
 

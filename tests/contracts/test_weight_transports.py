@@ -15,7 +15,8 @@ from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.weight_sync.broadcast import Broadcast
 from nemo_rl.weight_sync.object_store import ObjectStore
 from nemo_rl.weight_sync.refit import TransportWeightSync
-from nemo_rl.weight_sync.transport import SharedMemory, Transport
+from nemo_rl.weight_sync.shared_memory import SharedMemory
+from nemo_rl.weight_sync.transports import Transport
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 TRANSPORTS = ["shared_memory", "object_store", "gloo"]

@@ -14,7 +14,7 @@ from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.weight_sync.broadcast import Broadcast
 from nemo_rl.weight_sync.cuda_ipc import CudaIpc
 from nemo_rl.weight_sync.refit import TransportWeightSync
-from nemo_rl.weight_sync.transport import Transport
+from nemo_rl.weight_sync.transports import Transport
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, save_tiny_model, tiny_model
 
 pytestmark = [

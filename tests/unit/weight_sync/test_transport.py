@@ -9,7 +9,7 @@ import torch
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.weight_sync.cuda_ipc import FreeWeights, HoldWeights
 from nemo_rl.weight_sync.object_store import PutWeights
-from nemo_rl.weight_sync.transport import SharedMemory, WriteWeightFile, close_weight_file
+from nemo_rl.weight_sync.shared_memory import SharedMemory, WriteWeightFile, close_weight_file
 
 DEADLINE_S = 120.0
 

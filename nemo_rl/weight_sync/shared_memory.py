@@ -1,4 +1,4 @@
-"""What a way for weights from a policy to engines is, and the plainest one: a file in shared memory."""
+"""The weight transport `shared_memory`: a file that the policy writes and engines on the same machine map."""
 
 import atexit
 import errno
@@ -12,16 +12,12 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nemo_rl.distributed.machine import PREFIX, SUFFIX, default_directory, remove_stale_weight_files
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import Generation, Policy, WeightEntry, WeightManifest, Weights
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -108,29 +104,13 @@ def create_locked_file(directory: Path) -> tuple[int, Path]:
 _FILES: dict[str, WeightFile] = {}  # open in this process: a policy's, which may not be the driver's
 
 
-class Transport(Protocol):
-    """One way for weights. Tensors go straight from the policy's process to the engines'; the driver sees metadata."""
-
-    async def stage(self, policy: Policy) -> Weights:
-        """Make the policy's weights available, while the engines still work."""
-        ...
-
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
-        """Load them into all engines, which are paused."""
-        ...
-
-    def close(self) -> None:
-        """Free what is held; may be called twice."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class WriteWeightFile:
     """Writes the weight file `key` of the process that it is called in; the file stays open there. Picklable."""
 
     key: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    def __call__(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> WeightManifest:
+    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         if self.key not in _FILES:
             _FILES[self.key] = WeightFile()
             atexit.register(close_weight_file, self.key)

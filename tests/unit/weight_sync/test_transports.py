@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
 from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.registries import WEIGHT_TRANSPORTS
+from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.weight_sync.broadcast import Broadcast
-from nemo_rl.weight_sync.make import choose_transport, make_transport
-from nemo_rl.weight_sync.transport import SharedMemory
+from nemo_rl.weight_sync.shared_memory import SharedMemory
+from nemo_rl.weight_sync.transports import choose_transport, make_transport
 
 
 def cpu(*engine_nodes: int, ranks: int = 1, cluster: bool = True) -> Layout:
@@ -31,6 +35,7 @@ def cuda(*, ranks: int = 1, engines: int = 1, gpus: int = 1, split: bool = False
         (cuda(), "cuda_ipc"),
         (cuda(ranks=2, engines=2), "shared_memory"),
         (cuda(ranks=2, gpus=2), "shared_memory"),
+        (replace(cuda(), engine_in_driver=True), "shared_memory"),
         (cuda(split=True), "nccl"),
         (cuda(ranks=2, engines=3, split=True), "nccl"),
     ],
@@ -48,6 +53,7 @@ def test_auto_takes_the_nearest_way_that_there_is(layout, expected):
         ("cuda_ipc", cpu(0, cluster=False), "no CUDA device; allowed: auto, shared_memory"),
         ("cuda_ipc", cuda(split=True), "devices of their own; allowed: auto, shared_memory, object_store, nccl"),
         ("cuda_ipc", cuda(ranks=2, engines=2), "needs one policy rank and one engine on one device"),
+        ("cuda_ipc", replace(cuda(), engine_in_driver=True), "an engine in the driver's process reads weights from"),
         ("shared_memory", cpu(0, 1), "engines on other machines"),
         ("object_store", cpu(0, cluster=False), "a run in one process has no object store"),
     ],
@@ -59,9 +65,29 @@ def test_a_way_that_there_is_not_is_refused_with_those_that_there_are(wanted, la
 
 
 def test_transports_are_made_by_name():
-    transport = make_transport("shared_memory", cpu(0))
+    transport = make_transport(WeightSyncConfig(transport="shared_memory"), cpu(0))
     assert isinstance(transport, SharedMemory)
     transport.close()
-    split = make_transport("auto", cuda(engines=2, gpus=2, split=True))
+    split = make_transport(WeightSyncConfig(), cuda(engines=2, gpus=2, split=True))
     assert isinstance(split, Broadcast)
     assert split._workers_per_engine == 2
+
+
+class Pigeon:
+    """A user's transport."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+
+
+def test_transport_of_a_user_is_made_by_its_dotted_path_and_never_chosen_by_auto():
+    section = WEIGHT_TRANSPORTS.read({"transport": f"{__name__}:Pigeon", "kwargs": {"speed": 20.0}})
+    made = make_transport(section, cpu(0, 1))
+    assert isinstance(made, Pigeon)
+    assert made.speed == 20.0
+    assert choose_transport("auto", cpu(0, 1)) == "object_store"
+
+
+def test_unknown_transport_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean nccl"):
+        WEIGHT_TRANSPORTS.read({"transport": "ncl"})
