@@ -1,4 +1,4 @@
-"""How close background collection comes to a perfect overlap of generation and training.
+"""Measurement of how closely background collection overlaps generation and training.
 
 A simulated engine of C places, first in, first out, serves requests whose times are heavy-tailed (log-normal, cut at
 LONGEST times their median, as a token limit does); a simulated trainer sleeps T. E is the engine's work for a step
@@ -49,7 +49,7 @@ class Setting:
 
 
 def draw_seconds(num_groups: int, places: int, engine_s: float, seed: int = 0) -> list[list[float]]:
-    """Times such that the work of a step, over all places, takes `engine_s` on average."""
+    """Return times such that the work of a step, over all slots, takes `engine_s` on average."""
     draws = random.Random(seed)
     raw = [[min(math.exp(draws.gauss(0, SIGMA)), LONGEST) for _ in range(NUM_GENERATIONS)] for _ in range(num_groups)]
     scale = engine_s * places * num_groups / (NUM_PROMPTS * sum(map(sum, raw)))
@@ -105,7 +105,7 @@ class _Simulation:
             self.issued += 1
 
     def _hand_out(self, now: float) -> float:
-        """The first moment at which complete groups may be taken; they are taken."""
+        """Take complete groups at the first moment that allows it; return that moment."""
         moments = sorted({now, *(end for end, _ in self.ends.values() if end > now)})
         for moment in moments:
             complete = sorted((d, place) for place, (end, d) in self.ends.items() if end <= moment)
@@ -117,7 +117,7 @@ class _Simulation:
         raise AssertionError("a step's groups never end")
 
     def _can_wait(self, chosen: Sequence[int]) -> bool:
-        """Whether those left can still be trained within the bound, a step's worth at each version."""
+        """Return whether the remaining groups can still be trained within the bound, a step's worth at each version."""
         left = sorted(deadline for place, (_, deadline) in self.ends.items() if place not in chosen)
         return all(index < NUM_PROMPTS * (deadline - self.version) for index, deadline in enumerate(left))
 

@@ -98,7 +98,7 @@ def opened(directory: Path, tasks: int, repeats: int, chunk: Chunk) -> RolloutSt
 
 
 def trajectory(key: RolloutKey, draw: random.Random) -> Trajectory:
-    """A rollout as an engine would give it; right in a share of the tries that its task decides."""
+    """Return a rollout as an engine would; correct in a share of tries that its task determines."""
     is_right = draw.random() < key.task_index % 17 / 16
     answer = str(key.task_index) if is_right else str(draw.randrange(5))
     question = Message("user", f"What is {key.task_index} + 0?")

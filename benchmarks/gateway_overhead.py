@@ -1,4 +1,4 @@
-"""What the gateway costs: 64 agents in a process of their own, and the same requests straight to the engine, in turns.
+"""Cost of the gateway: 64 agents in a process of their own, and the same requests straight to the engine, in turns.
 
 uv run benchmarks/gateway_overhead.py
 
@@ -73,7 +73,7 @@ class Recorded:
 
 
 async def agents() -> None:
-    """The client's process: a line of base URLs is a round; answers with a line, the seconds that it took."""
+    """Run the client process: each line of base URLs is a round, answered with a line of the seconds that it took."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0, timeout=600) as client:

@@ -47,7 +47,7 @@ def made_model() -> Qwen2ForCausalLM:
 
 
 def scored(model: Qwen2ForCausalLM, token_ids: torch.Tensor, *, chunk: int | None, entropy: bool) -> torch.Tensor:
-    """The sum of all log-probs, and of the entropies; `chunk` None: the naive way."""
+    """Return the sums of all log-probs and entropies; `chunk` None: the naive way."""
     if chunk is None:
         logprobs = model(input_ids=token_ids, use_cache=False).logits[:, :-1].log_softmax(-1)
         total = logprobs.gather(-1, token_ids[:, 1:, None]).sum()

@@ -1,4 +1,4 @@
-"""What a model call of NeMo Gym costs on our side: client, gateway, assembly. 256 rollouts at once.
+"""Cost of a model call of NeMo Gym on this side: client, gateway, assembly. 256 rollouts at once.
 
 uv run benchmarks/nemo_gym_overhead.py [--profile]
 
@@ -55,7 +55,7 @@ class AnswersAtOnce:
 
 
 async def serve(policy_url: str) -> None:
-    """The stack's process: a head and one agent; prints the head's port and runs until it is ended."""
+    """Run the stack process, a head and one agent: print the head's port and serve until terminated."""
     ports = {}
     http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 

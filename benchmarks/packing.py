@@ -1,4 +1,4 @@
-"""What packing wins: how full the packs are, and a training step packed against the same step padded.
+"""Gain of packing: how full the packs are, and a training step packed against the same step padded.
 
 Lengths are those of real rollouts (rollout_lengths.json: tokens of prompt and response in the 315 example rollouts that
 63 environments of NeMo Gym 0.4.0 ship, cut at 16,384) and log-normal ones. "First-fit-decreasing" is the share of real

@@ -1,4 +1,4 @@
-"""What the benchmarks with a real engine share: a run's own requests and batch, and the bare engine on the same."""
+"""Shared by the benchmarks with a real engine: a run's own requests and batch, and the bare engine on the same."""
 
 import asyncio
 import time

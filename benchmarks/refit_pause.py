@@ -1,7 +1,7 @@
-"""What an update of the weights costs generation that runs: the quickstart's model on real vLLM, all places taken.
+"""Cost of a refit for running generation: the quickstart's model on real vLLM, all slots taken.
 
 `pause`, `load` and `resume` are the three calls of a refit, `held` their sum: how long the engine is kept from sampling
-[bar 50 ms]; `pause` waits for the step under way. `gap` is the time from the last token before to the first one behind,
+[bar 50 ms]; `pause` waits for the current step. `gap` is the time from the last token before to the first one after,
 with it the recomputation of keys and values; `step` is the usual time between two tokens of a request.
 
     uv run benchmarks/refit_pause.py

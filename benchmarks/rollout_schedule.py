@@ -1,4 +1,4 @@
-"""How close the schedulers of rollouts come to what the engine and the environments allow.
+"""Measurement of the rollout schedulers against what engine and environments allow.
 
 A simulated engine of C places, first in, first out, and an environment of any number of places take times drawn by
 seed: fixed or heavy-tailed (log-normal). The same trace goes through an exact discrete-event simulation, which costs
@@ -72,7 +72,7 @@ def draw_trace(num_samples: int, num_turns: int, latency: str, seed: int = 0) ->
 
 
 def simulate(trace: Trace, concurrency: int) -> float:
-    """The makespan of first in, first out, event by event, with a driver that takes no time."""
+    """Return the makespan of first-in, first-out, event by event, with a driver that takes no time."""
     free = [0.0] * concurrency  # when each place of the engine is free
     arrivals = [(0.0, sample, sample, 0) for sample in range(len(trace.generation_s))]  # time, order, sample, turn
     heapq.heapify(arrivals)

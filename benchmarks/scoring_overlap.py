@@ -1,4 +1,4 @@
-"""How far scoring hides behind generation: rollouts whose scores are asked for as each one ends.
+"""Measurement of how well scoring overlaps generation: each rollout is scored as it ends.
 
 A simulated engine (places, first in, first out, heavy-tailed times) and a simulated reward model that computes one
 batch at a time, at a fixed cost a conversation. The bar is max(generate, score) + one batch, times 1.05; "one after the

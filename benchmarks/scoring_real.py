@@ -89,7 +89,7 @@ async def main(folder: Path, model: str) -> None:
 
 
 def save_reward_model(folder: Path) -> str:
-    """A random classifier some three times the policy's size, with the policy's tokenizer."""
+    """Make a random classifier about three times the policy's size, with the policy's tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
     from nemo_rl.launch.models import resolve_model

@@ -1,4 +1,4 @@
-"""What a training step costs beyond its engine and its optimizer: step / (E + T), paired a step at a time.
+"""Cost of a training step beyond its engine and its optimizer: step / (E + T), paired a step at a time.
 
 E: the bare AsyncLLM on the requests that the step sent, all at once. T: bare torch, forward + backward + AdamW, on the
 tensors that the step trained on, in the same micro-batches. Both run right after the step that they are compared with,
@@ -110,7 +110,7 @@ class BareTrainer:
 
 
 def untrained(model_path: str, folder: str) -> str:
-    """The same model with random weights."""
+    """Make the same model with random weights."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)

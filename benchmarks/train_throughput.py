@@ -1,4 +1,4 @@
-"""How fast a training step runs: tokens/s, achieved TFLOP/s, share of the device's peak, peak memory.
+"""Speed of a training step: tokens/s, achieved TFLOP/s, share of the device's peak, peak memory.
 
 Forward, backward and AdamW on a causal model with the shapes of Qwen2.5-1.5B and random weights, in bfloat16 on a GPU;
 on a CPU in float32 and reduced (widths divided by 8, 2 layers, a vocabulary of 8192). Needs torch and transformers
@@ -70,7 +70,7 @@ def made_model(*, recompute: bool) -> Qwen2ForCausalLM:
 
 
 def plain_loss(model: Qwen2ForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
-    """The mean NLL of [B, T] tokens, from the logits of a chunk of positions at a time."""
+    """Return the mean NLL of [B, T] tokens, from the logits of one chunk of positions at a time."""
     hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
     parts = zip(hidden.split(CHUNK), token_ids[:, 1:].flatten().split(CHUNK), strict=True)
     losses = [checkpoint(_nll, model.lm_head, h, targets, use_reentrant=False) for h, targets in parts]
@@ -114,7 +114,7 @@ def packed_loss(
 
 
 def seconds(model: Qwen2ForCausalLM, work: Work, steps: int) -> float:
-    """The median of a step, behind one that warms up."""
+    """Return the median seconds of a step, after one warm-up step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     times = []
     for _ in range(steps + 1):

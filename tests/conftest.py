@@ -1,4 +1,4 @@
-"""What all tests share: property tests that draw the same examples in every run."""
+"""Shared test settings: property tests that draw the same examples in every run."""
 
 import os
 

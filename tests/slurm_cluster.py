@@ -71,11 +71,11 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a shell that submits to this cluster."""
+        """Return the environment of a shell that submits to this cluster."""
         return {**_without_slurm(os.environ), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *command: str) -> str:
-        """The output of a command of Slurm's."""
+        """Return the output of a Slurm command."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
@@ -87,16 +87,16 @@ class SlurmCluster:
         return self.fields(job)["JobState"]
 
     def fields(self, job: str) -> dict[str, str]:
-        """What Slurm tells of one job or array task."""
+        """Return what Slurm reports about one job or array task."""
         words = self.run("scontrol", "show", "job", job, "--oneliner").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_until_ended(self, *jobs: str, deadline_s: float = DEADLINE_S) -> None:
-        """Returns when none of them is queued; fails at the deadline with what there is."""
+        """Wait until none of them is queued; fail at the deadline with those that are."""
         wait_until(lambda: not self.is_queued(*jobs), self.queue, deadline_s=deadline_s)
 
     def is_queued(self, *jobs: str) -> bool:
-        """Whether one of them waits or runs."""
+        """Return whether one of them waits or runs."""
         return bool(self.run("squeue", "--noheader", "--jobs", ",".join(jobs), "--format=%i"))
 
     def queue(self) -> str:
@@ -109,7 +109,7 @@ def wait_until(
     hopeless: Callable[[], bool] = lambda: False,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Returns when it is so; fails at the deadline, or once it is hopeless, with an explanation."""
+    """Wait until the condition holds; fail at the deadline, or once it cannot hold any more, with an explanation."""
     deadline = time.monotonic() + deadline_s
     while not is_so():
         assert time.monotonic() < deadline, f"not so within {deadline_s:g} s: {explanation()}"
@@ -119,7 +119,7 @@ def wait_until(
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """A cluster whose nodes wait for jobs."""
+    """Start a cluster whose nodes wait for jobs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
@@ -169,7 +169,7 @@ def _all_idle(cluster: SlurmCluster) -> bool:
 
 
 def _end(daemons: list[subprocess.Popen[bytes]], configuration: Path) -> None:
-    """The daemons, and the processes of jobs: slurmstepd and what it started leave their parents."""
+    """Return the daemons and the processes of jobs: slurmstepd and what it starts leave their parents."""
     of_cluster = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -191,5 +191,5 @@ def _end(daemons: list[subprocess.Popen[bytes]], configuration: Path) -> None:
 
 
 def _without_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """A test that runs inside of a job must not talk to that job's cluster."""
+    """Remove Slurm's variables: a test inside of a job must not talk to that job's cluster."""
     return {name: value for name, value in environment.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}

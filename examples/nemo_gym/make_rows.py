@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def make_quickstart(parsed: argparse.Namespace) -> None:
-    """The quickstart's words in turn for two environments; none of the validation's words is trained on."""
+    """Return the quickstart's words, alternating between two environments; no validation word is trained on."""
     for prompt_set, name in zip(quickstart_prompts(), ("train", "validation"), strict=True):
         rows = ((spelling_row, choice_row)[i % 2](prompt) for i, prompt in enumerate(prompt_set.prompts))
         write(parsed.folder / f"quickstart_{name}.jsonl", rows)
@@ -67,7 +67,7 @@ def spelling_row(prompt: Prompt) -> Row:
 
 
 def choice_row(prompt: Prompt) -> Row:
-    """A choice between the word spelt backward and the word as it is; the answer may be its text."""
+    """Return a choice between the word spelled backward and the word itself; the answer may be its text."""
     entry = prompt.env_state["entry"]
     return {
         **asking(entry["question"], MCQA),
@@ -95,10 +95,10 @@ def make_blend(parsed: argparse.Namespace) -> None:
 
 
 def with_agent(path: Path, agent: str | None = None, *_: str) -> Iterator[Row]:
-    """The file's rows; `agent` runs those that name none. Raises DataError for a row that then names none."""
+    """Return the file's rows; `agent` runs those that name none. Raises DataError for a row without any."""
     for number, row in enumerate(read_jsonl(path), start=1):
         if row.get("agent_ref") is None and agent is None:
-            raise DataError(f"{path}: row {number} has no agent_ref: name the agent behind the file")
+            raise DataError(f"{path}: row {number} has no agent_ref: name the agent after the file")
         yield row if row.get("agent_ref") is not None else {**row, "agent_ref": reference(agent or "")}
 
 

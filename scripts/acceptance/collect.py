@@ -65,7 +65,7 @@ class Collection:
 
 
 def killed(collection: Collection, num_rollouts: int, draw: random.Random) -> list[str]:
-    """What happened at each kill."""
+    """Describe what happened at each kill."""
     told = []
     for number in range(KILLS):
         before = collection.lines()
@@ -98,7 +98,7 @@ def keys(lines: Sequence[bytes]) -> list[tuple[int, int, int]]:
 
 
 def untimed(path: Path) -> list[str]:
-    """The lines without their timings, each otherwise byte by byte."""
+    """Return the lines without their timings, otherwise byte for byte."""
     lines = []
     for line in path.read_text().splitlines():
         row: dict[str, Any] = json.loads(line)

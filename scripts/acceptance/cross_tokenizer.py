@@ -22,7 +22,7 @@ ERROR_FALLS_BY = 0.2  # at least, sampled and greedy
 
 
 def run(matching: str, overrides: list[str]) -> bool:
-    """Prints a row of the table; whether both validation errors have fallen."""
+    """Print a row of the table; return whether both validation errors decreased."""
     with tempfile.TemporaryDirectory() as log_dir:
         started = time.monotonic()
         subprocess.run(

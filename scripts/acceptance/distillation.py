@@ -25,7 +25,7 @@ TEACHER_ALONE = ("distillation.max_num_steps=1", "distillation.val_at_end=false"
 
 @dataclass(frozen=True)
 class Way:
-    """How a student is taught."""
+    """Way of teaching a student."""
 
     script: str = "examples/run_distillation.py"
     section: str = "distillation"

@@ -25,7 +25,7 @@ MAX_LOGPROB_ERROR = 1e-4
 
 
 def run(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], float]:
-    """The lines of metrics.jsonl, and the seconds that the run took with all that it started."""
+    """Return the lines of metrics.jsonl, and the seconds that the run took with everything it started."""
     environment = {**os.environ, "NEMO_GYM_DATA": str(folder)}
     subprocess.run(
         [sys.executable, "examples/nemo_gym/make_rows.py", "quickstart"], cwd=ROOT, check=True, env=environment
@@ -42,7 +42,7 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], float]:
 
 
 def ends(rows: Sequence[dict[str, float]], name: str) -> tuple[float, float]:
-    """The mean of a metric over the first and the last steps that have it."""
+    """Return the mean of a metric over the first and over the last steps that have it."""
     values = [row[name] for row in rows if name in row]
     return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])
 

@@ -1,4 +1,4 @@
-"""What contract tests share: engines and ranks take long to start."""
+"""Shared fixtures of the contract tests: engines and ranks take long to start."""
 
 import asyncio
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine_loop() -> Iterator[asyncio.Runner]:
-    """The event loop that the shared engines live in."""
+    """Return the event loop that the shared engines run in."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -87,7 +87,7 @@ def start(runner: asyncio.Runner, kind: str, model_path: str) -> Any:
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
-    """What the server of `served_url` has, and its folder."""
+    """Return the model that the server of `served_url` has, and its directory."""
     folder = tmp_path_factory.mktemp("served")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, student(3))
@@ -101,7 +101,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCaus
 
 @pytest.fixture(scope="session")
 def served_url(served_model: tuple[LlamaForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real vLLM server of OpenAI's API, started when first asked for."""
+    """Start a real vLLM server of OpenAI's API on first use."""
     options = {
         "--served-model-name": SERVED_NAME,
         "--dtype": "float32",

@@ -1,4 +1,4 @@
-"""What the contract tests of engines and weight sync share: tiny models, a policy without training, exact log-probs."""
+"""Shared by the contract tests of engines and refits: tiny models, a policy without training, exact log-probs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ ResultT = TypeVar("ResultT")
 
 
 def tiny_model(*, tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
-    """A random Qwen2 with a head size that vLLM's CPU attention knows; weights large enough to matter."""
+    """Make a random Qwen2 with a head size that vLLM's CPU attention supports and weights large enough to matter."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,

@@ -46,7 +46,7 @@ class Layouts:
         self._kept: dict[Any, list[Any]] = {}
 
     def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
-        """What each call returns on the first rank; metrics and log-probs are the same on all of them."""
+        """Return the first rank's result of each call; metrics and log-probs are the same on all ranks."""
         if layout in MEGATRON:
             section = MEGATRON[layout].config["megatron_cfg"]
             config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | config.pop("dtensor_cfg", {})

@@ -57,7 +57,7 @@ def make_policy(
 
 
 def play(layout: RankLayout, *, path: Path, calls: Sequence[Call], config: dict[str, Any]) -> list[Any]:
-    """What each call of a policy made for them returns, on one rank."""
+    """Return the result of each call of a policy made for them, on one rank."""
     policy = make_policy(layout, path, **config)
     try:
         return [_called(policy, *call) for call in calls]
@@ -79,12 +79,12 @@ def clones(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 
 def first_name(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A reader that stops after the first of all weights."""
+    """Read only the first of all weights."""
     return next(iter(weights))[0]
 
 
 def raising(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """A reader that fails at the second of all weights."""
+    """Raise at the second of all weights."""
     for index, _ in enumerate(weights):
         if index == 1:
             raise KeyError("the reader")

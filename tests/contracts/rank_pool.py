@@ -40,7 +40,7 @@ class Mesh:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `policy` says of it."""
+        """Return the result for `policy`."""
         if self.backend == "fsdp2":
             return {}
         sizes = {
@@ -65,7 +65,7 @@ class RankPool:
             connection.close()
 
     def run(self, mesh: Mesh, job: Job, **arguments: Any) -> list[Any]:
-        """What the job returned on each rank; the first rank that raised raises here, and its group is gone."""
+        """Return the job's result on each rank; raise what its first failing rank raised, and drop the group."""
         connections = self._connections[mesh]
         for rank, connection in enumerate(connections):
             connection.send_bytes(pickle.dumps((job, self._layout(mesh, rank), arguments)))
@@ -102,7 +102,7 @@ class RankPool:
 
 
 def _fork_ranks(connections: list[Connection]) -> None:
-    """The process that has imported everything, by importing this module and the jobs' modules."""
+    """Return the process that has imported everything, by importing this module and the jobs' modules."""
     import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
     from nemo_rl.policy.group import megatron_policy_worker
 

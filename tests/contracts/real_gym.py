@@ -43,7 +43,7 @@ END_TIMEOUT_S = 60.0
 
 @contextlib.contextmanager
 def real_gym(policy_base_url: str, **settings: Any) -> Iterator[str]:
-    """The address of the head server; whoever connects waits for the servers. `settings`: more keys for Gym."""
+    """Return the address of the head server; whoever connects waits for the servers. `settings`: more keys for Gym."""
     python, *ports = gym_environment().python, *unused_ports(NUM_SERVERS + 1)
     given = {
         "config_paths": list(CONFIG_PATHS),
@@ -74,13 +74,13 @@ def real_gym(policy_base_url: str, **settings: Any) -> Iterator[str]:
 
 
 def example_rows(environment: str) -> list[dict[str, Any]]:
-    """The rows that Gym ships with a resources server."""
+    """Return the rows that Gym ships with a resources server."""
     file = gym_environment().site_packages / "resources_servers" / environment / "data" / "example.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def gym_environment() -> GymPython:
-    """The environment with what the four agents need; skips the test where it cannot be had."""
+    """Return an environment with what the four agents need; skip the test where it is not available."""
     found = _environment()
     if isinstance(found, str):
         pytest.skip(f"real NeMo Gym cannot be had: {found}")

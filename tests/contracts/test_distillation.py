@@ -47,7 +47,7 @@ LEARNT = [
 def ask(
     layout: RankLayout, *, path: Path, batch: TensorDict, calls: Sequence[tuple[Any, ...]], **config: Any
 ) -> list[Any]:
-    """What each call of a teacher returns, on one rank."""
+    """Return the result of each call of a teacher, on one rank."""
     section = TeacherConfig.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
     teacher = (megatron_teacher_worker() if section.megatron_cfg.enabled else FSDP2TeacherWorker)(
@@ -58,7 +58,7 @@ def ask(
 
 
 def whole_logprobs(path: Path, batch: TensorDict, model: Any = None) -> torch.Tensor:
-    """Of plain Hugging Face in float32, before each token: [B, T, V]."""
+    """Return plain Hugging Face log-probs in float32, before each token: [B, T, V]."""
     logits = (model or plain_model(path))(input_ids=batch["token_ids"], use_cache=False).logits / TEMPERATURE
     return torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).log_softmax(-1)
 

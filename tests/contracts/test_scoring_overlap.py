@@ -68,7 +68,7 @@ class TimedScorer:
 
 
 def config_of(folder: Path) -> GRPORunConfig:
-    """A pool of two processes for one reward model."""
+    """Make a pool of two processes for one reward model."""
     return GRPORunConfig.model_validate(
         {
             "grpo": {},

@@ -48,7 +48,7 @@ def conversations() -> TrainingBatch:
 
 
 def huggingface(path: Path, batch: TrainingBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss that the library computes from labels, -100 where nothing is learnt, and its gradients."""
+    """Return the loss that the library computes from labels, -100 where nothing is learned, and its gradients."""
     model = plain_model(path)
     labels = batch["token_ids"].masked_fill(batch["token_mask"] == 0, -100)
     attention_mask = (torch.arange(labels.shape[1]) < batch["lengths"][:, None]).long()

@@ -42,7 +42,7 @@ class FakeEncoder(ChatEncoder):
 
 
 def _on_the_last(messages: Sequence[Message]) -> MessageLog:
-    """The tokens of a segment all lie on its last message; the mark at the end asks for a response."""
+    """Encode a segment: all its tokens belong to its last message; the mark at the end requests a response."""
     token_ids = [BEGIN]
     for message in messages:
         token_ids += [ALPHABET.index(c) + FIRST_CHARACTER for c in message.content if c in ALPHABET]

@@ -40,7 +40,7 @@ class FakeEnvironment:
 
 
 def reward_by_length(conversation: Conversation, state: State) -> EnvStep:
-    """Ends at once; the reward is the length of the answer."""
+    """End at once; the reward is the length of the answer."""
     return EnvStep(rewards={"length": float(len(conversation[-1].content))})
 
 

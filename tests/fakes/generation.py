@@ -94,7 +94,7 @@ def draws_of(request: GenerationRequest) -> random.Random:
 
 
 def with_versions(completion: Completion, oldest: int, newest: int) -> Completion:
-    """The completion as if weights changed once, from `oldest` to `newest`, behind half of its tokens."""
+    """Return the completion as if weights changed once, from `oldest` to `newest`, after half of its tokens."""
     count = len(completion.token_ids)
     if oldest == newest or count < 2:
         return replace(completion, weight_versions=(oldest, oldest))
@@ -103,7 +103,7 @@ def with_versions(completion: Completion, oldest: int, newest: int) -> Completio
 
 
 def sample(request: GenerationRequest, vocab_size: int) -> Completion:
-    """What the fake engine answers: uniform tokens until a stop id or the limit; log-probs in [-4, 0]."""
+    """Return the fake engine's answer: uniform tokens until a stop id or the limit; log-probs in [-4, 0]."""
     draws, limits = draws_of(request), request.sampling
     draws.random()  # the one that decides about failing
     token_ids: list[int] = []

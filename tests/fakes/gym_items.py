@@ -37,7 +37,7 @@ def messages(items: Sequence[Body]) -> list[Body]:
 
 
 def output_items(message: Body) -> list[Body]:
-    """A chat message as Responses items; the last one has the tokens of the call."""
+    """Return a chat message as Responses items; the last one has the tokens of the call."""
     calls = message.get("tool_calls") or []
     items = [message_item(message.get("content") or "", {})] if message.get("content") or not calls else []
     for call in calls:
@@ -53,7 +53,7 @@ def message_item(text: str, tokens: Body) -> Body:
 
 
 def made_up_tokens(items: Sequence[Body]) -> Body:
-    """A call's tokens without a policy: each prompt begins with the call before it."""
+    """Return a call's tokens without a policy: each prompt begins with the previous call."""
     before = next((item for item in reversed(items) if TOKEN_FIELDS[0] in item), None)
     prompt = [*before["prompt_token_ids"], *before["generation_token_ids"], 9] if before else [1, 2, 3]
     return dict(zip(TOKEN_FIELDS, (prompt, [4, 5], [-0.25, -0.5]), strict=True))

@@ -33,7 +33,7 @@ LENGTH_WORDS = ("context length", "max_tokens")  # in a policy's 400: Gym calls 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What an agent does with one row."""
+    """Behaviour of an agent for one row."""
 
     turns: int = 1  # calls of the model, a user's message between them
     reward: float | Callable[[str], float] = 1.0  # or by the last answer's text
@@ -151,7 +151,7 @@ class FakeGymStack:
         return web.Response(body=script.raw or json.dumps(body).encode(), content_type="application/json")
 
     async def _rollout(self, script: Script, row: Row) -> Body:
-        """The loop of Gym's agents: call, tools or a next message, call again; then the reward."""
+        """Run the loop of Gym's agents: call, tools or a next message, call again; then the reward."""
         params = row["responses_create_params"]
         given = params["input"]
         items: list[Body] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
@@ -200,7 +200,7 @@ class FakeGymStack:
 
 
 def spell_and_play(policy_port: int) -> FakeGymStack:
-    """An agent of one turn and one of two before the policy at this port; a reward is the answer's length."""
+    """Make an agent of one turn and one of two for the policy at this port; the reward is the answer's length."""
     return FakeGymStack(
         ("spell", "play"),
         lambda agent, row: Script(turns=2 if agent == "play" else 1, reward=lambda text: float(len(text))),
@@ -245,18 +245,18 @@ class _Server:
 
 
 def script_of_row(agent: str, row: Row) -> Script:
-    """The script that a row carries in its field `script`, as keyword arguments."""
+    """Return the script that a row carries in its field `script`, as keyword arguments."""
     return Script(**row.get("script", {}))
 
 
 def row_of(text: str, agent: str = "agent", **fields: Any) -> Body:
-    """A row as in Gym's data sets."""
+    """Return a row as in Gym's datasets."""
     params = {"input": [{"role": "user", "content": text}]}
     return {"responses_create_params": params, "agent_ref": {"type": "responses_api_agents", "name": agent}, **fields}
 
 
 def calls_of(body: Body) -> list[Body]:
-    """The output items that carry tokens."""
+    """Return the output items that carry tokens."""
     return [item for item in body["response"]["output"] if TOKEN_FIELDS[0] in item]
 
 

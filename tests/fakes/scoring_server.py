@@ -11,7 +11,7 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[web.Response]]  # (path, body
 
 @contextlib.asynccontextmanager
 async def scoring_server(answer: Answer) -> AsyncIterator[str]:
-    """The server's root inside the block."""
+    """Serve inside the block; yield the server's root."""
 
     async def handle(request: web.Request) -> web.Response:
         return await answer(request.path, await request.json())

@@ -37,12 +37,12 @@ echo "$((99 + $(wc -l <"$SBATCH_LOG")))"
 
 
 def write_srun(folder: Path) -> Path:
-    """A folder for PATH that holds the stand-in."""
+    """Make a directory for PATH that holds the fake commands."""
     return _write(folder, "srun", SRUN)
 
 
 def write_sbatch(folder: Path) -> Path:
-    """The same; calls are lines of the file that SBATCH_LOG names."""
+    """Make the same; calls are lines of the file that SBATCH_LOG names."""
     return _write(folder, "sbatch", SBATCH)
 
 

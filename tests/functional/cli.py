@@ -1,4 +1,4 @@
-"""Runs the real command line in a process of its own and reads what it wrote."""
+"""Helpers that run the real command line in a process of its own and read what it wrote."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 
 
 def run_directory(log_dir: Path) -> Path | None:
-    """The newest run directory under `log_dir`."""
+    """Return the newest run directory under `log_dir`."""
     return max(log_dir.glob("exp_*"), default=None)
 
 
@@ -48,7 +48,7 @@ def run_grpo(log_dir: Path, *arguments: str) -> Run:
 
 
 def run_command_line(script: Path, log_dir: Path, *arguments: str, **variables: str) -> Run:
-    """The same of any script, with further environment variables."""
+    """Run any script to its end, with further environment variables."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments, f"logger.log_dir={log_dir}"],
         capture_output=True,

@@ -62,7 +62,7 @@ def check(run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def reached() -> Iterator[tuple[str, ...]]:
-    """Overrides that lead to a stack that runs already."""
+    """Return overrides for a stack that is already running."""
     port = unused_port()
     with real_gym(f"http://127.0.0.1:{port}/v1") as head_url:
         yield "env.nemo_gym.config_paths=null", f"++env.nemo_gym.head_url={head_url}", f"++gateway.port={port}"

@@ -16,7 +16,7 @@ NUM_STEPS, NUM_PROMPTS, NUM_HELD_OUT = 3, 8, 16
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """How many conversations each call of the environment brought, a line a call."""
+    """Return the number of conversations of each environment call, one line per call."""
     return tmp_path_factory.mktemp("calls") / "calls.txt"
 
 

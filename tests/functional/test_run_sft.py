@@ -14,7 +14,7 @@ SCRIPT = ROOT / "examples" / "run_sft.py"
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's network before any training."""
+    """Make the quickstart's network before any training."""
     folder = tmp_path_factory.mktemp("fresh")
     tokenizer = make_tokenizer()
     make_model(tokenizer, student(0)).save_pretrained(folder)

@@ -50,7 +50,7 @@ class Case:
         return self.folder / "out%a"  # which Slurm would take for the array task's number
 
     def submit(self, *overrides: str) -> Jobs:
-        """A collection with the stand-in."""
+        """Start a collection with the fake."""
         return self.submit_real(f"slurm.program=[{sys.executable},-m,{PROGRAM}]", *overrides)
 
     def submit_real(self, *overrides: str) -> Jobs:
@@ -79,7 +79,7 @@ class Case:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for_rows(self, jobs: Jobs, count: int, seed: int, chunk: int | None, deadline_s: float = 120.0) -> None:
-        """Returns when that shard has that many rows; fails when the collection has ended without."""
+        """Wait until that shard has that many rows; fail if the collection ends without them."""
         wait_until(
             lambda: len(self.rows(seed, chunk)) >= count,
             self.logs,
@@ -104,7 +104,7 @@ def case(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def nemo_rl(command: str, *overrides: str) -> str:
-    """What it prints."""
+    """Return what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", "nemo_rl", command, "--config", str(RECIPE), *overrides],
         cwd=ROOT,

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 import yaml
 
+from nemo_rl.config import registries
 from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
 from nemo_rl.config.reward_model import RewardModelRunConfig
 from nemo_rl.config.section import Section
@@ -26,6 +28,8 @@ SCHEMAS = (
     EvalRunConfig,
     SubmitRunConfig,
 )
+KINDS = [kind for kind in vars(registries).values() if isinstance(kind, Kind)]
+BUILT_IN = {name: kind.section(name) for kind in KINDS for name in kind.built_in}  # imported, so that they are known
 REQUIRED = object()
 UNKNOWN = object()  # the value of a section that a mapping or a list may hold
 
