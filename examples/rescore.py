@@ -11,27 +11,24 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_rl.commands import Command, ExitCode, run_command
 from nemo_rl.config.loading import load_config
-from nemo_rl.errors import NemoRLError
 from nemo_rl.launch.rescore import rescore_file
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rollouts", type=Path, help="a rollouts file of a run")
     parser.add_argument("output", type=Path, help="where its lines go, with their new rewards")
     parser.add_argument("--config", type=Path, required=True, help="the run's config.yaml, or a recipe")
     parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")
-    parsed = parser.parse_intermixed_args()
-    try:
-        config = load_config(parsed.config, parsed.overrides)
-        before, after = rescore_file(config, parsed.rollouts, parsed.output)
-    except NemoRLError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 2
+
+
+def rescore(parsed: argparse.Namespace) -> ExitCode:
+    config = load_config(parsed.config, parsed.overrides)
+    before, after = rescore_file(config, parsed.rollouts, parsed.output)
     sys.stdout.write(f"before: {before}\nafter:  {after}\n{parsed.output}\n")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(Command(__doc__ or "", add_arguments, rescore)))

@@ -9,9 +9,10 @@ uv run examples/run_distillation.py --dry-run                      resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.launch.commands import DISTILLATION_JOB, run_command
+from nemo_rl.commands import run_command
+from nemo_rl.launch.commands import DISTILLATION_JOB
 
 QUICKSTART = Path(__file__).parent / "configs" / "distillation.yaml"
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART, job=DISTILLATION_JOB))
+    sys.exit(run_command(DISTILLATION_JOB.command(__doc__ or "", QUICKSTART)))

@@ -9,9 +9,10 @@ uv run examples/run_grpo.py --dry-run                              resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.launch.commands import GRPO_JOB, run_command
+from nemo_rl.commands import run_command
+from nemo_rl.launch.commands import GRPO_JOB
 
 QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART, job=GRPO_JOB))
+    sys.exit(run_command(GRPO_JOB.command(__doc__ or "", QUICKSTART)))

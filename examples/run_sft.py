@@ -8,9 +8,10 @@ uv run examples/run_sft.py --dry-run                               resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.launch.commands import SFT_JOB, run_command
+from nemo_rl.commands import run_command
+from nemo_rl.launch.commands import SFT_JOB
 
 QUICKSTART = Path(__file__).parent / "configs" / "sft_quickstart.yaml"
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], description=__doc__ or "", default_config=QUICKSTART, job=SFT_JOB))
+    sys.exit(run_command(SFT_JOB.command(__doc__ or "", QUICKSTART)))

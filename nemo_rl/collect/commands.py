@@ -1,8 +1,8 @@
-"""`nemo-rl merge` and `nemo-rl profile`: commands over finished collections."""
+"""`nemo-rl merge` and `nemo-rl profile`: commands over stored collections."""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -16,67 +16,37 @@ from nemo_rl.collect.profile import ALL_DATASETS, THRESHOLDS, Profile, profile
 from nemo_rl.collect.profile_report import (
     PLOT_FILE,
     comparison_table,
+    open_report_console,
     summary_table,
     write_json,
     write_plot,
     write_profile,
 )
+from nemo_rl.commands import Command, ExitCode
 from nemo_rl.config.collect import parse_seeds
-from nemo_rl.errors import ConfigError, DataError, NemoRLError
+from nemo_rl.errors import ConfigError
 from nemo_rl.observability.logging_setup import configure_logging
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2  # as argparse
-EXIT_INTERRUPTED = 130  # as a shell after Ctrl-C
+COMPARISON_FILE = "comparison.json"
+
+ValueT = TypeVar("ValueT")
+NumberT = TypeVar("NumberT", int, float)
 
 
-def run_command(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], work: Callable[[argparse.Namespace], None]
-) -> int:
-    """Parse and work; the exit code. Errors of ours and of the file system are one message."""
-    parsed = parser.parse_intermixed_args(arguments)
-    configure_logging()
-    try:
-        work(parsed)
-    except NemoRLError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return EXIT_BAD_INPUT if isinstance(error, ConfigError | DataError) else EXIT_FAILED
-    except OSError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return EXIT_INTERRUPTED
-    return 0
-
-
-def parse_seeds_argument(text: str) -> tuple[int, ...]:
-    """Seeds as on the command line of `collect`: "0,2,5..7" is 0, 2, 5, 6, 7."""
-    try:
-        return parse_seeds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def run_merge(arguments: Sequence[str]) -> int:
-    """Run `nemo-rl merge`; return 1 where rollouts are missing, 2 where shards are of different runs."""
-    parser = argparse.ArgumentParser(
-        prog="nemo-rl merge",
-        description="Join the shards of a collection in rollouts.jsonl, ordered by seed, task and rollout.",
-    )
+def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="where `nemo-rl collect` wrote the shards")
     parser.add_argument(
-        "--seeds", type=parse_seeds_argument, help="those that must be there (0,2,5..7); else all begun"
+        "--seeds", type=_argument(parse_seeds), help="seeds that must be there (0,2,5..7); default: all that have begun"
     )
     parser.add_argument("--allow-partial", action="store_true", help="merge what is there where rollouts are missing")
-    parser.add_argument("--to-nemo-gym", type=Path, metavar="FILE", help="write NeMo Gym's files of it too")
+    parser.add_argument("--to-nemo-gym", type=Path, metavar="FILE", help="also write NeMo Gym's files of the result")
     parser.add_argument(
-        "--from-nemo-gym", type=Path, metavar="FILE", help="first make the shard of seed 0 from a file of its rollouts"
+        "--from-nemo-gym", type=Path, metavar="FILE", help="first make the shard of seed 0 from NeMo Gym's rollouts"
     )
-    return run_command(parser, arguments, _merge)
 
 
-def _merge(parsed: argparse.Namespace) -> None:
+def _merge(parsed: argparse.Namespace) -> ExitCode:
+    configure_logging()
     if parsed.from_nemo_gym is not None:
         import_nemo_gym(parsed.from_nemo_gym, parsed.directory)
     merged = merge(parsed.directory, seeds=parsed.seeds, allow_partial=parsed.allow_partial)
@@ -86,48 +56,41 @@ def _merge(parsed: argparse.Namespace) -> None:
     if parsed.to_nemo_gym is not None:
         files = export_nemo_gym(merged.rollouts, parsed.to_nemo_gym)
         sys.stdout.write("".join(f"{path}\n" for path in (files.rollouts, files.inputs, files.failures)))
+    return ExitCode.DONE
 
 
-COMPARISON_FILE = "comparison.json"
-LOG_COLUMNS = 160  # in a log, where there is no width to fit
-
-ValueT = TypeVar("ValueT", int, float)
-
-
-def run_profile(arguments: Sequence[str]) -> int:
-    """Run `nemo-rl profile` and return its exit code."""
-    return run_command(_parser(), arguments, _profile)
+MERGE = Command(
+    "Join the shards of a collection in rollouts.jsonl, ordered by seed, task and rollout.",
+    _add_merge_arguments,
+    _merge,
+    program="nemo-rl merge",
+    reported_errors=(OSError,),
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nemo-rl profile",
-        description="Statistics of a collection: a table, profile.json, profile_tasks.jsonl, profile.png.",
-    )
+def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, help="a collection: its shards, or what `nemo-rl merge` made of them")
+    parser.add_argument("--seeds", type=_argument(parse_seeds), help="only these (0,2,5..7); default: all")
     parser.add_argument(
-        "directory", type=Path, help="of a collection: its shards, or what `nemo-rl merge` made of them"
-    )
-    parser.add_argument("--seeds", type=parse_seeds_argument, help="these alone (0,2,5..7); else all")
-    parser.add_argument(
-        "--k", type=_numbers(int), help="of pass@k and majority@k (1,4,16); else powers of two, and all"
+        "--k", type=_numbers(int), help="k of pass@k and majority@k (1,4,16); default: powers of two, and all rollouts"
     )
     parser.add_argument("--thresholds", type=_numbers(float), default=THRESHOLDS, help="mean rewards (0.25,0.5,0.75,1)")
-    parser.add_argument("--output", type=Path, help="directory for the files; else that of the collection")
-    parser.add_argument("--compare", type=Path, metavar="DIRECTORY", help="of an earlier collection to compare it with")
-    filtered = parser.add_argument_group("a curriculum")
-    filtered.add_argument("--curriculum", type=Path, metavar="FILE", help="input rows of the tasks in the reward range")
-    filtered.add_argument("--min-reward", type=float, help="least mean reward of a task")
-    filtered.add_argument("--max-reward", type=float, help="greatest mean reward of a task")
-    filtered.add_argument("--dataset", help="tasks of this data set alone")
-    return parser
+    parser.add_argument("--output", type=Path, help="directory for the files; default: that of the collection")
+    parser.add_argument("--compare", type=Path, metavar="DIRECTORY", help="an earlier collection to compare with")
+    filters = parser.add_argument_group("curriculum")
+    filters.add_argument("--curriculum", type=Path, metavar="FILE", help="input rows of the tasks in the reward range")
+    filters.add_argument("--min-reward", type=float, help="least mean reward of a task")
+    filters.add_argument("--max-reward", type=float, help="greatest mean reward of a task")
+    filters.add_argument("--dataset", help="only tasks of this dataset")
 
 
-def _profile(parsed: argparse.Namespace) -> None:
+def _profile(parsed: argparse.Namespace) -> ExitCode:
+    configure_logging()
     rewards = _reward_range(parsed)
     measured = profile(parsed.directory, seeds=parsed.seeds, ks=parsed.k, thresholds=parsed.thresholds)
     output = parsed.output or parsed.directory
     output.mkdir(parents=True, exist_ok=True)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else LOG_COLUMNS)
+    console = open_report_console()
     console.print(summary_table(measured))
     write_profile(measured, output)
     write_plot(measured, output / PLOT_FILE)
@@ -137,6 +100,16 @@ def _profile(parsed: argparse.Namespace) -> None:
         dataset = ALL_DATASETS if parsed.dataset is None else parsed.dataset
         count = write_curriculum(measured, parsed.curriculum, rewards, dataset=dataset)
         sys.stdout.write(f"{parsed.curriculum}: {count} of {len(measured.task_indices(dataset))} tasks\n")
+    return ExitCode.DONE
+
+
+PROFILE = Command(
+    "Statistics of a collection: a table, profile.json, profile_tasks.jsonl, profile.png.",
+    _add_profile_arguments,
+    _profile,
+    program="nemo-rl profile",
+    reported_errors=(OSError,),
+)
 
 
 def _compare(parsed: argparse.Namespace, measured: Profile, output: Path, console: Console) -> None:
@@ -157,11 +130,23 @@ def _reward_range(parsed: argparse.Namespace) -> RewardRange | None:
     return RewardRange(low, high)
 
 
-def _numbers(kind: Callable[[str], ValueT]) -> Callable[[str], tuple[ValueT, ...]]:
-    def numbers(text: str) -> tuple[ValueT, ...]:
+def _argument(parse: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
+    """Return `parse` for argparse: the text of its ValueError is shown to the user."""
+
+    def argument(text: str) -> ValueT:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return argument
+
+
+def _numbers(kind: Callable[[str], NumberT]) -> Callable[[str], tuple[NumberT, ...]]:
+    def numbers(text: str) -> tuple[NumberT, ...]:
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers with commas between them") from error
+            raise argparse.ArgumentTypeError(f"{text!r}: must be numbers separated by commas") from error
 
     return numbers

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import takewhile
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "profile.png"
 NUM_BINS = 20
+LOG_COLUMNS = 160  # table width where the output is no terminal
 
 
 def write_plot(profile: Profile, path: Path) -> None:
@@ -124,6 +127,11 @@ def write_json(values: Mapping[str, Any], path: Path) -> None:
     with atomic_write(path) as file:
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         file.write(text.encode("utf-8", errors="backslashreplace"))
+
+
+def open_report_console() -> Console:
+    """Return a console on stdout for tables: as wide as the terminal, or `LOG_COLUMNS` in a log."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else LOG_COLUMNS)
 
 
 def summary_table(profile: Profile) -> Table:

@@ -1,10 +1,14 @@
-"""What a collection is of, kept beside its rollouts: what decides its samples and rewards, and no more."""
+"""Collections and evaluations: the rollouts that are missing are run, stored and reported.
 
+A collection keeps its identity beside its rollouts: every setting that decides samples and rewards, and no other.
+"""
+
+import asyncio
 import gc
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +17,15 @@ from typing import Any
 from rich.console import Console
 
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancel_on_sigterm
+from nemo_rl.collect.compare import compare
+from nemo_rl.collect.profile import Profile, profile
+from nemo_rl.collect.profile_report import comparison_table, open_report_console, summary_table, write_profile
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.shards import Chunk, KeySpace
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, TasksSummary, write_tasks
 from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.evaluation import EvalRunConfig
 from nemo_rl.config.section import Section
 from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import Generation
@@ -28,6 +36,193 @@ from nemo_rl.launch.training import open_console
 from nemo_rl.observability.progress import CollectionProgress, make_collection_progress
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionResult:
+    """How a start of a collection ended."""
+
+    directory: Path
+    num_rollouts: int  # of this start's seeds and chunk
+    num_finished: int  # of them, those of earlier starts included
+    num_given_up: int  # those that failed each time
+    num_new: int  # finished in this start
+    seconds: float  # that its rollouts took
+    mean_reward: float | None  # of the new ones
+    is_chunk: bool  # others have the rest of its seeds
+    interrupted: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_finished == self.num_rollouts
+
+
+async def run_collection(config: SampledRunConfig, console: Console | None = None) -> CollectionResult:
+    """Run what is missing of the configuration's seeds and chunk. Ctrl-C and SIGTERM end it with what is stored.
+
+    Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
+    configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
+    """
+    console = console or open_console()
+    interrupt, interrupted = Interrupt(), False
+    async with AsyncExitStack() as stack:
+        with cancel_on_sigterm():
+            inputs = await load_collection_inputs(config, stack)
+            stores = open_stores(config, inputs, stack)
+        progress = make_collection_progress(
+            console,
+            wanted=config.logger.progress,
+            total=sum(len(store.keys) for store in stores),
+            num_finished=sum(store.num_finished for store in stores),
+        )
+        with interrupt.listen():
+            try:
+                await interrupt.guard(_run(config, inputs, stores, progress))
+            except Interrupted:
+                interrupted = True
+        return CollectionResult(
+            Path(config.collection.output_dir),
+            num_rollouts=progress.total,
+            num_finished=progress.num_finished,
+            num_given_up=sum(store.num_given_up for store in stores),
+            num_new=progress.num_new,
+            seconds=progress.seconds,
+            mean_reward=progress.mean_reward,
+            is_chunk=config.collection.chunk_index_and_count is not None,
+            interrupted=interrupted,
+        )
+
+
+def format_result(result: CollectionResult) -> str:
+    """Format what is stored now, and what to do next."""
+    directory = result.directory
+    reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
+    lines = [
+        f"Rollouts    {result.num_finished:,} of {result.num_rollouts:,} in {directory}",
+        f"This start  {result.num_new:,} in {result.seconds:.1f} s{reward}",
+    ]
+    if result.num_given_up:
+        lines.append(f"Failed      {result.num_given_up:,} each time: {directory}/*_failures.jsonl")
+    if result.is_complete and result.is_chunk:
+        lines.append("Next        the other chunks, then nemo-rl merge and profile")
+    elif result.is_complete:
+        lines.append(f"Next        nemo-rl merge {directory}; nemo-rl profile {directory}")
+    elif result.interrupted:
+        lines.append("Continue    with the same command")
+    return "\n".join(lines)
+
+
+def run_evaluation(config: EvalRunConfig) -> Sequence[CollectionResult]:
+    """Collect from one model after the other, each in its own directory, and print and store their profiles.
+
+    Returns the collections in the order of `config.models`; after an interruption the last one is interrupted, and
+    nothing is printed.
+    """
+    results = []
+    for model in config.models:
+        results.append(asyncio.run(run_collection(model)))
+        if results[-1].interrupted:
+            return results
+    profiles = [
+        profile(result.directory, seeds=[config.eval.seed], ks=sorted({1, config.eval.k})) for result in results
+    ]
+    console = open_report_console()
+    for measured in profiles:
+        console.print(summary_table(measured))
+        write_profile(measured, measured.directory)
+    if len(profiles) == 2:
+        first, second = (model.policy.model_name for model in config.models)
+        console.print(comparison_table(compare(*profiles), first, second))
+    for model, result, measured in zip(config.models, results, profiles, strict=True):
+        console.file.write(_format_headline(model, result, measured) + "\n")
+    return results
+
+
+def _format_headline(config: EvalRunConfig, result: CollectionResult, measured: Profile) -> str:
+    """Format the score of a model.
+
+    Example: "pass@4 0.9150 +- 0.0197 of checkpoints/step_50 over 200 tasks: evaluations/..."
+    """
+    name = config.eval.score_name
+    score = measured.summaries[0].scores.get(name)
+    if score is None or score.mean is None:
+        return f"{name}: no task has enough rollouts: {result.directory}"
+    error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
+    failed = f", {result.num_given_up} rollouts failed" if result.num_given_up else ""
+    where = Path(result.directory)
+    return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{failed}: {where}"
+
+
+def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
+    """One a seed, each with the whole input beside it; raises ConfigError for rollouts of another run."""
+    collection = config.collection
+    tasks = _write_tasks(collection.output_dir, inputs)
+    chunk = None
+    if collection.chunk_index_and_count is not None:
+        chunk = Chunk(*collection.chunk_index_and_count)
+    keys = KeySpace(tasks.num_tasks, collection.num_repeats, chunk)
+    served_model = None if inputs.served is None else inputs.served.model
+    engine = engine_name(config, inputs)
+    identity = run_identity(config, tasks, inputs.model_path, engine=engine, served_model=served_model)
+    return [
+        stack.enter_context(
+            RolloutStore.open(
+                collection.output_dir,
+                seed=seed,
+                keys=keys,
+                identity=identity,
+                max_attempts=collection.max_attempts,
+            )
+        )
+        for seed in collection.all_seeds
+    ]
+
+
+def _write_tasks(directory: str, inputs: CollectionInputs) -> TasksSummary:
+    rows = inputs.input_set.rows()
+    return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row) for p, row in rows))
+
+
+async def _run(
+    config: SampledRunConfig, inputs: CollectionInputs, stores: list[RolloutStore], progress: CollectionProgress
+) -> None:
+    limits = CollectionLimits(
+        concurrency=config.collection.concurrency,
+        max_failures_in_a_row=config.collection.max_failures_in_a_row,
+        write_token_ids=config.collection.write_token_ids,
+    )
+    for store in stores:
+        logger.info("%s: %d of %d rollouts are missing", store.files.rollouts, store.num_missing, len(store.keys))
+    async with AsyncExitStack() as stack:
+        if not any(store.num_missing for store in stores):
+            for store in stores:
+                if not store.is_done:
+                    store.finish()
+            return
+        generation = await open_engine(config, inputs, stack)
+        dependencies = await _open_dependencies(config, inputs, generation, stack)
+        gc.collect()
+        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
+        progress.start()
+        stack.callback(progress.close)
+        prompts = inputs.input_set.prompts
+        sampling = make_sampling(config, inputs.encoder.stop_token_ids)
+        await collect_rollouts(stores, prompts, dependencies, sampling, limits=limits, on_rollout=progress.rollout)
+
+
+async def _open_dependencies(
+    config: SampledRunConfig, inputs: CollectionInputs, generation: Generation, stack: AsyncExitStack
+) -> RolloutDependencies:
+    return await open_rollout_dependencies(
+        config,
+        await open_rollout_parts(config, inputs.encoder, None, stack),
+        generation,
+        limits=make_limits(config, max_retries=None if config.server.address is None else 0),  # its client retries
+        prompt_sets=(inputs.prompt_set,),
+        gym_dir=Path(config.collection.output_dir) / "nemo_gym",
+        stack=stack,
+    )
+
 
 # How fast, where and how patiently: these may differ from one start to the next.
 NON_IDENTITY_KEYS = frozenset(
@@ -119,129 +314,3 @@ def model_digest(directory: Path) -> str | None:
             for start in sorted({size * block // NUM_BLOCKS for block in range(NUM_BLOCKS)}):
                 digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class CollectionResult:
-    """How a start of a collection ended."""
-
-    directory: Path
-    num_rollouts: int  # of this start's seeds and chunk
-    num_finished: int  # of them, those of earlier starts included
-    num_given_up: int  # those that failed each time
-    num_new: int  # finished in this start
-    seconds: float  # that its rollouts took
-    mean_reward: float | None  # of the new ones
-    is_chunk: bool  # others have the rest of its seeds
-    interrupted: bool = False
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_finished == self.num_rollouts
-
-
-async def run_collection(config: SampledRunConfig, console: Console | None = None) -> CollectionResult:
-    """Run what is missing of the configuration's seeds and chunk. Ctrl-C and SIGTERM end it with what is stored.
-
-    Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
-    configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
-    """
-    console = console or open_console()
-    interrupt, interrupted = Interrupt(), False
-    async with AsyncExitStack() as stack:
-        with cancel_on_sigterm():
-            inputs = await load_collection_inputs(config, stack)
-            stores = open_stores(config, inputs, stack)
-        progress = make_collection_progress(
-            console,
-            wanted=config.logger.progress,
-            total=sum(len(store.keys) for store in stores),
-            num_finished=sum(store.num_finished for store in stores),
-        )
-        with interrupt.listen():
-            try:
-                await interrupt.guard(_run(config, inputs, stores, progress))
-            except Interrupted:
-                interrupted = True
-        return CollectionResult(
-            Path(config.collection.output_dir),
-            num_rollouts=progress.total,
-            num_finished=progress.num_finished,
-            num_given_up=sum(store.num_given_up for store in stores),
-            num_new=progress.num_new,
-            seconds=progress.seconds,
-            mean_reward=progress.mean_reward,
-            is_chunk=config.collection.chunk_index_and_count is not None,
-            interrupted=interrupted,
-        )
-
-
-def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
-    """One a seed, each with the whole input beside it; raises ConfigError for rollouts of another run."""
-    collection = config.collection
-    tasks = _write_tasks(collection.output_dir, inputs)
-    chunk = None
-    if collection.chunk_index_and_count is not None:
-        chunk = Chunk(*collection.chunk_index_and_count)
-    keys = KeySpace(tasks.num_tasks, collection.num_repeats, chunk)
-    served_model = None if inputs.served is None else inputs.served.model
-    engine = engine_name(config, inputs)
-    identity = run_identity(config, tasks, inputs.model_path, engine=engine, served_model=served_model)
-    return [
-        stack.enter_context(
-            RolloutStore.open(
-                collection.output_dir,
-                seed=seed,
-                keys=keys,
-                identity=identity,
-                max_attempts=collection.max_attempts,
-            )
-        )
-        for seed in collection.all_seeds
-    ]
-
-
-def _write_tasks(directory: str, inputs: CollectionInputs) -> TasksSummary:
-    rows = inputs.input_set.rows()
-    return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row) for p, row in rows))
-
-
-async def _run(
-    config: SampledRunConfig, inputs: CollectionInputs, stores: list[RolloutStore], progress: CollectionProgress
-) -> None:
-    limits = CollectionLimits(
-        concurrency=config.collection.concurrency,
-        max_failures_in_a_row=config.collection.max_failures_in_a_row,
-        write_token_ids=config.collection.write_token_ids,
-    )
-    for store in stores:
-        logger.info("%s: %d of %d rollouts are missing", store.files.rollouts, store.num_missing, len(store.keys))
-    async with AsyncExitStack() as stack:
-        if not any(store.num_missing for store in stores):
-            for store in stores:
-                if not store.is_done:
-                    store.finish()
-            return
-        generation = await open_engine(config, inputs, stack)
-        dependencies = await _open_dependencies(config, inputs, generation, stack)
-        gc.collect()
-        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
-        progress.start()
-        stack.callback(progress.close)
-        prompts = inputs.input_set.prompts
-        sampling = make_sampling(config, inputs.encoder.stop_token_ids)
-        await collect_rollouts(stores, prompts, dependencies, sampling, limits=limits, on_rollout=progress.rollout)
-
-
-async def _open_dependencies(
-    config: SampledRunConfig, inputs: CollectionInputs, generation: Generation, stack: AsyncExitStack
-) -> RolloutDependencies:
-    return await open_rollout_dependencies(
-        config,
-        await open_rollout_parts(config, inputs.encoder, None, stack),
-        generation,
-        limits=make_limits(config, max_retries=None if config.server.address is None else 0),  # its client retries
-        prompt_sets=(inputs.prompt_set,),
-        gym_dir=Path(config.collection.output_dir) / "nemo_gym",
-        stack=stack,
-    )

@@ -4,10 +4,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from nemo_rl.collect.commands import run_command
 from nemo_rl.collect.slurm.scripts import Submission, aggregation_script, collection_script, format_redacted_environment
 from nemo_rl.collect.slurm.submit import (
     Jobs,
@@ -18,38 +17,37 @@ from nemo_rl.collect.slurm.submit import (
     submit_jobs,
     write_submission,
 )
+from nemo_rl.commands import Command, ExitCode
 from nemo_rl.config.submit import SubmitRunConfig, collect_yaml, load_submit_config
 from nemo_rl.errors import ConfigError
+from nemo_rl.launch.commands import add_recipe_arguments
+from nemo_rl.observability.logging_setup import configure_logging
 
 logger = logging.getLogger(__name__)
 
 LOGPROBS_MODE = "processed_logprobs"  # log_softmax(logits / temperature)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """The exit code: 1 where Slurm refuses, 2 for a configuration that no job can be made of."""
-    parser = argparse.ArgumentParser(
-        prog="nemo-rl submit",
-        description="Run a collection as a Slurm array over seeds and chunks; a job behind it merges and profiles.\n"
-        "Called again it submits what is missing.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--config", type=Path, required=True, help="a recipe of `nemo-rl collect`, perhaps with `slurm`"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print scripts and environments, then stop")
-    parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")
-    return run_command(parser, arguments, _submit)
-
-
-def _submit(parsed: argparse.Namespace) -> None:
+def _submit(parsed: argparse.Namespace) -> ExitCode:
+    configure_logging()
     config = load_submit_config(parsed.config, parsed.overrides)
     submission = make_submission(config)
     if parsed.dry_run:
         sys.stdout.write(format_submission(submission))
-        return
+        return ExitCode.DONE
     write_submission(submission, collect_yaml(config))
-    sys.stdout.write(submitted(submission, submit_jobs(submission)))
+    sys.stdout.write(format_jobs(submission, submit_jobs(submission)))
+    return ExitCode.DONE
+
+
+SUBMIT = Command(
+    "Run a collection as a Slurm array over seeds and chunks, followed by a job that merges and profiles it.\n"
+    "Called again it submits what is missing.",
+    partial(add_recipe_arguments, default=None),
+    _submit,
+    program="nemo-rl submit",
+    reported_errors=(OSError,),
+)
 
 
 def make_submission(config: SubmitRunConfig) -> Submission:
@@ -113,8 +111,8 @@ def format_submission(submission: Submission) -> str:
     return "\n".join([*parts, f"# {_format_counts(submission)}\n"])
 
 
-def submitted(submission: Submission, jobs: Jobs) -> str:
-    """What the user is told."""
+def format_jobs(submission: Submission, jobs: Jobs) -> str:
+    """Format the submitted jobs for the user."""
     lines = [_format_counts(submission)]
     if jobs.collection is not None:
         lines.append(f"collection: job {jobs.collection}")

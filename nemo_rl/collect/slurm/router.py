@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from nemo_rl.commands import Command, ExitCode
 from nemo_rl.distributed.machine import raise_file_limit
 
 CONNECT_S = 10.0
@@ -103,18 +104,23 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "router_error", "code": status}}, status=status)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Serve until SIGTERM."""
-    parser = argparse.ArgumentParser(prog="nemo-rl route", description=(__doc__ or "").split("\n\n")[0])
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("members", nargs="+", metavar="HOST:PORT", help="servers that answer OpenAI's API")
     parser.add_argument("--host", default="127.0.0.1", help="to listen on")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--address-file", type=Path, help='gets "HOST PORT" once it listens')
-    parsed = parser.parse_args(arguments)
+
+
+def _run(parsed: argparse.Namespace) -> ExitCode:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     raise_file_limit()
     asyncio.run(_serve(parsed))
-    return 0
+    return ExitCode.DONE
+
+
+ROUTE = Command(
+    (__doc__ or "").split("\n\n")[0], _add_arguments, _run, program="nemo-rl route", reported_errors=(OSError,)
+)
 
 
 async def _serve(parsed: argparse.Namespace) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import nemo_rl.errors
+from nemo_rl.commands import ExitCode
 from nemo_rl.config.loading import load_config
 from nemo_rl.errors import ConfigError, NemoRLError
-from nemo_rl.launch.commands import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from tests.unit.docs.pages import PAGES, ROOT, fenced_blocks, normalized, quoted_errors, tables, text_of
 
 QUICKSTART = ROOT / "examples" / "configs" / "quickstart.yaml"
@@ -194,7 +194,7 @@ def test_the_docstring_of_errors_is_the_tree_of_errors() -> None:
 
 def test_exit_codes_of_the_page_are_those_of_the_code() -> None:
     (table,) = (table for table in tables(ROOT / "docs" / "configuration.md") if table.head[0] == "exit code")
-    assert {int(row[0]) for row in table.rows} == {0, EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED}
+    assert [tuple(row) for row in table.rows] == [(str(int(code)), code.meaning) for code in ExitCode]
 
 
 def test_the_layers_of_the_page_are_those_of_the_import_contract() -> None:

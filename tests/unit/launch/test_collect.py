@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.collect.tasks import read_tasks
+from nemo_rl.commands import run_command
 from nemo_rl.config.loading import load_collect_config
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.errors import ConfigError, RolloutError
@@ -108,7 +109,7 @@ def test_rollouts_that_fail_each_time_are_told_and_make_the_command_fail(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--config", str(path), "env.letters.type=tests.unit.launch.scoring:raising", "collect.max_attempts=2"]
-    assert commands.run_collect(arguments) == 1
+    assert run_command(commands.COLLECT, arguments) == 1
     out = capsys.readouterr().out
     assert "Rollouts    0 of 12" in out
     assert "Failed      12 each time" in out
@@ -125,14 +126,14 @@ def test_something_broken_stops_before_all_attempts_are_spent(path: Path) -> Non
 def test_the_command_tells_what_there_is_and_a_bad_configuration_exits_with_2(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert commands.run_collect(["--config", str(path), "collect.limit=2", "collect.chunk=1/2"]) == 0
+    assert run_command(commands.COLLECT, ["--config", str(path), "collect.limit=2", "collect.chunk=1/2"]) == 0
     out = capsys.readouterr().out
     assert f"Rollouts    2 of 2 in {path.parent / 'out'}" in out
     assert "nemo-rl merge" in out
     assert [row["task_index"] for row in rows(path, "rollouts-rs0-chunk1.jsonl")] == [1, 1]
-    assert commands.run_collect(["--config", str(path), "collect.limits=2"]) == 2
+    assert run_command(commands.COLLECT, ["--config", str(path), "collect.limits=2"]) == 2
     assert "did you mean collect.limit?" in capsys.readouterr().err
-    assert commands.run_collect(["--config", str(path), "--dry-run"]) == 0
+    assert run_command(commands.COLLECT, ["--config", str(path), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("collect:\n  output_dir:")
 
 
@@ -151,10 +152,10 @@ def test_a_signal_ends_it_cleanly_with_what_is_stored(
         await asyncio.sleep(60)
 
     monkeypatch.setattr(collect, "collect_rollouts", interrupted)
-    assert commands.run_collect(["--config", str(path), "collect.concurrency=2"]) == 130
+    assert run_command(commands.COLLECT, ["--config", str(path), "collect.concurrency=2"]) == 130
     assert "Continue    with the same command" in capsys.readouterr().out
     monkeypatch.setattr(collect, "collect_rollouts", real)
-    assert commands.run_collect(["--config", str(path)]) == 0
+    assert run_command(commands.COLLECT, ["--config", str(path)]) == 0
     assert len({(row["task_index"], row["rollout_index"]) for row in rows(path)}) == len(rows(path)) == 12
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.commands import ExitCode, run_command
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError, RolloutError
 from nemo_rl.launch import training as session
-from nemo_rl.launch.commands import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, GRPO_JOB, run_command
+from nemo_rl.launch.commands import GRPO_JOB
 
 RECIPE = """
 grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
@@ -51,7 +52,7 @@ def failing_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(recipe: Path, *arguments: str) -> int:
-    return run_command(arguments, description="Train.", default_config=recipe, job=GRPO_JOB)
+    return run_command(GRPO_JOB.command("Train.", recipe), arguments)
 
 
 def test_without_arguments_the_default_recipe_trains(recipe: Path, started: list[tuple[GRPORunConfig, str]]) -> None:
@@ -78,7 +79,7 @@ def test_the_command_can_be_pasted_into_a_shell(recipe: Path, started: list[tupl
 def test_a_wrong_key_is_one_message_and_exit_code_2(
     recipe: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    assert run(recipe, "grpo.num_prompt_per_step=4", *arguments) == EXIT_BAD_CONFIG == 2
+    assert run(recipe, "grpo.num_prompt_per_step=4", *arguments) == ExitCode.BAD_INPUT == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: ")
@@ -87,13 +88,16 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(
 
 
 def test_a_missing_recipe_is_one_message(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(recipe, "--config", "no/such.yaml") == EXIT_BAD_CONFIG
+    assert run(recipe, "--config", "no/such.yaml") == ExitCode.BAD_INPUT
     assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("a.b", 1, "cannot be"), EXIT_BAD_CONFIG), (RolloutError("nothing has progressed"), EXIT_FAILED)],
+    [
+        (ConfigError("a.b", 1, "cannot be"), ExitCode.BAD_INPUT),
+        (RolloutError("nothing has progressed"), ExitCode.FAILED),
+    ],
 )
 def test_errors_of_ours_while_training_are_one_message(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int
@@ -114,7 +118,7 @@ def test_a_run_that_was_stopped_exits_with_130(recipe: Path, monkeypatch: pytest
         return Training(interrupted=True)
 
     monkeypatch.setattr(session, "run_training", run_training)
-    assert run(recipe) == EXIT_INTERRUPTED == 130
+    assert run(recipe) == ExitCode.INTERRUPTED == 130
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError()])
@@ -122,7 +126,7 @@ def test_a_run_that_was_stopped_at_once_exits_with_130_and_no_traceback(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
     failing_with(error, monkeypatch)
-    assert run(recipe) == EXIT_INTERRUPTED
+    assert run(recipe) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -140,12 +144,12 @@ def test_dry_run_refuses_a_device_that_is_not_there(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run(recipe, "--dry-run", "policy.device=cuda") == EXIT_BAD_CONFIG
+    assert run(recipe, "--dry-run", "policy.device=cuda") == ExitCode.BAD_INPUT
     assert capsys.readouterr().err.startswith("ConfigError: policy.device = 'cuda'")
 
 
 def test_an_unknown_option_exits_with_2(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         run(recipe, "--no-such-option")
-    assert refused.value.code == EXIT_BAD_CONFIG
+    assert refused.value.code == ExitCode.BAD_INPUT
     assert "--no-such-option" in capsys.readouterr().err

@@ -5,18 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.commands import ExitCode, run_command
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch import commands
 from nemo_rl.launch.commands import (
     COLLECT_JOB,
     DISTILLATION_JOB,
     EVAL_JOB,
-    EXIT_BAD_CONFIG,
     GRPO_JOB,
     REWARD_MODEL_JOB,
     SFT_JOB,
     Job,
-    run_command,
 )
 from nemo_rl.launch.model_names import check_directory, check_model_name
 
@@ -98,14 +97,14 @@ def test_every_command_refuses_it_at_its_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = [*overrides, *dry_run]
-    assert run_command(arguments, description="", default_config=CONFIGS / f"{recipe}.yaml", job=job) == EXIT_BAD_CONFIG
+    assert run_command(job.command("", CONFIGS / f"{recipe}.yaml"), arguments) == ExitCode.BAD_INPUT
     told = capsys.readouterr()
     assert told.err.startswith(f"ConfigError: {key} = '/nope': there is no such directory")
     assert told.out == ""
 
 
 def test_a_server_may_call_its_model_as_it_likes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.run_collect([*NO_ENGINE, "--dry-run"]) == 0
+    assert run_command(commands.COLLECT, [*NO_ENGINE, "--dry-run"]) == 0
     assert "model_name: /models/theirs" in capsys.readouterr().out
 
 
@@ -114,5 +113,5 @@ def test_a_served_teacher_with_another_tokenizer_is_called_as_its_server_likes(
 ) -> None:
     overrides = [SERVED, "teacher.model_name=/models/theirs", "++teacher.tokenizer.name=nemo_rl/quickstart"]
     recipe = CONFIGS / "distillation.yaml"
-    assert run_command([*overrides, "--dry-run"], description="", default_config=recipe, job=DISTILLATION_JOB) == 0
+    assert run_command(DISTILLATION_JOB.command("", recipe), [*overrides, "--dry-run"]) == 0
     assert "model_name: /models/theirs" in capsys.readouterr().out

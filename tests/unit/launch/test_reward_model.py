@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.commands import ExitCode, run_command
 from nemo_rl.environments.scorers.reward_model import RewardModelScorer, RewardModelScorerConfig
 from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.launch.commands import EXIT_BAD_CONFIG, REWARD_MODEL_JOB, run_command
+from nemo_rl.launch.commands import REWARD_MODEL_JOB
 from nemo_rl.metric_names import find_undocumented
 from nemo_rl.types import Failure, Message
 
@@ -38,7 +39,7 @@ logger: {{log_dir: {tmp_path}/runs, progress: false}}
 
 
 def run(recipe: Path, *arguments: str) -> int:
-    return run_command(arguments, description="Train.", default_config=recipe, job=REWARD_MODEL_JOB)
+    return run_command(REWARD_MODEL_JOB.command("Train.", recipe), arguments)
 
 
 def test_a_run_writes_a_folder_that_scores(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +71,7 @@ def test_a_run_writes_a_folder_that_scores(recipe: Path, capsys: pytest.CaptureF
 
 
 def test_pairs_that_are_all_too_long_are_no_data(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(recipe, "policy.max_total_sequence_length=8") == EXIT_BAD_CONFIG
+    assert run(recipe, "policy.max_total_sequence_length=8") == ExitCode.BAD_INPUT
     assert "no pairs (of 5 that were read)" in capsys.readouterr().err
     assert not (recipe.parent / "trained").exists()
 

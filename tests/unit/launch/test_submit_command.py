@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from nemo_rl.collect.shards import Chunk, KeySpace, ShardFiles, ShardIdentity
+from nemo_rl.commands import run_command
 from nemo_rl.config.loading import load_collect_config
-from nemo_rl.launch.submit import run
+from nemo_rl.launch.submit import SUBMIT
 from tests.fakes.slurm_commands import write_sbatch
 
 RECIPE = Path(__file__).parents[3] / "nemo_rl" / "quickstart" / "collect.yaml"
@@ -25,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submit(*overrides: str, config: Path = RECIPE) -> int:
-    return run(["--config", str(config), "collect.output_dir=out", *overrides])
+    return run_command(SUBMIT, ["--config", str(config), "collect.output_dir=out", *overrides])
 
 
 def calls(folder: Path) -> list[str]:
