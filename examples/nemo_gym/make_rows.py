@@ -15,7 +15,7 @@ from typing import Any
 
 import reasoning_gym
 
-from nemo_rl.data.sources import read_jsonl, to_jsonable
+from nemo_rl.data.rows import read_jsonl, to_jsonable
 from nemo_rl.errors import DataError
 from nemo_rl.quickstart.words import quickstart_prompts
 from nemo_rl.types import Prompt

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, report
 from nemo_rl.algorithms.resuming import CheckpointWriter, Position, restore
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
+from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Logger, Policy
 from nemo_rl.losses.sft import NegativeLogLikelihood, negative_log_likelihood
 from nemo_rl.observability.progress import Progress
@@ -60,7 +60,7 @@ async def train_one_step(run: SFTRun, training: TrainingProgress) -> None:
     timer = StepTimer()
     with timer("total_step_time"):
         with timer("data_processing"):
-            batch = supervised_batch(run.source.take(run.config.policy.train_global_batch_size))
+            batch = make_supervised_batch(run.source.take(run.config.policy.train_global_batch_size))
         with timer("policy_training"):
             metrics = await run.policy.train_step(batch, NegativeLogLikelihood())
         if training.checkpoint_writer.has_pending:
@@ -115,7 +115,7 @@ async def _validation_loss(run: SFTRun, held_out: SupervisedDataset) -> float:
     for samples in _batches(held_out.samples, config.val_global_batch_size, config.val_batches):
         if run.interrupt.requested:
             raise Interrupted("stopped by a signal")
-        batch = supervised_batch(samples)
+        batch = make_supervised_batch(samples)
         total += float(negative_log_likelihood(await run.policy.logprobs(batch), batch))
         num_tokens += float(loss_mask(batch).sum())
     return total / num_tokens

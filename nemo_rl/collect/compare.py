@@ -10,7 +10,7 @@ import numpy as np
 from nemo_rl.collect.files import atomic_write
 from nemo_rl.collect.profile import ALL_DATASETS, Floats, Profile, compute_score
 from nemo_rl.collect.tasks import TASKS_FILE, read_tasks
-from nemo_rl.data.sources import encode_json_line
+from nemo_rl.data.rows import encode_json_line
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from nemo_rl.collect.store import MAX_ATTEMPTS, RolloutStore
 from nemo_rl.collect.table import CollectionManifest, read_manifest
 from nemo_rl.collect.tasks import TASKS_FILE, Task, read_tasks, write_tasks
 from nemo_rl.data.nemo_gym import NEMO_GYM
-from nemo_rl.data.sources import read_jsonl
+from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure, FailureClass, StopReason
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from nemo_rl.collect.compare import Comparison
 from nemo_rl.collect.files import atomic_write
 from nemo_rl.collect.profile import Floats, Profile, Summary, task_rows
-from nemo_rl.data.sources import encode_json_line
+from nemo_rl.data.rows import encode_json_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.collect.files import atomic_write
-from nemo_rl.data.sources import encode_json_line, read_jsonl
+from nemo_rl.data.rows import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError, DataError
 
 TASKS_FILE = "tasks.jsonl"

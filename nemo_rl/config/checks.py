@@ -2,15 +2,15 @@
 exist."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
+from nemo_rl.config.data import check_file, resolve_dataset
 from nemo_rl.config.environment_checks import check_environments, check_scorers
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_lora
-from nemo_rl.config.registries import ENGINES
+from nemo_rl.config.registries import ENGINES, PROCESSORS
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError, suggest_name
 from nemo_rl.metric_names import ranking_metrics
@@ -252,44 +252,25 @@ def check_scheduler(config: TrainingRunConfig | SFTRunConfig) -> None:
 
 
 def check_data(config: RolloutRunConfig | SFTRunConfig) -> None:
-    """Check that each dataset names where its rows come from, and that its files exist."""
-    default = config.data.default
-    for name in config.data.fields_of_sets:
-        if getattr(config.data, name) == []:
-            raise ConfigError(f"data.{name}", [], "must name a data set")
-    for key, dataset in config.data.sets:
-        values: dict[str, Any] = {
-            name: own if (own := getattr(dataset, name)) is not None else getattr(default, name)
-            for name in ("dataset_name", "data_path", "prompt_file", "system_prompt_file", "task")
-        }
-        _check_dataset(key, values)
-        if values["dataset_name"] == "reasoning_gym" and dataset.data_path is not None:
-            raise ConfigError(
-                f"{key}.data_path",
-                dataset.data_path,
-                "dataset_name: reasoning_gym makes its rows; allowed: null, or another dataset_name",
-            )
-
-
-def _check_dataset(key: str, values: dict[str, Any]) -> None:
-    name = values["dataset_name"]
-    if name is None:
-        raise ConfigError(
-            f"{key}.dataset_name", None, "required: jsonl, huggingface, reasoning_gym, nemo_gym or a registered name"
-        )
-    if name in ("jsonl", "huggingface", "nemo_gym") and values["data_path"] is None:
-        raise ConfigError(f"{key}.data_path", None, f"required by dataset_name: {name}")
-    if name == "reasoning_gym" and values["task"] is None:
-        raise ConfigError(f"{key}.task", None, "required by dataset_name: reasoning_gym")
-    files = ["prompt_file", "system_prompt_file", *(["data_path"] if name in ("jsonl", "nemo_gym") else [])]
-    for file_key in files:
-        path = values[file_key]
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{key}.{file_key}", path, f"no such file (from {Path.cwd()})")
+    """Raise ConfigError unless each dataset and processor exists, has what it requires, and its files are there."""
+    for field in config.data.dataset_fields:
+        if getattr(config.data, field) == []:
+            raise ConfigError(f"data.{field}", [], "must name a dataset")
+    for key, own in config.data.datasets:
+        entry, section = resolve_dataset(own, config.data.default, key=key, supervised=isinstance(config, SFTRunConfig))
+        if entry.open_prompts is not None and isinstance(config, SFTRunConfig):
+            problem = "its rows are tasks of agents, without the answers that supervised training needs"
+            raise ConfigError(f"{key}.dataset_name", section.dataset_name, problem)
+        if entry.check is not None:
+            entry.check(key, section, config)
+        check_file(f"{key}.prompt_file", section.prompt_file)
+        check_file(f"{key}.system_prompt_file", section.system_prompt_file)
+        if section.processor is not None:
+            PROCESSORS.entry(section.processor, key=f"{key}.processor")
 
 
 def _check_env_names(config: RolloutRunConfig) -> None:
-    for key, dataset in config.data.sets:
+    for key, dataset in config.data.datasets:
         environment = config.data.default.env_name if dataset.env_name is None else dataset.env_name
         if environment is not None and environment not in config.env:
             problem = f"no such entry of env{suggest_name(environment, config.env)}"

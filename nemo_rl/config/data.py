@@ -1,69 +1,127 @@
-"""`data`: the data sets of training and validation, or those of a collection."""
+"""`data`: the datasets of training and validation, or those of a collection.
 
-from collections.abc import Iterator
+All datasets share one section, since `data.default` holds keys for every dataset whatever its entry; what an entry
+requires and knows is in its `DatasetEntry` (nemo_rl/data/sources.py, nemo_rl/data/nemo_gym.py).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.registries import DATASETS
 from nemo_rl.config.section import Section
+from nemo_rl.errors import ConfigError
 
 
 class DatasetConfig(Section):
-    """One data set; what is None comes from `data.default`."""
+    """One dataset; a key that is None is taken from what its entry knows, then from `data.default`."""
 
-    dataset_name: str | None = None  # jsonl, huggingface, reasoning_gym, nemo_gym, a registered name, a dotted path
+    dataset_name: str | None = None  # the name of a built-in or registered entry, or a dotted path
     name: str | None = None  # in metrics; None: dataset_name, numbered where it is not unique
-    data_path: str | None = None  # jsonl, nemo_gym: a file; huggingface: a hub name or a folder
-    subset: str | None = None  # huggingface: the configuration's name
-    split: str | None = None  # huggingface
-    input_key: str | None = None  # the field with the question; None: "messages" where present, else "input"
+    data_path: str | None = None  # jsonl, nemo_gym: a file; huggingface: a hub name or a directory
+    subset: str | None = None  # huggingface: the name of the dataset's configuration
+    split: str | None = None  # huggingface; None: "train"
+    input_key: str | None = None  # the field with the question; None: "messages" if present, else "input"
     output_key: str | None = None  # the field with the answer; None: "output"
     task: str | None = None  # reasoning_gym: the name of the task
-    task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: its options
-    size: int | None = Field(default=None, gt=0)  # rows at most (reasoning_gym: rows generated)
-    repeat: int | None = Field(default=None, gt=0)  # times that the set stands in its blend; None: once
-    seed: int | None = None  # of generated rows; None: from grpo.seed and the set's place
+    task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: options of the task
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # options of a dataset of your own
+    size: int | None = Field(default=None, gt=0)  # maximum number of rows (reasoning_gym: rows generated)
+    repeat: int | None = Field(default=None, gt=0)  # copies of the dataset in its blend; None: one
+    seed: int | None = None  # of generated rows; None: from grpo.seed and the dataset's index
     agent_name: str | None = None  # nemo_gym: the agent of rows that name none
-    env_name: str | None = None  # a key of `env`; None: the task or data set of that name
-    processor: str | None = None  # a registered name or a dotted path; None: by the row's shape
-    prompt_file: str | None = None  # text with {} where the question goes
+    env_name: str | None = None  # a key of `env`; None: the environment that the entry names
+    processor: str | None = None  # a built-in or registered name, or a dotted path; None: by the row's shape
+    prompt_file: str | None = None  # text with {} in the place of the question
     system_prompt_file: str | None = None
 
 
-class BaseDataConfig(Section):
-    """What any choice of data sets has."""
+NO_DEFAULTS = DatasetConfig()
 
-    fields_of_sets: ClassVar[tuple[str, ...]]
+
+@dataclass(frozen=True, slots=True)
+class DatasetEntry(Entry[DatasetConfig]):
+    """A dataset that `dataset_name` may name; `make(section, seed)` returns its rows."""
+
+    env_name: str = "math"  # the environment of its prompts where the section names none
+    defaults: DatasetConfig = NO_DEFAULTS  # values of its section, below the recipe's own and above `data.default`
+    sft_defaults: DatasetConfig = NO_DEFAULTS  # in supervised training, above `defaults`
+    reads_lines: bool = False  # its rows are the lines of `data_path`, which can stay in the file
+    open_prompts: Callable[..., Any] | None = None  # (section, name, key=...): lazy prompts; None: the processor's
+
+
+class BaseDataConfig(Section):
+    """What every choice of datasets has."""
+
+    dataset_fields: ClassVar[tuple[str, ...]]
 
     max_input_seq_length: int | None = Field(default=None, gt=0)  # tokens of a prompt; None: room for one new token
     default: DatasetConfig = DatasetConfig()
 
     @property
-    def sets(self) -> Iterator[tuple[str, DatasetConfig]]:
-        """Every data set with its key; a list that names none is left to the caller."""
-        for name in self.fields_of_sets:
-            sets = getattr(self, name)
-            if isinstance(sets, list):
-                yield from ((f"data.{name}.{index}", one) for index, one in enumerate(sets))
-            elif sets is not None:
-                yield f"data.{name}", sets
+    def datasets(self) -> Iterator[tuple[str, DatasetConfig]]:
+        """Yield every dataset with its key, in the order of the fields."""
+        for field in self.dataset_fields:
+            yield from self.datasets_of(field)
+
+    def datasets_of(self, field: str) -> list[tuple[str, DatasetConfig]]:
+        """Return the datasets of one field, each with its key: `data.train`, or `data.train.0` in a list."""
+        value = getattr(self, field)
+        if isinstance(value, list):
+            return [(f"data.{field}.{index}", section) for index, section in enumerate(value)]
+        return [] if value is None else [(f"data.{field}", value)]
 
 
 class DataConfig(BaseDataConfig):
-    """Of training."""
+    """The datasets of a training run."""
 
-    fields_of_sets: ClassVar[tuple[str, ...]] = ("train", "validation")
+    dataset_fields: ClassVar[tuple[str, ...]] = ("train", "validation")
 
     shuffle: bool = True
-    disjoint: bool = True  # prompts of the validation sets are left out of training
+    disjoint: bool = True  # drop training prompts that occur in a validation dataset
     train: DatasetConfig | list[DatasetConfig]
     validation: DatasetConfig | list[DatasetConfig] | None = None
 
 
 class InputDataConfig(BaseDataConfig):
-    """Of a collection."""
+    """The datasets of a collection."""
 
-    fields_of_sets: ClassVar[tuple[str, ...]] = ("input",)
+    dataset_fields: ClassVar[tuple[str, ...]] = ("input",)
 
-    input: DatasetConfig | list[DatasetConfig]  # one behind the other: a task's index is its place in all of them
-    seed: int = 42  # of generated rows, where their set names none
+    input: DatasetConfig | list[DatasetConfig]  # concatenated: a task's index counts over all datasets
+    seed: int = 42  # of generated rows, for datasets that name none
+
+
+def find_dataset(name: str, *, key: str) -> DatasetEntry:
+    """Return the dataset entry called `name`; raises ConfigError for `key` where there is none."""
+    entry = DATASETS.entry(name, key=key)
+    return entry if isinstance(entry, DatasetEntry) else DatasetEntry(entry.section, entry.make, entry.check)
+
+
+def resolve_dataset(
+    own: DatasetConfig, default: DatasetConfig, *, key: str, supervised: bool = False
+) -> tuple[DatasetEntry, DatasetConfig]:
+    """Return a dataset's entry and its full section: its own keys over what the entry knows over `data.default`.
+
+    Raises ConfigError where no dataset, or an unknown one, is named.
+    """
+    name = own.dataset_name or default.dataset_name
+    if name is None:
+        raise ConfigError(f"{key}.dataset_name", None, "required", known=DATASETS.names)
+    entry = find_dataset(name, key=f"{key}.dataset_name")
+    layers = (default, entry.defaults, *((entry.sft_defaults,) if supervised else ()), own)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        set_values = {field: getattr(layer, field) for field in layer.model_fields_set}
+        values |= {field: value for field, value in set_values.items() if value is not None}
+    return entry, DatasetConfig(**{**values, "dataset_name": name})
+
+
+def check_file(key: str, path: str | None) -> None:
+    """Raise ConfigError for a file that does not exist; None is accepted."""
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(key, path, f"no such file (from {Path.cwd()})")

@@ -105,7 +105,7 @@ def resolved_yaml(config: Section) -> str:
     values = config.model_dump()
     if isinstance(config, RolloutRunConfig | SFTRunConfig):
         set_values = config.data.model_dump(exclude_unset=True)
-        names = (*config.data.fields_of_sets, "default")
+        names = (*config.data.dataset_fields, "default")
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}

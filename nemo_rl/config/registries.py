@@ -71,18 +71,37 @@ SCORERS = Kind(
 DATASETS = Kind(
     noun="a dataset",
     name_key="dataset_name",
-    built_in={},
+    built_in={
+        "jsonl": "nemo_rl.data.sources:JSONL",
+        "huggingface": "nemo_rl.data.sources:HUGGINGFACE",
+        "reasoning_gym": "nemo_rl.data.sources:REASONING_GYM",
+        "nemo_gym": "nemo_rl.data.nemo_gym:NEMO_GYM_DATASET",
+        "OpenMathInstruct-2": "nemo_rl.data.sources:OPEN_MATH_INSTRUCT_2",
+        "DeepScaleR": "nemo_rl.data.sources:DEEP_SCALER",
+        "AIME2024": "nemo_rl.data.sources:AIME_2024",
+        "gsm8k": "nemo_rl.data.sources:GSM8K",
+        "tulu3_sft_mixture": "nemo_rl.data.sources:TULU3_SFT_MIXTURE",
+    },
     adapter="nemo_rl.data.sources:adapt_dataset",
 )
 PROCESSORS = Kind(
     noun="a processor",
     name_key="processor",
-    built_in={},
+    built_in={
+        "question_answer": "nemo_rl.data.processors:read_question_answer",
+        "final_answer": "nemo_rl.data.processors:read_final_answer",
+        "messages": "nemo_rl.data.processors:read_messages",
+        "reasoning_gym": "nemo_rl.data.processors:read_reasoning_gym_entry",
+    },
     adapter="nemo_rl.data.processors:adapt_processor",
 )
 LOGGERS = Kind(
     noun="a logger",
     name_key="type",
-    built_in={},
+    built_in={
+        "jsonl": "nemo_rl.observability.loggers:JSONL",
+        "wandb": "nemo_rl.observability.loggers:WANDB",
+        "tensorboard": "nemo_rl.observability.loggers:TENSORBOARD",
+    },
     adapter="nemo_rl.observability.loggers:adapt_logger",
 )

@@ -23,7 +23,7 @@ def check_sft(config: SFTRunConfig) -> None:
 
 
 def _check_unused_keys(config: SFTRunConfig) -> None:
-    for section_key, dataset in (*config.data.sets, ("data.default", config.data.default)):
+    for section_key, dataset in (*config.data.datasets, ("data.default", config.data.default)):
         for key in UNUSED_DATASET_KEYS:
             if getattr(dataset, key) is not None:
                 raise ConfigError(f"{section_key}.{key}", getattr(dataset, key), "supervised training does not read it")

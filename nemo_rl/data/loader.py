@@ -14,7 +14,7 @@ from nemo_rl.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompt:
-    """A prompt and the pass over the data set in which it is used; the two seed its samples."""
+    """A prompt and the epoch in which it is used; the two seed its samples."""
 
     prompt: Prompt
     epoch: int
@@ -22,16 +22,15 @@ class LoadedPrompt:
 
     @property
     def group_id(self) -> str:
-        """Holds the index, since data sets may share prompt ids."""
+        """Return the id of the prompt's group; it contains the index, since datasets may share prompt ids."""
         return f"{self.epoch}:{self.prompt.prompt_id}:{self.prompt_index}"
 
 
 class PromptLoader:
-    """Hands out each prompt once an epoch, for `max_epochs` epochs.
+    """Prompts in training order, each once per epoch, for `max_epochs` epochs.
 
-    The order of an epoch is a function of (seed, epoch) alone, so the state is a count, and the indices of prompts that
-    were put back. Prompts are asked of `prompts` when they are handed out, so those of a large file are never all in
-    memory.
+    The order of an epoch is a function of (seed, epoch) alone, so the state is a count and the indices of re-queued
+    prompts. Prompts are read from `prompts` when they are taken, so those of a large file are never all in memory.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, max_epochs: int) -> None:
@@ -42,33 +41,33 @@ class PromptLoader:
         self._seed = seed
         self._max_epochs = max_epochs
         self._next = 0
-        self._put_back: tuple[int, ...] = ()  # places below the next that are to be handed out again
-        self._order: tuple[int, Sequence[int]] = (0, self._order_of(0))
-        self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed)  # once: the state is asked each step
+        self._put_back: tuple[int, ...] = ()  # indices before the next one that are to be taken again
+        self._order: tuple[int, Sequence[int]] = (0, self._epoch_order(0))
+        self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed)  # once, for every state
 
     @property
     def consumed(self) -> int:
-        """Prompts handed out and not put back, over all epochs."""
+        """Return the number of prompts taken and not put back, over all epochs."""
         return self._next - len(self._put_back)
 
     @property
     def epoch(self) -> int:
-        """Whole epochs handed out; `max_epochs` once all are spent."""
+        """Return the number of complete epochs; `max_epochs` once the data is exhausted."""
         return self.epoch_after(self.consumed)
 
     @property
     def data_exhausted(self) -> bool:
-        """Whether `take` has nothing left."""
+        """Return whether `take` has nothing left."""
         return not self._put_back and self._next >= self._max_epochs * len(self._prompts)
 
     def epoch_after(self, num_prompts: int) -> int:
-        """Whole epochs in so many prompts."""
+        """Return the number of complete epochs in `num_prompts` prompts."""
         return num_prompts // len(self._prompts)
 
     def take(self, count: int) -> tuple[LoadedPrompt, ...]:
-        """The next `count` prompts, on into the next epoch; fewer at the end of the last one, none after it.
+        """Return the next `count` prompts, across epochs; fewer at the end of the last epoch, none after it.
 
-        What was put back comes first.
+        Prompts that were put back come first.
         """
         again, self._put_back = self._put_back[:count], self._put_back[count:]
         end = min(self._next + count - len(again), self._max_epochs * len(self._prompts))
@@ -77,32 +76,33 @@ class PromptLoader:
         return taken
 
     def put_back(self, prompt_indices: Iterable[int]) -> None:
-        """Hand these out again, in the training order, before all others."""
+        """Re-queue prompts, in training order, before all others."""
         self._put_back = tuple(sorted({*self._put_back, *prompt_indices}))
 
     def at(self, prompt_index: int) -> LoadedPrompt:
-        """The prompt at an index in the training order, whether or not it was handed out."""
+        """Return the prompt at an index of the training order, whether or not it was taken."""
         epoch, offset = divmod(prompt_index, len(self._prompts))
         if self._order[0] != epoch:
-            self._order = (epoch, self._order_of(epoch))
+            self._order = (epoch, self._epoch_order(epoch))
         return LoadedPrompt(self._prompts[self._order[1][offset]], epoch, prompt_index)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
         return {"consumed": self._next, "put_back": list(self._put_back), "data": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; raises DataError when the prompts, their order or the seed differ."""
+        """Resume from `state_dict`; raises DataError when the prompts, their order or the seed differ."""
         if state["data"] != self._fingerprint:
             raise DataError("the checkpoint was made with other training prompts, another seed or another data.shuffle")
         self._next = state["consumed"]
         self._put_back = tuple(state["put_back"])
 
-    def _order_of(self, epoch: int) -> Sequence[int]:
+    def _epoch_order(self, epoch: int) -> Sequence[int]:
         return epoch_order(len(self._prompts), epoch, shuffle=self._shuffle, seed=self._seed)
 
 
 def epoch_order(count: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence[int]:
-    """Places 0 to count - 1 in the order of one epoch: a function of (seed, epoch) alone."""
+    """Return the indices 0 to count - 1 in the order of one epoch: a function of (seed, epoch) alone."""
     if not shuffle:
         return range(count)
     order = array("I", range(count))
@@ -111,7 +111,7 @@ def epoch_order(count: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence
 
 
 def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> str:
-    """Of what decides the order of training: which prompts, in which order, shuffled how."""
+    """Return a digest of what determines the training order: the prompts, their order, shuffling and seed."""
     digest = hashlib.sha256(f"{seed}\n{shuffle}".encode())
     for prompt_id in prompts.prompt_ids() if isinstance(prompts, Blend) else (prompt.prompt_id for prompt in prompts):
         digest.update(f"\n{prompt_id}".encode())

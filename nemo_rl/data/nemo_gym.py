@@ -1,77 +1,81 @@
-"""NeMo Gym's rows as prompts: which agent runs them, and what its model is asked first.
+"""The nemo_gym dataset: NeMo Gym's rows as prompts, with the agent that runs them and what its model is asked first.
 
-A row is handed to its agent as it is, but for parameters that the gateway would refuse. The messages and tools made of
-it here are for tables and for the check of lengths.
+A row is passed to its agent unchanged except for parameters that the gateway would refuse. The messages and tools made
+of it here are for tables and for the check of lengths.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.blend import FilePrompts, RowFile
+from nemo_rl.config.data import DatasetConfig, DatasetEntry
+from nemo_rl.data.rows import Row, RowFile
+from nemo_rl.data.sources import check_data_file, require_data_path
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, Prompt, Role, ToolCall
 
+if TYPE_CHECKING:
+    from nemo_rl.data.blend import LazyPrompts
+
 logger = logging.getLogger(__name__)
 
-NEMO_GYM = "nemo_gym"  # the data set's kind, and the entry of `env` where the section names none
+NEMO_GYM = "nemo_gym"  # the dataset's name, and the entry of `env` where the section names none
 
 ROLES: Mapping[str, Role] = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
 SUPPORTED_TOOL_CHOICES = (None, "auto", "none")  # a forced call is no sample of the policy
 
 
-def open_nemo_gym_prompts(section: DatasetConfig, dataset: str, *, key: str) -> FilePrompts:
-    """The prompts of `section.data_path`, one a row; the file's rows are not kept in memory.
+def open_nemo_gym_prompts(section: DatasetConfig, dataset: str, *, key: str) -> "LazyPrompts":
+    """Return the prompts of `section.data_path`, one per row; the file's rows are not kept in memory.
 
-    `dataset` is the set's name; empty: each prompt's is that of its agent.
-    Raises DataError naming file:line for the first row that no agent could run; `key` is the section's place.
+    `dataset` is the name of the prompts' dataset; empty: each prompt's is that of its agent. Raises DataError naming
+    file:line for the first row that no agent could run; `key` is the section's configuration key.
     """
-    if section.data_path is None:
-        raise ConfigError(f"{key}.data_path", None, "a data set of kind nemo_gym needs a file")
-    file = RowFile(Path(section.data_path), limit=section.size)
+    from nemo_rl.data.blend import LazyPrompts  # numpy, which a configuration does not need
+
+    file = RowFile(Path(require_data_path(section, f"{key}.data_path")), limit=section.size)
     if not len(file):
         raise DataError(f"{key}: {file.path} has no rows")
-    return FilePrompts(file, NemoGymPromptMaker(section.env_name or NEMO_GYM, section.agent_name or "", dataset))
+    return LazyPrompts(file, NemoGymPromptMaker(section.env_name or NEMO_GYM, section.agent_name or "", dataset))
 
 
 @dataclass(frozen=True, slots=True)
 class NemoGymPromptMaker:
-    """Makes the prompt of a row. Dropped parameters are noted once."""
+    """A callable that makes the prompt of a row; it logs dropped parameters once."""
 
     task_name: str
-    default_agent: str  # of rows without agent_ref; empty: they are refused
+    default_agent: str  # for rows without agent_ref; empty: they are refused
     dataset: str  # empty: the row's agent
     logged: set[str] = field(default_factory=set)
 
     def __call__(self, row: Mapping[str, Any]) -> Prompt:
-        """Raises DataError saying what is wrong with the row."""
+        """Return the row's prompt; raises DataError saying what is wrong with the row."""
         parameters = row.get("responses_create_params")
         if not isinstance(parameters, dict):
             raise DataError(f"responses_create_params is {_format_value(parameters)}, not an object")
-        agent_name = self._agent(row)
+        agent_name = self._find_agent(row)
         sent = {**row, "responses_create_params": self._drop_unsupported(parameters)}
         sent.setdefault("agent_ref", {"type": "responses_api_agents", "name": agent_name})
         return Prompt(
             "",
             self.task_name,
-            tuple(_messages(parameters.get("input"))),
+            tuple(_convert_input(parameters.get("input"))),
             {"row": sent},
-            tuple(_tools(parameters.get("tools"))),
+            tuple(_convert_tools(parameters.get("tools"))),
             dataset=self.dataset or agent_name,
             agent_name=agent_name,
         )
 
-    def _agent(self, row: Mapping[str, Any]) -> str:
+    def _find_agent(self, row: Mapping[str, Any]) -> str:
         reference = row.get("agent_ref")
         if reference is None and self.default_agent:
             return self.default_agent
         name = reference.get("name") if isinstance(reference, dict) else None
         if not isinstance(name, str) or not name:
-            hint = "" if reference is not None else " (agent_name of the data set names one for such rows)"
+            hint = "" if reference is not None else " (agent_name of the dataset names one for such rows)"
             raise DataError(f"agent_ref is {_format_value(reference)}, not an object with the name of an agent{hint}")
         return name
 
@@ -80,7 +84,7 @@ class NemoGymPromptMaker:
         if newly_dropped := dropped - self.logged:
             self.logged.update(newly_dropped)
             logger.info(
-                "%s: %s of responses_create_params dropped: the policy decides what it samples",
+                "%s: dropped %s of responses_create_params: the policy decides what it samples",
                 self.dataset or NEMO_GYM,
                 ", ".join(sorted(newly_dropped)),
             )
@@ -88,14 +92,14 @@ class NemoGymPromptMaker:
 
 
 def _unsupported_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Names of what the gateway answers with 400, or what Gym's agents do not take."""
+    """Yield parameters that the gateway answers with 400, or that Gym's agents do not accept."""
     if parameters.get("tool_choice") not in SUPPORTED_TOOL_CHOICES:
         yield "tool_choice"
     yield from (name for name in ("top_logprobs", "stream", "background") if parameters.get(name))
 
 
-def _messages(value: Any) -> Iterator[Message]:
-    """The conversation of an `input`, as Gym's model servers send it: what the model has said is one message."""
+def _convert_input(value: Any) -> Iterator[Message]:
+    """Yield the messages of an `input` as Gym's model servers send them: a turn of the model is one message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -105,11 +109,11 @@ def _messages(value: Any) -> Iterator[Message]:
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         where = f"responses_create_params.input[{index}]"
         if kind == "reasoning":
-            said += "".join(f"<think>{_text(part, where)}</think>" for part in item.get("summary") or ())
+            said += "".join(f"<think>{_part_text(part, where)}</think>" for part in item.get("summary") or ())
         elif kind == "function_call":
             calls.append(ToolCall(item.get("call_id") or "", item["name"], item["arguments"]))
         elif kind == "message" and item.get("role") == "assistant":
-            said += _content(item.get("content"), where, between="")
+            said += _join_content(item.get("content"), where, between="")
         else:
             if said or calls:
                 yield Message("assistant", said, tuple(calls))
@@ -120,7 +124,7 @@ def _messages(value: Any) -> Iterator[Message]:
 
 
 def _convert_message(kind: str | None, item: Any, where: str) -> Message:
-    """A message that the model did not write."""
+    """Return the message of an item that the model did not write."""
     if kind == "function_call_output":
         return Message("tool", str(item["output"]), tool_call_id=item.get("call_id"))
     if kind != "message":
@@ -128,26 +132,26 @@ def _convert_message(kind: str | None, item: Any, where: str) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise DataError(f"{where}.role is {role!r}; known: {', '.join(ROLES)}")
-    return Message(ROLES[role], _content(item.get("content"), where, between="\n"))
+    return Message(ROLES[role], _join_content(item.get("content"), where, between="\n"))
 
 
-def _content(content: Any, where: str, *, between: str) -> str:
+def _join_content(content: Any, where: str, *, between: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise DataError(f"{where}.content is {_format_value(content)}, not text or a list of parts")
-    return between.join(_text(part, where) for part in content)
+    return between.join(_part_text(part, where) for part in content)
 
 
-def _text(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (*TEXT_PARTS, "summary_text") or not isinstance(part.get("text"), str):
         raise DataError(f"{where} has a part of type {kind!r}: the policy reads text alone")
     return part["text"]
 
 
-def _tools(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Tool schemas in the shape of chat completions, which templates render; the strict flag is left out, as by Gym."""
+def _convert_tools(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield tool schemas in the shape of chat completions; like Gym, without the strict flag."""
     if value is None:
         return
     if not isinstance(value, list):
@@ -161,8 +165,18 @@ def _tools(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _format_value(value: Any) -> str:
-    """A value as an error shows it: short, and absent ones as missing."""
+    """Return a value as an error shows it: short, None as missing."""
     if value is None:
         return "missing"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refuse_rows(section: DatasetConfig, seed: int) -> Iterable[Row]:
+    """Raise ConfigError: the prompts of NeMo Gym's rows are made here, not by a processor."""
+    raise ConfigError("dataset_name", NEMO_GYM, "its rows are tasks of agents: they have prompts, no conversations")
+
+
+NEMO_GYM_DATASET = DatasetEntry(
+    DatasetConfig, make=_refuse_rows, check=check_data_file, env_name=NEMO_GYM, open_prompts=open_nemo_gym_prompts
+)

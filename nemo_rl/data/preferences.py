@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.data.sources import read_jsonl
+from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import DataError
 from nemo_rl.types import Message
 

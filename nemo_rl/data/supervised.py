@@ -1,4 +1,4 @@
-"""Conversations as token sequences of which the assistant's turns are learnt, and batches of them."""
+"""Supervised data: conversations whose assistant turns are trained on, their tokens, and batches of them."""
 
 import hashlib
 import logging
@@ -13,43 +13,32 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.data import DatasetConfig, resolve_dataset
 from nemo_rl.config.sft import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import SEED_STRIDE, make_unique_name
 from nemo_rl.data.loader import epoch_order
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format, parse_message
-from nemo_rl.data.sources import PRESETS, Row, apply_preset, load_rows, merge_sections
+from nemo_rl.data.rows import Row, convert_rows
+from nemo_rl.data.sources import load_rows
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, TokenizedMessage, TrainingBatch
 
 logger = logging.getLogger(__name__)
 
-QUESTION_ANSWER_FIELDS = (
-    ("input", "output"),
-    ("prompt", "response"),
-    ("prompt", "completion"),
-)  # fields of a question and its answer
-
-# What is learnt of data sets that are known by name, where it is not what a rollout is scored by.
-SFT_PRESETS: dict[str, DatasetConfig] = {
-    "OpenMathInstruct-2": DatasetConfig(output_key="generated_solution"),
-    "tulu3_sft_mixture": DatasetConfig(
-        dataset_name="huggingface", data_path="allenai/tulu-3-sft-mixture", split="train", name="tulu3_sft_mixture"
-    ),
-}
+QUESTION_ANSWER_FIELDS = (("input", "output"), ("prompt", "response"), ("prompt", "completion"))
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that end with the assistant's, each of whose turns is learnt."""
+    """Messages that end with the assistant's; every assistant message is trained on."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
-        """All before the last turn."""
+        """Return the messages before the last turn."""
         return self.messages[:-1]
 
 
@@ -62,16 +51,16 @@ class ConversationSet:
 
 
 def load_conversations(config: SFTDataConfig, run_seed: int) -> tuple[ConversationSet, tuple[ConversationSet, ...]]:
-    """The training blend, named "train", and the validation sets; seeds as in datasets.load_datasets.
+    """Return the training blend, named "train", and the validation sets; seeds as in datasets.load_datasets.
 
-    With `config.disjoint`, training rows that ask what a validation row asks are left out.
+    With `config.disjoint`, training conversations whose prompt occurs in a validation set are dropped.
     """
     train: list[ConversationSet] = []
     held_out: list[ConversationSet] = []
-    for index, (key, overrides) in enumerate(config.sets):
+    for index, (key, own) in enumerate(config.datasets):
         loaded = train if key.startswith("data.train") else held_out
         seed, taken = run_seed + SEED_STRIDE * index, {each.name for each in loaded}
-        loaded.append(_load(overrides, config.default, key=key, seed=seed, taken=taken))
+        loaded.append(_load_conversation_set(own, config.default, key=key, seed=seed, taken=taken))
     blend = [conversation for each in train for conversation in each.conversations]
     if config.disjoint:
         blend = _remove_held_out(blend, held_out)
@@ -79,62 +68,55 @@ def load_conversations(config: SFTDataConfig, run_seed: int) -> tuple[Conversati
 
 
 def read_conversations(rows: Sequence[Row], section: DatasetConfig, *, key: str) -> list[Conversation]:
-    """One conversation a row. Raises DataError naming the data set and the row for a row that cannot be read."""
-    row_format = make_row_format(section, key)
-    conversations = []
-    for index, row in enumerate(rows):
-        try:
-            conversations.append(_conversation(row, row_format, section))
-        except (DataError, KeyError, TypeError, ValueError) as error:
-            problem = f"has no field {error}" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"{key} ({section.dataset_name}): row {index}: {problem}") from error
-    return conversations
+    """Return one conversation per row; raises DataError naming the dataset and the row that cannot be read."""
+    row_format = make_row_format(section, key=key)
+    return convert_rows(
+        rows, lambda row: _read_conversation(row, row_format, section), f"{key} ({section.dataset_name})"
+    )
 
 
-def _load(overrides: DatasetConfig, default: DatasetConfig, *, key: str, seed: int, taken: set[str]) -> ConversationSet:
-    section = merge_sections(DatasetConfig(dataset_name=default.dataset_name), overrides)
-    section = merge_sections(SFT_PRESETS.get(section.dataset_name or "", DatasetConfig()), section)
-    if section.dataset_name in SFT_PRESETS and section.dataset_name not in PRESETS:
-        section = section.model_copy(update={"dataset_name": "huggingface"})
-    section = merge_sections(default, apply_preset(section))
+def _load_conversation_set(
+    own: DatasetConfig, default: DatasetConfig, *, key: str, seed: int, taken: set[str]
+) -> ConversationSet:
+    _, section = resolve_dataset(own, default, key=key, supervised=True)
     name = make_unique_name(section.name or str(section.dataset_name), taken)
     rows = load_rows(section, seed=seed if section.seed is None else section.seed, key=key)
     conversations = read_conversations(rows, section, key=key)
-    logger.info("%s: %d conversations of %s", key, len(conversations), name)
+    logger.info("%s: loaded %d conversations of %s", key, len(conversations), name)
     return ConversationSet(name, conversations * (section.repeat or 1))
 
 
-def _conversation(row: Row, row_format: RowFormat, section: DatasetConfig) -> Conversation:
+def _read_conversation(row: Row, row_format: RowFormat, section: DatasetConfig) -> Conversation:
     if "entry" in row and "task" in row:  # of reasoning_gym
-        return _from_pair(row["entry"]["question"], row["entry"]["answer"], row_format)
+        return _read_pair(row["entry"]["question"], row["entry"]["answer"], row_format)
     if section.input_key is None and "messages" in row:
-        return _from_messages(row, row_format)
+        return _read_messages(row, row_format)
     question, answer = _question_answer_fields(row, section)
-    return _from_pair(row[question], row[answer], row_format)
+    return _read_pair(row[question], row[answer], row_format)
 
 
 def _question_answer_fields(row: Row, section: DatasetConfig) -> tuple[str, str]:
-    """The fields with the question and with the answer; where the recipe names none, a pair that the row has."""
+    """Return the fields of question and answer; where the recipe names none, a known pair that the row has."""
     known = next(
         (pair for pair in QUESTION_ANSWER_FIELDS if pair[0] in row and pair[1] in row), QUESTION_ANSWER_FIELDS[0]
     )
     return section.input_key or known[0], section.output_key or known[1]
 
 
-def _from_pair(question: Any, answer: Any, row_format: RowFormat) -> Conversation:
+def _read_pair(question: Any, answer: Any, row_format: RowFormat) -> Conversation:
     for text in (question, answer):
         if not isinstance(text, str):
             raise DataError(f"{text!r} is {type(text).__name__}, not text")
     return Conversation((*row_format.messages(question), Message("assistant", answer)))
 
 
-def _from_messages(row: Row, row_format: RowFormat) -> Conversation:
-    """OpenAI messages; what follows the last assistant message answers nothing and is left out."""
+def _read_messages(row: Row, row_format: RowFormat) -> Conversation:
+    """Return the conversation of OpenAI messages up to the last assistant message."""
     messages = tuple(parse_message(item) for item in row["messages"])
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not messages:
-        raise DataError("the conversation has no message of the assistant, so there is nothing to learn")
+        raise DataError("the conversation has no assistant message, so there is nothing to train on")
     if row_format.prompt_text != PLACEHOLDER:
         raise DataError("prompt_file is for rows with a question, and this one has messages")
     if row_format.system_prompt is not None and messages[0].role != "system":
@@ -155,26 +137,29 @@ def _remove_held_out(train: list[Conversation], held_out: Sequence[ConversationS
     prompt_messages = {conversation.prompt_messages for each in held_out for conversation in each.conversations}
     kept = [conversation for conversation in train if conversation.prompt_messages not in prompt_messages]
     if not kept:
-        raise ConfigError("data.disjoint", True, "every training conversation asks what a validation set asks")
+        raise ConfigError("data.disjoint", True, "every training conversation has a prompt of a validation dataset")
     if len(kept) < len(train):
         logger.info(
-            "%d of %d training conversations are left out: they are validated on", len(train) - len(kept), len(train)
+            "dropped %d of %d training conversations whose prompt occurs in a validation dataset",
+            len(train) - len(kept),
+            len(train),
         )
     return kept
 
 
-PROMPT_CACHE_SIZE = 16_384  # whose tokens are kept while a set is encoded, since some sets ask the same again
+PROMPT_CACHE_SIZE = 16_384  # prompts whose tokens are kept while a set is encoded, since some sets repeat them
 REPORT_PERIOD_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupervisedSample:
-    """One conversation: its tokens, and which of them are learnt."""
+    """One conversation: its tokens, and which of them are trained on."""
 
     token_ids: np.ndarray  # [T] int32
-    token_mask: np.ndarray  # [T] bool; true on the assistant's tokens, the end of each turn included
+    token_mask: np.ndarray  # [T] bool; true on the assistant's tokens, including the end of each turn
 
     def truncate(self, max_tokens: int) -> "SupervisedSample":
+        """Return the first `max_tokens` tokens."""
         return SupervisedSample(self.token_ids[:max_tokens], self.token_mask[:max_tokens])
 
 
@@ -184,22 +169,22 @@ class SupervisedDataset:
 
     name: str
     samples: Sequence[SupervisedSample]
-    num_overlong: int = 0  # conversations of too many tokens: left out of the samples, or cut
-    num_dropped: int = 0  # those that were left out
+    num_overlong: int = 0  # conversations of too many tokens: dropped or truncated
+    num_dropped: int = 0  # those that were dropped
 
 
 def encode_conversation(encoder: ChatEncoder, conversation: Conversation) -> SupervisedSample:
-    """What a rollout of this conversation would hold, had the model written the assistant's messages itself.
+    """Return the tokens that a rollout of this conversation would have, had the model written the assistant's messages.
 
     Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
     """
     return _encode(encoder, conversation, lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
 
 
-def encode_set(
+def encode_conversations(
     encoder: ChatEncoder, loaded: ConversationSet, *, max_tokens: int, overlong: Literal["drop", "truncate"]
 ) -> SupervisedDataset:
-    """Encode a whole set; a conversation of more than `max_tokens` tokens is left out, or cut, and counted.
+    """Encode a whole set; a conversation of more than `max_tokens` tokens is dropped or truncated, and counted.
 
     Raises DataError when none is left, and as `encode_conversation` does.
     """
@@ -208,7 +193,7 @@ def encode_set(
     for number, conversation in enumerate(loaded.conversations):
         if time.monotonic() - reported_at > REPORT_PERIOD_S:
             reported_at = time.monotonic()
-            logger.info("%s: %d of %d conversations are encoded", loaded.name, number, len(loaded.conversations))
+            logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.conversations))
         sample = _encode(encoder, conversation, prompt_ids)
         if len(sample.token_ids) > max_tokens:
             num_overlong += 1
@@ -219,7 +204,7 @@ def encode_set(
         samples.append(sample)
     if num_overlong:
         logger.warning(
-            "%s: %d of %d conversations have more than %d tokens: %d are left out, %d cut",
+            "%s: %d of %d conversations have more than %d tokens: dropped %d, truncated %d",
             loaded.name, num_overlong, len(loaded.conversations), max_tokens, num_dropped, num_overlong - num_dropped,
         )  # fmt: skip
     if not samples:
@@ -227,8 +212,8 @@ def encode_set(
     return SupervisedDataset(loaded.name, samples, num_overlong, num_dropped)
 
 
-def supervised_batch(samples: Sequence[SupervisedSample]) -> TrainingBatch:
-    """The samples as a batch, right-padded, each a group of its own."""
+def make_supervised_batch(samples: Sequence[SupervisedSample]) -> TrainingBatch:
+    """Return the samples as a right-padded batch, each a group of its own."""
     lengths = np.array([len(sample.token_ids) for sample in samples])
     token_ids = np.zeros((len(samples), lengths.max()), dtype=np.int64)
     token_mask = np.zeros(token_ids.shape, dtype=np.float32)
@@ -250,7 +235,7 @@ def supervised_batch(samples: Sequence[SupervisedSample]) -> TrainingBatch:
 
 
 class SampleLoader:
-    """Hands out each sample once an epoch, in an order of the seed and the epoch; resumable to the exact place."""
+    """Samples in training order, each once per epoch, a function of seed and epoch; resumable to the exact sample."""
 
     def __init__(self, samples: Sequence[SupervisedSample], *, shuffle: bool, seed: int, max_epochs: int) -> None:
         self._samples = samples
@@ -258,26 +243,28 @@ class SampleLoader:
         self._seed = seed
         self._end = max_epochs * len(samples)
         self._consumed = 0
-        self._order: tuple[int, Sequence[int]] = (0, self._order_of(0))
+        self._order: tuple[int, Sequence[int]] = (0, self._epoch_order(0))
         self._fingerprint = _fingerprint(samples, shuffle=shuffle, seed=seed)
 
     @property
     def data_exhausted(self) -> bool:
+        """Return whether `take` has nothing left."""
         return self._consumed >= self._end
 
     def take(self, count: int) -> list[SupervisedSample]:
-        """The next `count` samples, on into the next epoch; fewer at the end of the last one, none after it."""
+        """Return the next `count` samples, across epochs; fewer at the end of the last epoch, none after it."""
         stop = min(self._consumed + count, self._end)
         taken = [self._at(position) for position in range(self._consumed, stop)]
         self._consumed = stop
         return taken
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
         epoch = self._consumed // len(self._samples)
         return {"consumed_prompts": self._consumed, "epoch": epoch, "data": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; raises DataError when the samples, their order or the seed differ."""
+        """Resume from `state_dict`; raises DataError when the samples, their order or the seed differ."""
         if state["data"] != self._fingerprint:
             raise DataError(
                 "the checkpoint was made with other training conversations, tokens, another seed or data.shuffle"
@@ -287,10 +274,10 @@ class SampleLoader:
     def _at(self, position: int) -> SupervisedSample:
         epoch, offset = divmod(position, len(self._samples))
         if self._order[0] != epoch:
-            self._order = (epoch, self._order_of(epoch))
+            self._order = (epoch, self._epoch_order(epoch))
         return self._samples[self._order[1][offset]]
 
-    def _order_of(self, epoch: int) -> Sequence[int]:
+    def _epoch_order(self, epoch: int) -> Sequence[int]:
         return epoch_order(len(self._samples), epoch, shuffle=self._shuffle, seed=self._seed)
 
 
@@ -311,7 +298,7 @@ def _encode(encoder: ChatEncoder, conversation: Conversation, prompt_ids: Any) -
         parts += [(context, False), (answer.token_ids, True)]
         waiting = []
     token_ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
-    return SupervisedSample(token_ids, np.repeat([learnt for _, learnt in parts], [len(ids) for ids, _ in parts]))
+    return SupervisedSample(token_ids, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
 
 
 def _fingerprint(samples: Sequence[SupervisedSample], *, shuffle: bool, seed: int) -> str:

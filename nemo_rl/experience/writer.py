@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.data.sources import encode_json_line
+from nemo_rl.data.rows import encode_json_line
 from nemo_rl.types import TokenizedMessage, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -266,7 +266,7 @@ def run_identity(
     return {
         "data": {"digest": tasks.digest},  # alike: tasks can be compared one by one
         "config": {
-            "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.sets],
+            "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.datasets],
             "env": {name: _identity_values(section) for name, section in config.env.items()},
             "scorers": {name: _identity_values(section) for name, section in config.scorers.items()},
             "gateway": {name: getattr(config.gateway, name) for name in ("tool_parser", "reasoning_parser")},

@@ -17,7 +17,7 @@ from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
 from nemo_rl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.supervised import ConversationSet, SampleLoader, encode_set
+from nemo_rl.data.supervised import ConversationSet, SampleLoader, encode_conversations
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.launch.model_names import checkpoint_weights, quickstart_model
 from nemo_rl.observability.loggers import CompositeLogger
@@ -79,7 +79,8 @@ async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interr
     train, _ = quickstart_prompts()
     _check(interrupt)
     conversation_set = ConversationSet("spellings", spellings(train.prompts, recipe))
-    samples = encode_set(ChatEncoder(tokenizer), conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
+    encoder = ChatEncoder(tokenizer)
+    samples = encode_conversations(encoder, conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
     _check(interrupt)
     config = _config(recipe, str(scratch / "fresh"))
     policy = LocalPolicy(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.data.sources import encode_json_line, read_jsonl
+from nemo_rl.data.rows import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.scoring import PromptKey, rescore_rollouts
 from nemo_rl.launch.dependencies import open_scorers

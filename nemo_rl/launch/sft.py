@@ -13,7 +13,13 @@ from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.supervised import ConversationSet, SampleLoader, SupervisedDataset, encode_set, load_conversations
+from nemo_rl.data.supervised import (
+    ConversationSet,
+    SampleLoader,
+    SupervisedDataset,
+    encode_conversations,
+    load_conversations,
+)
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.interfaces import Logger
 from nemo_rl.launch.models import resolve_model
@@ -85,7 +91,7 @@ def load_sft_inputs(
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
     encoder.check()
     encoded = [
-        encode_set(encoder, each, max_tokens=config.max_tokens, overlong=config.data.overlong)
+        encode_conversations(encoder, each, max_tokens=config.max_tokens, overlong=config.data.overlong)
         for each in (train, *validation)
     ]
     return SFTInputs(tokenizer, encoded[0], tuple(encoded[1:]))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data.supervised import SupervisedSample, supervised_batch
+from nemo_rl.data.supervised import SupervisedSample, make_supervised_batch
 from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.types import TrainingBatch
@@ -44,7 +44,7 @@ def conversations() -> TrainingBatch:
         places = np.arange(length)
         mask = ((places >= 2) & (places < 4)) | (places >= length - 2)
         samples.append(SupervisedSample(draws.integers(3, VOCABULARY, length).astype(np.int32), mask))
-    return supervised_batch(samples)
+    return make_supervised_batch(samples)
 
 
 def huggingface(path: Path, batch: TrainingBatch) -> tuple[float, dict[str, torch.Tensor]]:

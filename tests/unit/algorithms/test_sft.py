@@ -15,7 +15,7 @@ from nemo_rl.algorithms.sft import SFTRun, train_sft, validate
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, supervised_batch
+from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
 from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.metric_names import find_undocumented
@@ -41,7 +41,7 @@ def samples(count: int, *, seed: int = 0) -> list[SupervisedSample]:
 
 
 def test_loss_is_the_mean_over_all_learnt_tokens() -> None:
-    batch = supervised_batch([SupervisedSample(np.zeros(4, dtype=np.int32), np.array([False, True, True, False]))])
+    batch = make_supervised_batch([SupervisedSample(np.zeros(4, dtype=np.int32), np.array([False, True, True, False]))])
     scores = TokenScores(torch.tensor([[0.0, -1.0, -2.0, -4.0]]))
     loss, _ = NegativeLogLikelihood()(scores, batch, Normalizer(num_valid_tokens=2, num_valid_trajectories=1))
     assert loss.item() == 1.5
@@ -155,7 +155,7 @@ def test_validation_loss_is_over_all_tokens_of_the_first_batches(
         policy = runs.policy(config)
         run: Any = type("Run", (), {"config": config, "policy": policy, "interrupt": Interrupt(),
                                     "validation": (SupervisedDataset("held", held),)})  # fmt: skip
-        batch = supervised_batch(held[:num_samples])
+        batch = make_supervised_batch(held[:num_samples])
         try:
             logprobs = await policy.logprobs(batch)
             return (await validate(run))["loss"], float(-logprobs.sum() / batch["token_mask"].sum())

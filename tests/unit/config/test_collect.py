@@ -85,7 +85,7 @@ def test_data_parallelism_is_the_engines_own_option() -> None:
         (["collect.chunk=half"], "a chunk looks like 0/4"),
         (["collect.max_attempts=255"], "collect.max_attempts"),
         (["logger.wandb_enabled=true"], "logger.wandb_enabled"),
-        (["data.input=[]"], "data.input = .*must name a data set"),
+        (["data.input=[]"], "data.input = .*must name a dataset"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_key(overrides: list[str], expected: str) -> None:

@@ -125,11 +125,11 @@ def test_rules_enter_lists(load: Load) -> None:
         data:
           train:
           - {dataset_name: gsm8k, processor: math_hf_data_processor}
-          - {dataset_name: gsm8k, processor: my.own, split_validation_size: 0}
+          - {dataset_name: gsm8k, processor: json.loads, split_validation_size: 0}
         """
     )
     assert isinstance(config.data.train, list)
-    assert [one.processor for one in config.data.train] == [None, "my.own"]
+    assert [one.processor for one in config.data.train] == [None, "json.loads"]
 
 
 def test_response_dataset_is_read_by_its_path(load: Load, tmp_path_factory: pytest.TempPathFactory) -> None:

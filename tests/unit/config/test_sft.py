@@ -51,7 +51,7 @@ def test_a_recipe_of_nemo_rl_is_read(recipe: Path, caplog: pytest.LogCaptureFixt
     assert config.sft.val_micro_batch_size == config.val_micro_batch_size == 1
     assert config.checkpointing.metric_name == "val:loss"
     assert config.max_tokens == 1024
-    assert [each.dataset_name for _, each in config.data.sets] == ["jsonl", "jsonl"]
+    assert [each.dataset_name for _, each in config.data.datasets] == ["jsonl", "jsonl"]
     assert "policy.generation" in caplog.text
     assert "samples nothing" in caplog.text
 
@@ -72,6 +72,7 @@ def test_what_is_shown_reads_as_the_same(recipe_name: str, tmp_path: Path) -> No
         ("data.train.data_path=none.jsonl", r"data\.train\.data_path = 'none\.jsonl': no such file"),
         ("++data.train.env_name=math", r"data\.train\.env_name = 'math': supervised training does not read it"),
         ("++data.overlong=cut", r"data\.overlong"),
+        ("data.train.dataset_name=nemo_gym", r"data\.train\.dataset_name = 'nemo_gym': .*tasks of agents"),
         ("checkpointing.metric_name=val:accuracy", r"no such metric"),
         ("checkpointing.higher_is_better=true", r"val:loss is better when it is lower"),
         ("~data.validation", r"needs a dataset in data\.validation"),

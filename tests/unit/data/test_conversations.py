@@ -75,7 +75,7 @@ def test_calls_and_tools_are_kept_and_what_nobody_answers_is_left_out(tmp_path: 
     [
         ({"question": "2+2"}, "has no field 'input'"),
         ({"input": "2+2", "output": 4}, "4 is int, not text"),
-        ({"messages": [{"role": "user", "content": "2+2"}]}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": "2+2"}]}, "no assistant message"),
         ({"messages": [{"role": "assistant", "content": "hello"}]}, "nothing opens its turn"),
         ({"messages": [{"role": "robot", "content": "hello"}]}, "no message with a role"),
     ],

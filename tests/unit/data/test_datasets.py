@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.registries import DATASETS
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import check_prompt_lengths, load_datasets
 from nemo_rl.errors import ConfigError, DataError
@@ -113,6 +114,28 @@ def test_unknown_data_set_lists_the_nearest_known_one():
         prompts_of(DatasetConfig(dataset_name="json"))
     with pytest.raises(ConfigError, match=r"known: .*AIME2024.*reasoning_gym"):
         prompts_of(DatasetConfig())
+
+
+def test_registered_name_is_found():
+    DATASETS.register("counted")(rows_of)
+    assert [p.messages[0].content for p in prompts_of(DatasetConfig(dataset_name="counted", size=1))] == ["5 None 0"]
+    del DATASETS.registered["counted"]
+    with pytest.raises(ValueError, match="registered already"):
+        DATASETS.register("jsonl")(rows_of)
+
+
+def test_dataset_of_ones_own_reads_its_kwargs(monkeypatch):
+    def repeat(section: DatasetConfig, seed: int):
+        return [{"input": section.kwargs["text"], "output": seed}] * section.kwargs["times"]
+
+    monkeypatch.setitem(DATASETS.registered, "repeated", repeat)
+    section = DatasetConfig(dataset_name="repeated", kwargs={"text": "hello", "times": 2})
+    assert [p.messages[0].content for p in prompts_of(section)] == ["hello", "hello"]
+
+
+def test_dotted_path_to_no_function_is_refused():
+    with pytest.raises(ConfigError, match=r"must be a function \(section, seed\) -> rows, not str"):
+        prompts_of(DatasetConfig(dataset_name="string.digits"))
 
 
 def test_dotted_path_names_a_function_of_rows():

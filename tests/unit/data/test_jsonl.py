@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from nemo_rl.data.sources import encode_json_line, read_jsonl
+from nemo_rl.data.rows import encode_json_line, read_jsonl
 
 HALF_PAIRS = "high \ud83d, low \ude00 \\ud83d"
 

@@ -79,7 +79,7 @@ def test_items_of_a_conversation_become_messages_and_tools_those_of_templates(se
         ("{", "no valid JSON"),
         ({"agent_ref": MATH}, "responses_create_params is missing, not an object"),
         ({"responses_create_params": "x", "agent_ref": MATH}, "responses_create_params is 'x', not an object"),
-        ({"responses_create_params": {"input": "x"}}, r"agent_ref is missing, .* \(agent_name of the data set"),
+        ({"responses_create_params": {"input": "x"}}, r"agent_ref is missing, .* \(agent_name of the dataset"),
         (row(agent={"type": "a"}), "agent_ref is {'type': 'a'}, not an object with the name"),
         (row(agent="math"), "agent_ref is 'math', not an object"),
         (row(input=None), "input is missing, not text or a list"),
@@ -106,14 +106,14 @@ def test_what_the_policy_would_refuse_is_dropped_with_one_note(section, caplog) 
     assert kept == [{"input", "temperature"}, {"input", "temperature"}, {"input", "tool_choice"}]
     notes = [record.message for record in caplog.records if "dropped" in record.message]
     assert notes == [
-        "nemo_gym: tool_choice, top_logprobs of responses_create_params dropped: the policy decides what it samples"
+        "nemo_gym: dropped tool_choice, top_logprobs of responses_create_params: the policy decides what it samples"
     ]
 
 
 def test_a_file_without_rows_and_a_section_without_file_are_refused(section) -> None:
-    with pytest.raises(DataError, match=r"data\.train: .*rows\.jsonl has no rows"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*rows\.jsonl has no rows"):
         train_set(section(""))
-    with pytest.raises(ConfigError, match=r"data\.train\.data_path"):
+    with pytest.raises(ConfigError, match=r"data\.train\.0\.data_path"):
         train_set(DatasetConfig(dataset_name="nemo_gym"))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data.blend import RowFile
+from nemo_rl.data.rows import RowFile
 from nemo_rl.errors import DataError
 
 TEXT = '{"a": 1}\n\n{"a": 2}\r\n  \n{"a": "ü"}'

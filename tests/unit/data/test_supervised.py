@@ -13,8 +13,8 @@ from nemo_rl.data.supervised import (
     SampleLoader,
     SupervisedSample,
     encode_conversation,
-    encode_set,
-    supervised_batch,
+    encode_conversations,
+    make_supervised_batch,
 )
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, TokenizedMessage, ToolCall
@@ -130,14 +130,14 @@ def talks(*answers: str) -> ConversationSet:
 def test_overlong_conversations_are_left_out_or_cut_and_counted() -> None:
     encoder = ChatEncoder(byte_tokenizer("zephyr"))
     length = len(encode_conversation(encoder, talks("abc").conversations[0]).token_ids)
-    dropped = encode_set(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="drop")
+    dropped = encode_conversations(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="drop")
     assert [len(sample.token_ids) for sample in dropped.samples] == [length, length - 1]
     assert (dropped.num_overlong, dropped.num_dropped) == (1, 1)
-    cut = encode_set(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="truncate")
+    cut = encode_conversations(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="truncate")
     assert [len(sample.token_ids) for sample in cut.samples] == [length, length, length - 1]
     assert (cut.num_overlong, cut.num_dropped) == (1, 0)
     with pytest.raises(DataError, match="no conversation has at most 5 tokens"):
-        encode_set(encoder, talks("abc"), max_tokens=5, overlong="truncate")  # cut before its answer: nothing to learn
+        encode_conversations(encoder, talks("abc"), max_tokens=5, overlong="truncate")  # cut before its answer
 
 
 def sample_of(*token_ids: int) -> SupervisedSample:
@@ -145,7 +145,7 @@ def sample_of(*token_ids: int) -> SupervisedSample:
 
 
 def test_batch_is_padded_and_every_sample_counts_alone() -> None:
-    batch = supervised_batch([sample_of(5, 6, 7), sample_of(8, 9, 10, 11)])
+    batch = make_supervised_batch([sample_of(5, 6, 7), sample_of(8, 9, 10, 11)])
     assert batch["token_ids"].tolist() == [[5, 6, 7, 0], [8, 9, 10, 11]]
     assert batch["token_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1]]
     assert batch["lengths"].tolist() == [3, 4]
