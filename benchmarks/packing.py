@@ -24,17 +24,15 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.policy.fsdp2.training import FSDP2Trainer
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import (
-    ALGORITHMS,
     MicroBatching,
     PackedTokens,
     PaddedTokens,
     SampleCount,
-    first_fit_decreasing,
-    pack_for_ranks,
 )
-from nemo_rl.policy.training import Trainer
+from nemo_rl.policy.packing import ALGORITHMS, first_fit_decreasing, pack_for_ranks
 
 RECORDED = Path(__file__).parent / "rollout_lengths.json"
 FILL_BAR, SPEED_BAR = 0.97, 1.5
@@ -109,14 +107,14 @@ def batch_of(lengths: Sequence[int], vocabulary: int) -> TensorDict:
     )
 
 
-def trainer(model: Qwen2ForCausalLM, batching: MicroBatching) -> Trainer:
+def trainer(model: Qwen2ForCausalLM, batching: MicroBatching) -> FSDP2Trainer:
     module = CausalLogprobs(
         copy.deepcopy(model),
         temperature=1.0,
         chunk_size=1024,
         packing_key="packing" if isinstance(batching, PackedTokens) else None,
     )
-    return Trainer(
+    return FSDP2Trainer(
         module=module,
         device=torch.device("cpu"),
         optimizer=torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True),

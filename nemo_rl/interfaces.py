@@ -300,8 +300,9 @@ class Metric:
     reduction: Literal["sum", "count", "min", "max"] = "sum"
 
 
+@runtime_checkable
 class LossFn(Protocol):
-    """A scalar of what the current weights say; pure, and knows nothing of micro-batches or ranks."""
+    """A scalar function of what the current weights say; pure, and unaware of micro-batches and ranks."""
 
     @property
     def required_keys(self) -> frozenset[str]:
@@ -320,8 +321,9 @@ class LossFn(Protocol):
         ...
 
 
+@runtime_checkable
 class AdvantageEstimator(Protocol):
-    """Advantages from rewards; one a trajectory or one a token."""
+    """Advantages from rewards or from teachers; one a trajectory or one a token."""
 
     @property
     def required_keys(self) -> frozenset[str]: ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantages import TrajectoryIndex
+from nemo_rl.algorithms.advantages import TrajectoryIndex, clip_advantages
 from nemo_rl.algorithms.rewards import Penalties, StepFaults, filter_overlong, transform_rewards
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.experience.assembly import TrajectoryKey, assemble_batch
@@ -140,7 +140,9 @@ def estimate_advantages(config: GRPORunConfig, estimator: AdvantageEstimator, ba
     """Take out sequences whose log-probs disagree, add the advantages; metrics of the batch."""
     threshold = config.grpo.seq_logprob_error_threshold
     metrics = {} if threshold is None else mask_logprob_errors(batch, threshold)
-    batch[keys.ADVANTAGES] = estimator(batch)
+    batch[keys.ADVANTAGES] = clip_advantages(
+        estimator(batch), config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    )
     if batch.get(keys.ADVANTAGE_OVERRIDE, None) is not None:
         override = batch[keys.ADVANTAGE_OVERRIDE]
         batch[keys.ADVANTAGES] = torch.where(override.isnan(), batch[keys.ADVANTAGES], override)

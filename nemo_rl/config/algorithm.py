@@ -1,9 +1,10 @@
 """`grpo` and `distillation`: sizes, schedule and validation, and what each has of its own, under NeMo-RL's names."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
+from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS
 from nemo_rl.config.section import Section
 
 
@@ -52,13 +53,24 @@ class RewardShapingConfig(Section):
 
 
 class AdvantageEstimatorConfig(Section):
-    """How rewards become advantages."""
+    """Base of all sections of `grpo.adv_estimator`; each estimator has its own in algorithms/estimators.py."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"  # opd: of teachers, not of rewards
-    normalize_rewards: bool = True  # divide by the group's standard deviation
-    use_leave_one_out_baseline: bool = False
-    minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean
-    reward_weights: dict[str, float] = Field(default_factory=dict)  # gdpo: by reward name; 1 where not named
+    name: str  # "grpo", "gdpo", ..., or the dotted path of an estimator of one's own
+
+    @property
+    def uses_teachers(self) -> bool:
+        """Return whether the estimator reads the teachers' log-probs."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the estimator reads a frozen reference policy for more than the loss's KL in the reward."""
+        return False
+
+    @property
+    def compares_group(self) -> bool:
+        """Return whether rollouts of a group are compared, so that training needs several survivors of each."""
+        return True
 
 
 class AsyncRolloutsConfig(Section):
@@ -105,7 +117,9 @@ class RolloutTrainingConfig(Section):
 class GRPOConfig(RolloutTrainingConfig):
     """Group-relative policy optimization (arXiv 2402.03300) and its relatives."""
 
-    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
+    adv_estimator: Annotated[SerializeAsAny[AdvantageEstimatorConfig], ADVANTAGE_ESTIMATORS] = Field(
+        default_factory=ADVANTAGE_ESTIMATORS.new
+    )
     advantage_clip_low: float | None = None
     advantage_clip_high: float | None = None
     invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs

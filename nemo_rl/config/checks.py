@@ -21,9 +21,7 @@ def check_async(config: TrainingRunConfig) -> None:
 
     Distillation needs no correction: its loss compares distributions at whatever tokens were sampled.
     """
-    if not config.algorithm.background.enabled or not isinstance(config, GRPORunConfig):
-        return
-    if not config.loss_fn.use_importance_sampling_correction:
+    if config.algorithm.background.enabled and not config.loss_fn.tolerates_stale_samples:
         raise ConfigError(
             "loss_fn.use_importance_sampling_correction",
             False,
@@ -102,13 +100,13 @@ def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
 def uses_teachers(config: TrainingRunConfig) -> bool:
     """Return whether any part of the algorithm queries a teacher."""
     if isinstance(config, GRPORunConfig):
-        return config.grpo.adv_estimator.name == "opd"
+        return config.grpo.adv_estimator.uses_teachers
     return isinstance(config, DistillationRunConfig)
 
 
 def uses_cross_tokenizer(config: TrainingRunConfig) -> TypeGuard[DistillationRunConfig]:
     """Return whether teachers are queried in tokens of their own tokenizer."""
-    return isinstance(config, DistillationRunConfig) and config.loss_fn.cross_tokenizer.enabled
+    return isinstance(config, DistillationRunConfig) and config.loss_fn.token_matching is not None
 
 
 def check_teachers(config: TrainingRunConfig) -> None:

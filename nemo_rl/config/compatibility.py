@@ -226,6 +226,7 @@ RULES: tuple[Rule, ...] = (
     defaulted("grpo.reward_shaping", None),
     defaulted("grpo.reward_scaling", None),
     defaulted("grpo.adv_estimator", None),
+    defaulted("grpo.adv_estimator.reward_weights", {}),
     defaulted("reward_penalties", None),
     defaulted("reward_penalties.token_ids", None),
     defaulted("reward_penalties.token_ids.unwanted", None),
@@ -341,6 +342,47 @@ SFT_RULES: tuple[Rule, ...] = (
     defaulted("data.*.system_prompt", None),
     *RULES,
 )
+
+
+# NeMo-RL's switches of `loss_fn`: the loss that each turns on (none of them: ppo), and the options that it excludes.
+_RATIO_OPTIONS = ("force_on_policy_ratio", "ratio_clip_c")
+LOSS_SWITCHES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "use_cispo": ("cispo", _RATIO_OPTIONS),
+    "disable_ppo_ratio": ("reinforce", _RATIO_OPTIONS),
+    "sequence_level_importance_ratios": ("gspo", ()),
+}
+
+
+def translate_loss_switches(config: dict[str, Any]) -> None:
+    """Write NeMo-RL's switches of `loss_fn` as its type, in place; raises ConfigError where they contradict it."""
+    loss = config.get("loss_fn")
+    if not isinstance(loss, dict):
+        return
+    switches = {name: loss.pop(name) for name in LOSS_SWITCHES if name in loss}
+    _check_loss_switches(switches, loss)
+    for switch in (name for name, is_on in switches.items() if is_on and "type" not in loss):
+        loss["type"] = LOSS_SWITCHES[switch][0]
+        if loss["type"] == "gspo" and loss.get("token_level_loss", True):
+            problem = f"{switch} (GSPO) needs false: one ratio a sequence"
+            raise ConfigError("loss_fn.token_level_loss", True, problem)
+
+
+def _check_loss_switches(switches: dict[str, Any], loss: dict[str, Any]) -> None:
+    """Raise ConfigError for switches that exclude each other, an option of the loss, or its type."""
+    for switch, is_on in switches.items():
+        if not isinstance(is_on, bool):
+            raise ConfigError(f"loss_fn.{switch}", is_on, "must be true or false")
+        loss_type, excluded = LOSS_SWITCHES[switch]
+        others = {name: value for name, value in switches.items() if name != switch}
+        others |= {name: loss[name] for name in excluded if name in loss}
+        for name, value in others.items():
+            if is_on and value:
+                allowed = "null" if name == "ratio_clip_c" else "false"
+                raise ConfigError(f"loss_fn.{name}", value, f"has no meaning with loss_fn.{switch}; allowed: {allowed}")
+        named = loss.get("type")
+        if named is not None and is_on != (named == loss_type):
+            problem = f"contradicts loss_fn.type: {named}; write loss_fn.type alone"
+            raise ConfigError(f"loss_fn.{switch}", is_on, problem)
 
 
 def current_key(key: str) -> str:

@@ -22,6 +22,7 @@ from nemo_rl.config.compatibility import (
     normalize_dataset_names,
     normalize_metric_name,
     remove_unsupported_keys,
+    translate_loss_switches,
 )
 from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation, rename_legacy_keys
 from nemo_rl.config.keys import Path as KeyPath
@@ -131,6 +132,7 @@ def read_config(
 def translate_nemo_rl_keys(resolved: dict[str, Any]) -> None:
     """Translate NeMo-RL's keys and names, in place."""
     remove_unsupported_keys(resolved)
+    translate_loss_switches(resolved)
     normalize_dataset_names(resolved)
 
 

@@ -1,13 +1,59 @@
-"""`loss_fn`: policy-gradient losses, and that of distillation, under NeMo-RL's names. Formulas: docs/losses.md."""
+"""Base sections of `loss_fn`: what every loss answers, and the keys that all policy-gradient losses share.
 
-from typing import Literal
+Each loss has its own section, check and factory in nemo_rl/losses/. Formulas: docs/losses.md.
+"""
+
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.config.section import Section
 
 
+class CrossTokenizerConfig(Section):
+    """A teacher whose tokenizer differs from the student's (docs/cross_tokenizer.md)."""
+
+    enabled: bool = False
+    matching: Literal["prefix", "identical"] = "prefix"  # by the bytes that tokens begin with; identical: GOLD and ULD
+    unmatched_weight: float = Field(default=1.0, ge=0)  # identical: weight of the sorted L1 distance
+
+
 class LossConfig(Section):
+    """Base of all sections of `loss_fn`; other packages ask a loss through these properties, never by its name."""
+
+    type: str  # "ppo", "distillation", ..., or the dotted path of a loss of one's own
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the loss, or a KL that it adds to the reward, reads a frozen reference policy."""
+        return False
+
+    @property
+    def uses_prev_logprobs(self) -> bool:
+        """Return whether a batch of several optimizer steps needs `prev_logprobs`; without them lp_prev is lp."""
+        return False
+
+    @property
+    def tolerates_stale_samples(self) -> bool:
+        """Return whether samples of older weights may be trained on."""
+        return True
+
+    @property
+    def reward_kl(self) -> "PolicyGradientLossConfig | None":
+        """Return the KL penalty that advantage estimators subtract from the reward, if there is one."""
+        return None
+
+    @property
+    def token_matching(self) -> CrossTokenizerConfig | None:
+        """Return how tokens of a teacher's own tokenizer are matched; None: it shares the student's."""
+        return None
+
+
+class PolicyGradientLossConfig(LossConfig):
+    """Keys of all policy-gradient losses; NeMo-RL's recipes set them whatever the loss is."""
+
+    is_sequence_level: ClassVar[bool] = False  # all tokens of a sequence share one ratio and one sampling weight
+
     reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
@@ -19,9 +65,6 @@ class LossConfig(Section):
     ratio_clip_max: float = Field(default=0.2, ge=0)
     ratio_clip_c: float | None = Field(default=None, gt=1)  # dual clip
     token_level_loss: bool = True
-    sequence_level_importance_ratios: bool = False  # GSPO
-    use_cispo: bool = False
-    disable_ppo_ratio: bool = False  # REINFORCE, RLOO
     force_on_policy_ratio: bool = False
 
     use_importance_sampling_correction: bool = False
@@ -31,19 +74,22 @@ class LossConfig(Section):
 
     positive_example_nll_weight: float = Field(default=0.0, ge=0)  # VAPO
 
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a KL to the reference policy has a weight."""
+        return self.reference_policy_kl_penalty > 0
 
-class CrossTokenizerConfig(Section):
-    """A teacher whose tokens are others than the student's (docs/cross_tokenizer.md)."""
+    @property
+    def uses_prev_logprobs(self) -> bool:
+        """Return whether the ratio is against `prev_logprobs`."""
+        return not self.force_on_policy_ratio
 
-    enabled: bool = False
-    matching: Literal["prefix", "identical"] = "prefix"  # by the bytes that tokens begin with; identical: GOLD and ULD
-    unmatched_weight: float = Field(default=1.0, ge=0)  # identical: of the sorted L1 distance beside the divergence
+    @property
+    def tolerates_stale_samples(self) -> bool:
+        """Return whether importance weights correct for the weights that samples come from."""
+        return self.use_importance_sampling_correction
 
-
-class DistillationLossConfig(Section):
-    """A divergence of the student's next-token distributions from the teacher's, over its most likely tokens."""
-
-    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
-    mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)  # mixed: of forward; reverse has the rest
-    zero_outside_topk: bool = False  # the teacher gives no probability to other tokens; else both are renormalised
-    cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig()
+    @property
+    def reward_kl(self) -> "PolicyGradientLossConfig | None":
+        """Return this section where its KL belongs to the reward."""
+        return self if self.use_kl_in_reward and self.reference_policy_kl_penalty > 0 else None

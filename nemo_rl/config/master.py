@@ -7,9 +7,9 @@ from pydantic import Field, SerializeAsAny
 from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RewardPenaltiesConfig, RolloutTrainingConfig
 from nemo_rl.config.data import BaseDataConfig, DataConfig
 from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, ScorerConfig
-from nemo_rl.config.loss import DistillationLossConfig, LossConfig
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
-from nemo_rl.config.registries import ENVIRONMENTS, SCORERS, WEIGHT_TRANSPORTS
+from nemo_rl.config.registries import DISTILLATION_LOSSES, ENVIRONMENTS, LOSSES, SCORERS, WEIGHT_TRANSPORTS
 from nemo_rl.config.run import (
     CheckpointingConfig,
     ClusterConfig,
@@ -55,6 +55,7 @@ class TrainingRunConfig(RolloutRunConfig):
     policy: RolloutPolicyConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    loss_fn: SerializeAsAny[LossConfig]
     weight_sync: Annotated[SerializeAsAny[WeightSyncConfig], WEIGHT_TRANSPORTS] = Field(
         default_factory=WEIGHT_TRANSPORTS.new
     )
@@ -103,7 +104,7 @@ class GRPORunConfig(TrainingRunConfig):
     algorithm_key: ClassVar[str] = "grpo"
 
     grpo: GRPOConfig
-    loss_fn: LossConfig = LossConfig()
+    loss_fn: Annotated[SerializeAsAny[LossConfig], LOSSES] = Field(default_factory=LOSSES.new)
     reward_penalties: RewardPenaltiesConfig = RewardPenaltiesConfig()
 
     @property
@@ -112,12 +113,12 @@ class GRPORunConfig(TrainingRunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        return self.loss_fn.reference_policy_kl_penalty > 0
+        return self.loss_fn.needs_reference or self.grpo.adv_estimator.needs_reference
 
     @property
     def min_group_size(self) -> int:
         """With opd a teacher and no reward decides what to learn, so a single rollout suffices."""
-        return 1 if self.grpo.adv_estimator.name == "opd" else super().min_group_size
+        return super().min_group_size if self.grpo.adv_estimator.compares_group else 1
 
 
 class DistillationRunConfig(TrainingRunConfig):
@@ -126,7 +127,7 @@ class DistillationRunConfig(TrainingRunConfig):
     algorithm_key: ClassVar[str] = "distillation"
 
     distillation: DistillationConfig = DistillationConfig()
-    loss_fn: DistillationLossConfig = DistillationLossConfig()
+    loss_fn: Annotated[SerializeAsAny[LossConfig], DISTILLATION_LOSSES] = Field(default_factory=DISTILLATION_LOSSES.new)
 
     @property
     def algorithm(self) -> DistillationConfig:

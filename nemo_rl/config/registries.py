@@ -1,19 +1,26 @@
 """The kinds of this project with their built-in entries: where everything pluggable is found."""
 
+from dataclasses import replace
+
 from nemo_rl.config.kinds import Kind
 
 LOSSES = Kind(
     noun="a loss",
     name_key="type",
-    built_in={},
-    adapter="nemo_rl.losses.custom:adapt_loss",
+    built_in={
+        name: f"nemo_rl.losses.{name}:{name.upper()}" for name in ("ppo", "cispo", "gspo", "reinforce", "distillation")
+    },
+    adapter="nemo_rl.losses.make:adapt_loss",
     default="ppo",
 )
+DISTILLATION_LOSSES = replace(LOSSES, default="distillation")  # the same entries
 ADVANTAGE_ESTIMATORS = Kind(
     noun="an advantage estimator",
     name_key="name",
-    built_in={},
-    adapter="nemo_rl.algorithms.advantages:adapt_estimator",
+    built_in={
+        name: f"nemo_rl.algorithms.estimators:{name.upper()}" for name in ("grpo", "gdpo", "reinforce_plus_plus", "opd")
+    },
+    adapter="nemo_rl.algorithms.estimators:adapt_estimator",
     default="grpo",
 )
 ENGINES = Kind(

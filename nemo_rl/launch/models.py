@@ -22,8 +22,7 @@ from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.launch.model_names import checkpoint_weights, quickstart_model
 from nemo_rl.observability.loggers import CompositeLogger
 from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.fsdp2 import LocalPolicy
-from nemo_rl.policy.ranks import PolicyThread
+from nemo_rl.policy.local import LocalPolicy, PolicyThread
 from nemo_rl.quickstart.models import (
     Recipe,
     make_model,

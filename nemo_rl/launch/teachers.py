@@ -29,11 +29,12 @@ from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import Teacher
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.rollouts import Inputs, make_validator
-from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss
+from nemo_rl.losses.make import LossContext
+from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
 from nemo_rl.policy.hf_model import load_config
-from nemo_rl.policy.megatron.checks import check_model
-from nemo_rl.policy.sharding import check_tensor_parallel
-from nemo_rl.policy.teacher import LocalTeacher, ServedTeacher
+from nemo_rl.policy.local import LocalTeacher
+from nemo_rl.policy.megatron.backend import check_model
+from nemo_rl.policy.served_teacher import ServedTeacher
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import Reservation
@@ -166,10 +167,10 @@ async def _open_teacher(
         teacher = LocalTeacher(section, **arguments)
         stack.push_async_callback(teacher.close)
         return teacher
-    from nemo_rl.policy.group import TeacherGroup  # loads Ray
+    from nemo_rl.policy.worker_group import TeacherWorkerGroup  # loads Ray
 
     slots = [reservation.slot(slot) for slot in layout.teachers[key]]
-    group = await TeacherGroup.create(
+    group = await TeacherWorkerGroup.create(
         section, slots=slots, timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, **arguments
     )
     stack.push_async_callback(group.close)
@@ -245,7 +246,8 @@ def make_target_builders(
 def _make_target_builder(
     config: DistillationRunConfig, key: str, section: TeacherConfig, path: str, student: Vocabulary
 ) -> TeacherTargetBuilder:
-    tokenizer = teacher_tokenizer(key, section, path)
+    tokenizer, how = teacher_tokenizer(key, section, path), config.loss_fn.token_matching
+    assert how is not None
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs)
     try:
         encoder.check()
@@ -258,7 +260,7 @@ def _make_target_builder(
         TokenMap(student, teacher),
         tokenizer=tokenizer,
         encoder=encoder,
-        matching=config.loss_fn.cross_tokenizer.matching,
+        matching=how.matching,
         max_length=None if section.server is not None else _max_teacher_length(section, path, key=key),
     )
 
@@ -271,11 +273,12 @@ def _max_teacher_length(section: TeacherConfig, path: str, *, key: str) -> int |
     return min(filter(None, (getattr(model, "max_position_embeddings", None), *budgets)), default=None)
 
 
-def make_cross_tokenizer_loss(
+def cross_tokenizer_context(
     config: DistillationRunConfig, inputs: Inputs, target_builders: Mapping[str, TeacherTargetBuilder]
-) -> CrossTokenizerLoss:
-    """Return the loss; raises ConfigError where unmatched tokens count and differ between teachers."""
-    section = config.loss_fn.cross_tokenizer
+) -> LossContext:
+    """Return what the loss needs; raises ConfigError where unmatched tokens count and differ between teachers."""
+    section = config.loss_fn.token_matching
+    assert section is not None
     unmatched = [target_builder.token_map.student_unmatched for target_builder in target_builders.values()]
     differ = any(not np.array_equal(unmatched[0], other) for other in unmatched[1:])
     if section.matching == "identical" and section.unmatched_weight > 0 and differ:
@@ -286,8 +289,7 @@ def make_cross_tokenizer_loss(
             "unmatched; "
             "allowed: 0, or matching: prefix",
         )
-    return CrossTokenizerLoss(
-        config.loss_fn,
+    return LossContext(
         topk=min(config.distillation.topk_logits_k, inputs.vocab_size),
         student_unmatched=torch.from_numpy(unmatched[0]),
     )

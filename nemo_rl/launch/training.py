@@ -15,9 +15,9 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantages import make_advantage_estimator
 from nemo_rl.algorithms.cross_tokenizer import TeacherTargetBuilder
 from nemo_rl.algorithms.distillation import Distillation, LogprobsStage, Teachers, TopKStage
+from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO
 from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_sigterm
 from nemo_rl.algorithms.loop import TrainingProgress, train
@@ -36,21 +36,20 @@ from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.interfaces import AdvantageEstimator, Logger, Policy
+from nemo_rl.interfaces import AdvantageEstimator, Logger, LossFn, Policy
 from nemo_rl.launch.dependencies import open_rollout_dependencies, open_rollout_parts
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.rollouts import Inputs, load_inputs, load_prompts, make_limits, make_source, make_validator
 from nemo_rl.launch.teachers import (
     check_teachers_fit,
-    make_cross_tokenizer_loss,
+    cross_tokenizer_context,
     make_cross_tokenizer_stage,
     make_target_builders,
     resolve_teachers,
     validate_teachers,
 )
 from nemo_rl.launch.workers import check_model, engine_dtype, find_layout, open_workers
-from nemo_rl.losses.distillation import DistillationLoss
-from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.losses.make import LossContext, make_loss
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
 from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
 from nemo_rl.observability.progress import make_progress
@@ -121,11 +120,12 @@ def make_algorithm(
         return _make_grpo(config, inputs, policy, placement, teachers)
     if isinstance(config, DistillationRunConfig) and teachers is not None:
         if target_builders:
-            loss_fn = make_cross_tokenizer_loss(config, inputs, target_builders)
+            context = cross_tokenizer_context(config, inputs, target_builders)
             stage = make_cross_tokenizer_stage(config, teachers, target_builders)
         else:
-            loss_fn = DistillationLoss(config.loss_fn, is_on_policy=not config.distillation.off_policy)
+            context = LossContext(is_on_policy=not config.distillation.off_policy)
             stage = TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size)
+        loss_fn = make_loss(config.loss_fn, context)
         return Distillation(config=config, loss_fn=loss_fn, teacher_stage=stage, placement=placement)
     raise ConfigError(config.algorithm_key, None, "not an algorithm of this project")
 
@@ -133,13 +133,8 @@ def make_algorithm(
 def _make_grpo(
     config: GRPORunConfig, inputs: Inputs, policy: Policy, placement: Placement, teachers: Teachers | None
 ) -> GRPO:
-    loss_fn = PolicyGradientLoss(config.loss_fn)
-    estimator = make_advantage_estimator(
-        config.grpo.adv_estimator,
-        config.loss_fn,
-        clip_low=config.grpo.advantage_clip_low,
-        clip_high=config.grpo.advantage_clip_high,
-    )
+    loss_fn = make_loss(config.loss_fn)
+    estimator = make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn)
     decode = functools.partial(inputs.encoder.decode, keep_special=True)
     return GRPO(
         config=config,
@@ -153,18 +148,15 @@ def _make_grpo(
     )
 
 
-def required_logprobs(
-    config: GRPORunConfig, loss_fn: PolicyGradientLoss, estimator: AdvantageEstimator
-) -> RequiredLogprobs:
-    """Return which log-probs are computed before training; with one optimizer step per batch the loss's own forward
-    pass gives the previous ones."""
+def required_logprobs(config: GRPORunConfig, loss_fn: LossFn, estimator: AdvantageEstimator) -> RequiredLogprobs:
+    """Return the passes that something reads; with one optimizer step a batch, lp_prev is the loss's own lp."""
     num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
-    read_before_training = estimator.required_keys | (
-        {keys.PREV_LOGPROBS} if config.grpo.seq_logprob_error_threshold is not None else set()
-    )
+    required = estimator.required_keys | loss_fn.required_keys
+    if config.grpo.seq_logprob_error_threshold is not None or (num_steps > 1 and config.loss_fn.uses_prev_logprobs):
+        required |= {keys.PREV_LOGPROBS}
     return RequiredLogprobs(
-        previous=(num_steps > 1 and loss_fn.uses_prev_logprobs) or keys.PREV_LOGPROBS in read_before_training,
-        reference=keys.REFERENCE_LOGPROBS in (loss_fn.required_keys | estimator.required_keys),
+        previous=keys.PREV_LOGPROBS in required,
+        reference=keys.REFERENCE_LOGPROBS in required,
     )
 
 

@@ -20,11 +20,11 @@ from nemo_rl.generation.engines import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.rollouts import Inputs
 from nemo_rl.launch.teachers import open_teachers
-from nemo_rl.policy.fsdp2 import LocalPolicy
+from nemo_rl.policy.fsdp2.lora import check_modules
+from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
 from nemo_rl.policy.hf_model import load_config
-from nemo_rl.policy.lora import check_modules
-from nemo_rl.policy.megatron.checks import check_megatron
-from nemo_rl.policy.sharding import check_tensor_parallel
+from nemo_rl.policy.local import LocalPolicy
+from nemo_rl.policy.megatron.backend import check_megatron
 from nemo_rl.weight_sync.transports import choose_transport
 
 if TYPE_CHECKING:
@@ -169,9 +169,9 @@ async def _open_ranks(
         policy = LocalPolicy(config.policy, **arguments)
         stack.push_async_callback(policy.close)
         return policy, ()
-    from nemo_rl.policy.group import PolicyGroup  # loads Ray
+    from nemo_rl.policy.worker_group import PolicyWorkerGroup  # loads Ray
 
-    group = await PolicyGroup.create(
+    group = await PolicyWorkerGroup.create(
         config.policy.model_copy(update={"device": layout.device}),
         slots=[reservation.slot(slot) for slot in layout.ranks],
         timeout_s=config.cluster.start_timeout_s,

@@ -1,1 +1,1 @@
-"""Losses: scalars of what the current weights say about a batch."""
+"""Losses: one file a type, with its section, check, factory and computation."""

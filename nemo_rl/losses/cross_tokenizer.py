@@ -1,4 +1,4 @@
-"""The loss against a teacher with another tokenizer; what it compares is made by cross_tokenizer_targets.py.
+"""The loss against a teacher with another tokenizer, whose targets algorithms/cross_tokenizer_targets.py computes.
 
 B samples, T tokens, W candidates, K most likely tokens.
 """
@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl import batch as keys
-from nemo_rl.config.loss import DistillationLossConfig
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
-from nemo_rl.losses.terms import engine_mismatch_metrics
+from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.losses.metrics import engine_mismatch_metrics
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
@@ -35,9 +35,10 @@ class CrossTokenizerLoss:
         student_unmatched: torch.Tensor | None = None,
         is_on_policy: bool = True,
     ) -> None:
-        """`is_on_policy`: the responses have log-probs of the engine to compare the student's with.
+        """Set `is_on_policy` where responses have log-probs of the engine to compare the student's with.
 
-        With `matching: identical`: the teacher's k, and [V] bool, the student's tokens without a counterpart.
+        `matching: identical` needs the teacher's `topk`, and `student_unmatched`, [V] bool: the student's tokens
+        without a counterpart.
         """
         self._config = config
         self._compares_spans = config.cross_tokenizer.matching == "identical"
@@ -47,12 +48,14 @@ class CrossTokenizerLoss:
 
     @property
     def required_keys(self) -> frozenset[str]:
+        """Return the masks and the teacher's candidates; spans where these are compared as a whole."""
         read = {keys.TOKEN_MASK, keys.SAMPLE_MASK} | ({keys.GENERATION_LOGPROBS} if self._is_on_policy else set())
         span_keys = {keys.TEACHER_UNMATCHED, keys.SPAN_LENGTHS} if self._compares_spans else set()
         return frozenset(read | span_keys | {keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS})
 
     @property
     def required_scores(self) -> RequiredScores:
+        """Return the teacher's candidates, and the student's own tokens where unmatched ones are compared."""
         return RequiredScores(candidates=keys.TEACHER_TOPK_IDS, topk=self._topk)
 
     def __call__(
@@ -79,20 +82,19 @@ class CrossTokenizerLoss:
         return divergence + self._config.cross_tokenizer.unmatched_weight * unmatched, metrics
 
     def _divergence(self, teacher: torch.Tensor, student: torch.Tensor, is_candidate: torch.Tensor) -> torch.Tensor:
-        """[B, T] from log-probs [B, T, W]."""
+        """Return the divergence of each token, [B, T], from log-probs [B, T, W]."""
         teacher, student = teacher.masked_fill(~is_candidate, 0.0), student.masked_fill(~is_candidate, 0.0)
         q, p = teacher.exp(), student.exp()
         forward, reverse = q * (teacher - student) - q + p, p * (student - teacher) - p + q
-        weight = {"forward": 1.0, "reverse": 0.0, "mixed": self._config.mixed_kl_weight}[self._config.kl_type]
+        weight = self._config.forward_weight
         return ((weight * forward + (1 - weight) * reverse) * is_candidate).sum(-1)
 
     def _unmatched(self, scores: TokenScores, batch: TrainingBatch, later: torch.Tensor) -> torch.Tensor:
-        """[B, T]: the L1 distance between both sides' unmatched probabilities, each sorted; 0 but at spans."""
+        """Return the L1 distance between both sides' unmatched probabilities, each sorted: [B, T], 0 but at spans."""
         assert scores.topk is not None
         assert self._student_unmatched is not None
-        lacks_counterpart = F.pad(self._student_unmatched, (0, 1)).to(
-            scores.topk.ids.device
-        )  # the last is for ids beyond it
+        padded = F.pad(self._student_unmatched, (0, 1))  # the last entry stands for ids beyond the vocabulary
+        lacks_counterpart = padded.to(scores.topk.ids.device)
         is_unmatched = lacks_counterpart[scores.topk.ids.clamp(max=len(lacks_counterpart) - 1)]
         student = (scores.topk.logprobs + later[..., None]).exp() * is_unmatched
         teacher = batch[keys.TEACHER_UNMATCHED]
@@ -103,8 +105,8 @@ class CrossTokenizerLoss:
 
 
 def later_logprobs(logprobs: torch.Tensor, span_lengths: torch.Tensor) -> torch.Tensor:
-    """[B, T]: at a span's first token the sum of its later tokens' log-probs, elsewhere 0."""
-    sums = logprobs.double().cumsum(-1)  # of whole rows, so that their differences keep float32's digits
+    """Return, at a span's first token, the sum of its later tokens' log-probs, elsewhere 0: [B, T]."""
+    sums = logprobs.double().cumsum(-1)  # float64, so that differences keep float32's digits
     at = torch.arange(logprobs.shape[-1], device=logprobs.device)
     last = (at + span_lengths - 1).clamp(min=0, max=logprobs.shape[-1] - 1)
     return torch.where(span_lengths > 0, sums.gather(-1, last) - sums, 0.0).float()

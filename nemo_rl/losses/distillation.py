@@ -1,98 +1,61 @@
-"""How far the student's next-token distributions are from the teacher's. Formulas, sources: docs/distillation.md.
+"""The loss of distillation: section, check and factory of `loss_fn.type: distillation`.
 
-B samples, T tokens, K of the teacher's most likely tokens; p the teacher, q the student.
+The computation is in topk_divergence.py, or, for teachers with another tokenizer, in cross_tokenizer.py.
 """
 
-from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
+from pydantic import Field
 
-from nemo_rl import batch as keys
-from nemo_rl.config.loss import DistillationLossConfig
-from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
-from nemo_rl.losses.terms import engine_mismatch_metrics
-from nemo_rl.policy.micro_batches import loss_mask
-from nemo_rl.types import TrainingBatch
-
-LOG_ZERO = -100.0  # log p of what the teacher rules out: e^-100, so that reverse stays finite
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.loss import CrossTokenizerConfig, LossConfig
+from nemo_rl.config.master import DistillationRunConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import LossFn
+from nemo_rl.losses.make import LossContext
 
 
-class DistillationLoss:
-    """Sum over tokens of a divergence over the teacher's K tokens, each token over the step's count of them.
+class DistillationLossConfig(LossConfig):
+    """A divergence of the student's next-token distributions from the teacher's, over its most likely tokens."""
 
-    forward = sum p (log p - log q), reverse = sum q (log q - log p), mixed = w forward + (1 - w) reverse.
-
-    `zero_outside_topk: false`: p and q are renormalised over the K tokens. `true`: p is, and is e^-100 for all others;
-    q is of the whole vocabulary, so reverse has sum over the others of q (log q + 100) beside it.
-    """
-
-    def __init__(self, config: DistillationLossConfig, *, is_on_policy: bool = True) -> None:
-        """`is_on_policy`: the responses are the student's, with log-probs of the engine to compare its own with."""
-        self.config = config
-        self.is_on_policy = is_on_policy
+    type: str = "distillation"
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)  # mixed: weight of forward; reverse has the rest
+    zero_outside_topk: bool = False  # the teacher gives no probability to other tokens; else both are renormalised
+    cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig()
 
     @property
-    def required_keys(self) -> frozenset[str]:
-        read = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS}
-        return frozenset(read | ({keys.GENERATION_LOGPROBS} if self.is_on_policy else set()))
+    def forward_weight(self) -> float:
+        """Return the weight of the forward divergence; the reverse one has the rest."""
+        return {"forward": 1.0, "reverse": 0.0, "mixed": self.mixed_kl_weight}[self.kl_type]
 
     @property
-    def required_scores(self) -> RequiredScores:
-        return RequiredScores(candidates=keys.TEACHER_TOPK_IDS, entropy=self.config.zero_outside_topk)
-
-    def __call__(
-        self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        mask, num_tokens = loss_mask(batch), max(normalizer.num_valid_tokens, 1.0)
-        weights = mask / num_tokens  # [B, T]
-        divergences = self._divergences(scores, batch)
-        share = {"forward": 1.0, "reverse": 0.0, "mixed": self.config.mixed_kl_weight}[self.config.kl_type]
-        loss = torch.zeros((), device=weights.device)
-        if share > 0:
-            loss = loss + share * (divergences.forward * weights).sum()
-        if share < 1:
-            loss = loss + (1 - share) * (divergences.reverse * weights).sum()
-        metrics = divergence_metrics(divergences, scores, batch, weights)
-        if self.is_on_policy:
-            metrics |= engine_mismatch_metrics(scores.logprobs, batch[keys.GENERATION_LOGPROBS], mask, num_tokens)
-        return loss, metrics
-
-    def _divergences(self, scores: TokenScores, batch: TrainingBatch) -> "_Divergences":
-        assert scores.candidates is not None
-        absent = batch[keys.TEACHER_TOPK_IDS] < 0
-        log_p = batch[keys.TEACHER_TOPK_LOGPROBS].masked_fill(absent, LOG_ZERO)
-        log_q = scores.candidates.masked_fill(absent, LOG_ZERO)  # [B, T, K]
-        log_p = log_p.log_softmax(-1).clamp(min=LOG_ZERO)
-        if not self.config.zero_outside_topk:
-            log_q = log_q.log_softmax(-1)
-        p, q, difference = log_p.exp(), log_q.exp(), log_p - log_q
-        forward, reverse = (p * difference).sum(-1), -(q * difference).sum(-1)
-        if scores.entropy is not None:
-            q_log_q_outside_topk = -scores.entropy - (q * log_q).sum(-1)
-            reverse = reverse + q_log_q_outside_topk - LOG_ZERO * (1 - q.sum(-1))
-        return _Divergences(forward, reverse)
+    def token_matching(self) -> CrossTokenizerConfig | None:
+        """Return how tokens of a teacher's own tokenizer are matched, where that is enabled."""
+        return self.cross_tokenizer if self.cross_tokenizer.enabled else None
 
 
-@torch.no_grad()
-def divergence_metrics(
-    divergences: "_Divergences", scores: TokenScores, batch: TrainingBatch, weights: torch.Tensor
-) -> dict[str, Metric]:
-    """Means over the trained tokens: both divergences, whichever is trained on, and the mass that the K tokens have."""
-    assert scores.candidates is not None
-    absent = batch[keys.TEACHER_TOPK_IDS] < 0
-    means = {
-        "forward_kl": divergences.forward,
-        "reverse_kl": divergences.reverse,
-        "teacher_topk_mass": batch[keys.TEACHER_TOPK_LOGPROBS].exp().masked_fill(absent, 0.0).sum(-1),
-        "student_topk_mass": scores.candidates.exp().masked_fill(absent, 0.0).sum(-1),
-    }
-    metrics = {name: Metric((value * weights).sum()) for name, value in means.items()}
-    return metrics | {"num_valid_samples": Metric(batch[keys.SAMPLE_MASK].sum(), "count")}
+def check_distillation_loss(key: str, section: DistillationLossConfig, config: Any) -> None:
+    """Raise ConfigError for options that exclude each other, and without teachers to compare with."""
+    if not isinstance(config, DistillationRunConfig):
+        raise ConfigError(f"{key}.type", section.type, "compares with a teacher: for examples/run_distillation.py only")
+    if section.cross_tokenizer.enabled and section.zero_outside_topk:
+        raise ConfigError(
+            f"{key}.zero_outside_topk",
+            True,
+            f"{key}.cross_tokenizer compares probabilities as they are; allowed: false",
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Divergences:
-    """[B, T] each."""
+def make_distillation_loss(section: DistillationLossConfig, context: LossContext) -> LossFn:
+    """Return the loss against teachers with the student's tokenizer, or with their own where that is enabled."""
+    if section.token_matching is not None:
+        from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss  # loads torch
 
-    forward: torch.Tensor
-    reverse: torch.Tensor
+        return CrossTokenizerLoss(section, topk=context.topk, student_unmatched=context.student_unmatched)
+    from nemo_rl.losses.topk_divergence import TopKDivergence  # loads torch
+
+    return TopKDivergence(section, is_on_policy=context.is_on_policy)
+
+
+DISTILLATION = Entry(DistillationLossConfig, make=make_distillation_loss, check=check_distillation_loss)

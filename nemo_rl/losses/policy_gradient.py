@@ -1,42 +1,54 @@
-"""The clipped policy-gradient loss and its relatives. What each key does, with the recipes: docs/losses.md."""
+"""What all policy-gradient losses share: reading a batch, weighting tokens, importance weights, KL to the reference.
 
+A loss type adds its `term` (ppo.py, cispo.py, gspo.py, reinforce.py). Formulas and recipes: docs/losses.md.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.config.algorithm_checks import check_loss_fn
-from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.loss import PolicyGradientLossConfig
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
-from nemo_rl.losses.terms import MAX_EXP_INPUT, TokenTerms, loss_metrics, sampling_weights, weighted_kl
+from nemo_rl.losses.metrics import MAX_EXP_INPUT, TokenTerms, finite_exp, loss_metrics
+from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The tokens of a micro-batch: [B, T] float32 each, 0 where the mask is 0, so that padding can hold anything."""
+
+    mask: torch.Tensor
+    current: torch.Tensor  # log-probs of the weights that are trained; with a gradient
+    prev: torch.Tensor
+    generation: torch.Tensor
+    advantages: torch.Tensor
+    ratio: torch.Tensor  # exp(current - prev), with a gradient; [B, 1] where a sequence has one ratio
+    clipped_ratio: torch.Tensor  # like `ratio`, within [1 - ratio_clip_min, 1 + ratio_clip_max]
 
 
 class PolicyGradientLoss:
     """Sum over tokens of `weight * policy term + reference_policy_kl_penalty * KL`, each token over the step's counts.
 
-    With r = exp(lp - lp_prev), the policy term of a token is max(-A r, -A clip(r, 1 - ratio_clip_min,
-    1 + ratio_clip_max)), or what the configuration puts in its place. A token counts 1 / number of valid tokens of the
-    optimizer step, or, without `token_level_loss`, 1 / (tokens of its trajectory * number of valid trajectories), so
-    any split into micro-batches or ranks adds up to the same loss and gradient.
-
-    Raises ConfigError for options that exclude each other.
+    With r = exp(lp - lp_prev), `term` gives the policy term of each token, [B, T], from `PolicyTokens` and the
+    section. A token counts 1 / number of valid tokens of the optimizer step, or, without `token_level_loss`,
+    1 / (tokens of its trajectory * number of valid trajectories), so any split into micro-batches or ranks adds up to
+    the same loss and gradient.
     """
 
-    def __init__(self, config: LossConfig) -> None:
-        check_loss_fn(config)
+    def __init__(
+        self,
+        config: PolicyGradientLossConfig,
+        term: Callable[[PolicyTokens, PolicyGradientLossConfig], torch.Tensor],
+    ) -> None:
         self.config = config
-
-    @property
-    def uses_prev_logprobs(self) -> bool:
-        """Whether a batch of more than one optimizer step needs `prev_logprobs`; without the key lp_prev is lp."""
-        config = self.config
-        return not config.force_on_policy_ratio and (
-            not config.disable_ppo_ratio or config.use_importance_sampling_correction
-        )
+        self._term = term
 
     @property
     def required_keys(self) -> frozenset[str]:
+        """Return the keys of the batch that the configured terms read."""
         config = self.config
         required = {keys.TOKEN_MASK, keys.SAMPLE_MASK, keys.GENERATION_LOGPROBS, keys.ADVANTAGES}
         if not config.token_level_loss:
@@ -49,20 +61,18 @@ class PolicyGradientLoss:
 
     @property
     def required_scores(self) -> RequiredScores:
+        """Return that log-probs of the tokens themselves are enough."""
         return RequiredScores()
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         config = self.config
-        tokens = _read(scores.logprobs, batch)
+        tokens = read_tokens(scores.logprobs, batch, config)
         num_tokens = max(normalizer.num_valid_tokens, 1.0)
-        token_weights = tokens.mask / num_tokens  # [B, T]
-        if not config.token_level_loss:
-            per_trajectory = batch[keys.TRAJECTORY_TOKENS].clamp(min=1) * max(normalizer.num_valid_trajectories, 1.0)
-            token_weights = tokens.mask / per_trajectory[:, None]
+        token_weights = _token_weights(tokens.mask, batch, normalizer, config)
 
-        token_loss, ratio, clipped_ratio = _policy_term(tokens, config)
+        token_loss = self._term(tokens, config)
         with torch.no_grad():
             weights, outside = sampling_weights(tokens.prev, tokens.generation, tokens.mask, config)
         if config.use_importance_sampling_correction:
@@ -83,8 +93,8 @@ class PolicyGradientLoss:
             prev=tokens.prev,
             generation=tokens.generation,
             mask=tokens.mask,
-            ratio=ratio.detach(),
-            clipped_ratio=clipped_ratio.detach(),
+            ratio=tokens.ratio.detach(),
+            clipped_ratio=tokens.clipped_ratio.detach(),
             sampling_weights=weights,
             out_of_bounds=outside,
             kl=None if kl is None else (kl.detach() * token_weights).sum(),
@@ -92,51 +102,106 @@ class PolicyGradientLoss:
         return loss, loss_metrics(terms, num_tokens, batch[keys.SAMPLE_MASK])
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What the loss reads, [B, T] float32 each; 0 where the mask is 0, so that padding can hold anything."""
-
-    mask: torch.Tensor
-    current: torch.Tensor  # the only one with a gradient
-    prev: torch.Tensor
-    generation: torch.Tensor
-    advantages: torch.Tensor
-
-
-def _read(logprobs: torch.Tensor, batch: TrainingBatch) -> _Tokens:
-    mask = batch[keys.TOKEN_MASK] * batch[keys.SAMPLE_MASK][:, None]
-    mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)  # entry 0 carries no loss
+def read_tokens(logprobs: torch.Tensor, batch: TrainingBatch, config: PolicyGradientLossConfig) -> PolicyTokens:
+    """Return the tokens of a micro-batch with their current log-probs [B, T]; entry 0 of a sequence carries no loss."""
+    mask = loss_mask(batch)
     valid = mask > 0
     current = torch.where(valid, logprobs.float(), 0.0)
     prev = batch.get(keys.PREV_LOGPROBS, None)
-    return _Tokens(
+    prev = current.detach() if prev is None else torch.where(valid, prev, 0.0)
+
+    log_ratio = current - (current.detach() if config.force_on_policy_ratio else prev)
+    if config.is_sequence_level:
+        log_ratio = log_ratio.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+    # An overflow would make the gradient 0 * inf even where the ratio is clipped.
+    ratio = torch.exp(log_ratio.clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT))
+    return PolicyTokens(
         mask=mask,
         current=current,
-        prev=current.detach() if prev is None else torch.where(valid, prev, 0.0),
+        prev=prev,
         generation=torch.where(valid, batch[keys.GENERATION_LOGPROBS], 0.0),
         advantages=torch.where(valid, batch[keys.ADVANTAGES], 0.0),
+        ratio=ratio,
+        clipped_ratio=ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max),
     )
 
 
-def _policy_term(tokens: _Tokens, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of each token before weights [B, T], the ratio and the clipped ratio ([B, T], or [B, 1] for GSPO)."""
-    advantages = tokens.advantages
-    ratio = _ratio(tokens, config)
-    clipped = ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max)
-    if config.disable_ppo_ratio:
-        return -advantages * tokens.current, ratio, clipped
-    if config.use_cispo:
-        return -advantages * clipped.detach() * tokens.current, ratio, clipped
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if config.ratio_clip_c is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * config.ratio_clip_c), loss)
-    return loss, ratio, clipped
+def _token_weights(
+    mask: torch.Tensor, batch: TrainingBatch, normalizer: Normalizer, config: PolicyGradientLossConfig
+) -> torch.Tensor:
+    """Return what each token counts in the step's loss: [B, T]."""
+    if config.token_level_loss:
+        return mask / max(normalizer.num_valid_tokens, 1.0)
+    per_trajectory = batch[keys.TRAJECTORY_TOKENS].clamp(min=1) * max(normalizer.num_valid_trajectories, 1.0)
+    return mask / per_trajectory[:, None]
 
 
-def _ratio(tokens: _Tokens, config: LossConfig) -> torch.Tensor:
-    prev = tokens.current.detach() if config.force_on_policy_ratio else tokens.prev
-    log_ratio = tokens.current - prev
-    if config.sequence_level_importance_ratios:
-        log_ratio = log_ratio.sum(-1, keepdim=True) / (tokens.mask > 0).sum(-1, keepdim=True).clamp(min=1)
-    # An overflow would make the gradient 0 * inf even where the ratio is clipped.
-    return torch.exp(log_ratio.clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT))
+def sampling_weights(
+    prev_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyGradientLossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights exp(prev - generation) that correct for sampling by the engine, and where they were truncated.
+
+    All inputs are [B, T] and 0 where the mask is 0. Both results are [B, T], or [B, 1] for a sequence-level loss,
+    whose weight is the exp of the sequence's sum. Bounds are [truncated_importance_sampling_ratio_min or 0,
+    truncated_importance_sampling_ratio]:
+
+    - tis (also where no type is named): weights are clamped to the bounds;
+    - icepop: weights outside are 0;
+    - seq-mask-tis: all weights of a sequence whose geometric mean weight is outside are 0, others stay as they are.
+
+    Weights that are not finite become 0 before anything else.
+    """
+    log_weights = prev_logprobs - generation_logprobs  # [B, T]
+    weights = finite_exp(log_weights.sum(-1, keepdim=True) if config.is_sequence_level else log_weights)
+    high = config.truncated_importance_sampling_ratio
+    if high is None:
+        return weights, torch.zeros_like(weights)
+    low = config.truncated_importance_sampling_ratio_min or 0.0
+    bounded = weights
+    if config.truncated_importance_sampling_type == "seq-mask-tis":
+        num_tokens = (mask > 0).sum(-1, keepdim=True).clamp(min=1)
+        bounded = torch.exp(log_weights.sum(-1, keepdim=True) / num_tokens)  # [B, 1]
+    outside = ~((bounded >= low) & (bounded <= high))
+    if config.truncated_importance_sampling_type in ("icepop", "seq-mask-tis"):
+        return weights.masked_fill(outside, 0.0), outside.float()
+    return weights.clamp(low, high), outside.float()
+
+
+def kl_estimate(
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, config: PolicyGradientLossConfig
+) -> torch.Tensor:
+    """Return the estimate `reference_policy_kl_type` of each token, its log-ratio and itself clamped; has no weight."""
+    log_ratio = _clamp(reference_logprobs - logprobs, config.kl_input_clamp_value)
+    return _clamp(_estimate(log_ratio, config.reference_policy_kl_type), config.kl_output_clamp_value)
+
+
+def weighted_kl(
+    logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    generation_logprobs: torch.Tensor,
+    config: PolicyGradientLossConfig,
+) -> torch.Tensor:
+    """Return the estimate times an importance weight, which adds the score function's gradient to the estimate's own.
+
+    The weight is exp(lp - stop_gradient(lp)), of value 1, or exp(lp - lp_gen) with `use_on_policy_kl_approximation`.
+    Where the log-ratio is clamped the weight carries no gradient: its direction is unknown there.
+    """
+    log_ratio = reference_logprobs - logprobs
+    clamped = _clamp(log_ratio, config.kl_input_clamp_value)
+    behavior_logprobs = generation_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
+    weight = finite_exp(logprobs - behavior_logprobs)
+    if config.kl_input_clamp_value is not None:
+        weight = torch.where(log_ratio.abs() > config.kl_input_clamp_value, weight.detach(), weight)
+    return _clamp(weight * _estimate(clamped, config.reference_policy_kl_type), config.kl_output_clamp_value)
+
+
+def _estimate(log_ratio: torch.Tensor, kl_type: str) -> torch.Tensor:
+    if kl_type == "k1":
+        return -log_ratio
+    if kl_type == "k2":
+        return log_ratio.square() / 2
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _clamp(x: torch.Tensor, bound: float | None) -> torch.Tensor:
+    return x if bound is None else x.clamp(-bound, bound)

@@ -1,4 +1,4 @@
-"""What supervised training minimises: the negative log-likelihood of the tokens that are learnt."""
+"""The loss of supervised training: the negative log-likelihood of the trained tokens."""
 
 import torch
 
@@ -9,19 +9,21 @@ from nemo_rl.types import TrainingBatch
 
 
 class NegativeLogLikelihood:
-    """`-sum(lp * mask) / number of valid tokens` of the optimizer step: the cross-entropy over all learnt tokens.
+    """`-sum(lp * mask) / number of valid tokens` of the optimizer step: the cross-entropy over all trained tokens.
 
     Any split into micro-batches or ranks adds up to the same loss and gradient.
 
-    Example: log-probs -1, -2 and -4 of which the last is not learnt give 1.5.
+    Example: log-probs -1, -2 and -4, of which the last is masked, give 1.5.
     """
 
     @property
     def required_keys(self) -> frozenset[str]:
+        """Return the masks."""
         return frozenset({keys.TOKEN_MASK, keys.SAMPLE_MASK})
 
     @property
     def required_scores(self) -> RequiredScores:
+        """Return that log-probs of the tokens themselves are enough."""
         return RequiredScores()
 
     def __call__(
@@ -31,5 +33,5 @@ class NegativeLogLikelihood:
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
-    """`-sum(lp * mask)` of log-probs [B, T], a scalar."""
+    """Return `-sum(lp * mask)` of log-probs [B, T], a scalar."""
     return -(logprobs * loss_mask(batch)).sum()

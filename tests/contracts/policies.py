@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.policy.base_rank import PolicyWorker
-from nemo_rl.policy.fsdp2 import FSDP2PolicyWorker
-from nemo_rl.policy.group import megatron_policy_worker
+from nemo_rl.policy.backends import make_policy_worker
 from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.worker import PolicyWorker
 
 SETTINGS: dict[str, Any] = {
     "precision": "float32",
@@ -43,8 +42,7 @@ def make_policy(
         **config,
     }
     section = PolicyConfig.model_validate(settings)
-    rank_class = megatron_policy_worker() if section.megatron_cfg.enabled else FSDP2PolicyWorker
-    return rank_class(
+    return make_policy_worker(
         section,
         layout=layout,
         model_path=str(path),

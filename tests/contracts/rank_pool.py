@@ -104,9 +104,9 @@ class RankPool:
 def _fork_ranks(connections: list[Connection]) -> None:
     """Return the process that has imported everything, by importing this module and the jobs' modules."""
     import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
-    from nemo_rl.policy.group import megatron_policy_worker
+    from nemo_rl.policy.backends import import_megatron
 
-    megatron_policy_worker()
+    import_megatron()
 
     context = get_context("fork")
     ranks = [context.Process(target=_serve, args=(connection, connections)) for connection in connections]

@@ -9,13 +9,12 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.config.loss import DistillationLossConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.interfaces import TopK
-from nemo_rl.losses.distillation import DistillationLoss
-from nemo_rl.policy.group import megatron_teacher_worker
+from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.losses.topk_divergence import TopKDivergence
+from nemo_rl.policy.backends import make_teacher_worker
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
-from nemo_rl.policy.teacher import FSDP2TeacherWorker
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
@@ -50,9 +49,7 @@ def ask(
     """Return the result of each call of a teacher, on one rank."""
     section = TeacherConfig.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
-    teacher = (megatron_teacher_worker() if section.megatron_cfg.enabled else FSDP2TeacherWorker)(
-        section, layout=layout, **arguments
-    )
+    teacher = make_teacher_worker(section, layout=layout, **arguments)
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
     return [getattr(teacher, name)(batch, *more) for name, *more in calls]
 
@@ -104,7 +101,7 @@ def test_loss_and_gradients_are_those_of_whole_distributions(
     logprobs, ids = everything.topk(k, dim=-1)
     batch[keys.TEACHER_TOPK_IDS], batch[keys.TEACHER_TOPK_LOGPROBS] = ids, logprobs
     options = {"kl_type": "mixed", **LOSSES[loss]}
-    loss_fn = DistillationLoss(DistillationLossConfig.model_validate(options), is_on_policy=False)
+    loss_fn = TopKDivergence(DistillationLossConfig.model_validate(options), is_on_policy=False)
     config: dict[str, Any] = {"optimizer": SGD, "temperature": TEMPERATURE, **BATCHING[batching]}
     calls = [("run_with_weights", clones), ("train_step", batch, loss_fn), ("run_with_weights", clones)]
     before, metrics, after = run(layout, "qwen2", *calls, **config)

@@ -62,7 +62,9 @@ def test_optimizer_that_only_one_rank_sees_is_an_error_on_both(
     run("2 ranks", "llama", ("save", whole, {"save_optimizer": True}), ("finish_save",), optimizer=SGD)
     shutil.copytree(whole / "weights", lacking / "weights")
     errors = pool.run(Mesh(2), load_from, path=models["llama"], folders=(whole, lacking))
-    assert [error.rpartition("optimizer ")[2] for error in errors] == ["is not there for ranks [1]"] * 2
+    assert [error.rpartition("optimizer ")[2] for error in errors] == [
+        "does not exist for ranks [1]; all ranks must see the same disk"
+    ] * 2
 
 
 MOVES = [

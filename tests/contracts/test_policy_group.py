@@ -15,8 +15,8 @@ from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.cluster import connect, reserve
 from nemo_rl.errors import WorkerDied, WorkerError
-from nemo_rl.policy.fsdp2 import LocalPolicy
-from nemo_rl.policy.group import PolicyGroup
+from nemo_rl.policy.local import LocalPolicy
+from nemo_rl.policy.worker_group import PolicyWorkerGroup
 from tests.unit.policy.tiny import WeightedNLL, make_batch, saved_model
 
 DEADLINE_S = 300.0
@@ -79,7 +79,7 @@ def test_two_ranks_are_one_and_end_with_the_cause(model: Path, tmp_path: Path) -
         expected = await plain()
         reservation = await reserve(TWO_RANKS, timeout_s=DEADLINE_S)
         slots = [reservation.slot(device_slot) for device_slot in TWO_RANKS.ranks]
-        group = await PolicyGroup.create(config, slots=slots, timeout_s=DEADLINE_S, log_dir=tmp_path, **arguments)
+        group = await PolicyWorkerGroup.create(config, slots=slots, timeout_s=DEADLINE_S, log_dir=tmp_path, **arguments)
         try:
             await equals_plain(group, expected)
             await loads_what_it_saved(group, tmp_path / "saved")
@@ -92,7 +92,7 @@ def test_two_ranks_are_one_and_end_with_the_cause(model: Path, tmp_path: Path) -
     asyncio.run(main())
 
 
-async def equals_plain(group: PolicyGroup, expected: dict[str, Any]) -> None:
+async def equals_plain(group: PolicyWorkerGroup, expected: dict[str, Any]) -> None:
     result = await two_steps(group)
     torch.testing.assert_close(result["first"], expected["first"], rtol=0, atol=1e-5)
     torch.testing.assert_close(result["logprobs"], expected["logprobs"], rtol=0, atol=1e-4)
@@ -106,7 +106,7 @@ async def equals_plain(group: PolicyGroup, expected: dict[str, Any]) -> None:
     assert (await group.run_with_weights(NormsIn(1.0)))[0] == (await group.pids())[0]
 
 
-async def loads_what_it_saved(group: PolicyGroup, path: Path) -> None:
+async def loads_what_it_saved(group: PolicyWorkerGroup, path: Path) -> None:
     batch = make_batch(LENGTHS, seed=1)
     await group.save(path, save_optimizer=True)
     after_saving = await group.train_step(batch, WeightedNLL())
@@ -114,7 +114,7 @@ async def loads_what_it_saved(group: PolicyGroup, path: Path) -> None:
     assert await group.train_step(batch, WeightedNLL()) == after_saving
 
 
-async def ends_with_the_cause(group: PolicyGroup) -> None:
+async def ends_with_the_cause(group: PolicyWorkerGroup) -> None:
     pids = await group.pids()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"policy rank 1"):

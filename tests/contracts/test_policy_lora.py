@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import CheckpointError
-from nemo_rl.policy.fsdp2 import LocalPolicy
+from nemo_rl.policy.local import LocalPolicy
 from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import answers, exact_logprobs, request

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import Normalizer, Policy, TokenScores
-from nemo_rl.policy.fsdp2 import LocalPolicy
+from nemo_rl.policy.local import LocalPolicy
 from tests.contracts.layouts import LENGTHS, Layouts
 from tests.contracts.policies import SETTINGS, clones
 from tests.unit.policy.tiny import WeightedNLL, make_batch

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.teacher import ServedTeacher
+from nemo_rl.policy.served_teacher import ServedTeacher
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME
 
 K = 5

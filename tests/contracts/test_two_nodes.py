@@ -14,7 +14,7 @@ from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.distributed.actors import spawn_actor
 from nemo_rl.distributed.cluster import connect, reserve, shutdown
 from nemo_rl.errors import WorkerError
-from nemo_rl.policy.group import PolicyGroup
+from nemo_rl.policy.worker_group import PolicyWorkerGroup
 from tests.contracts.standing import Standing
 from tests.contracts.test_policy_group import LENGTHS, settings
 from tests.unit.config.test_layout import config
@@ -91,7 +91,7 @@ def test_a_policy_over_two_machines_is_the_plain_model(tmp_path: Path) -> None:
         reservation = await reserve(placed, timeout_s=DEADLINE_S)
         slots = [reservation.slot(device_slot) for device_slot in placed.ranks]
         assert slots[0].node_id != slots[1].node_id
-        group = await PolicyGroup.create(section, slots=slots, timeout_s=DEADLINE_S, **arguments)
+        group = await PolicyWorkerGroup.create(section, slots=slots, timeout_s=DEADLINE_S, **arguments)
         try:
             return await group.logprobs(batch)
         finally:

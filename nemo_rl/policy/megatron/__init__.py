@@ -1,1 +1,1 @@
-"""The policy on Megatron-core: tensor, pipeline and data parallel. Only its checks may be imported where it is off."""
+"""The policy backend on Megatron-core: `backend` and `mapping` need no Megatron, `worker` computes."""

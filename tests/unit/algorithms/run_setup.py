@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
+from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.run import Placement, TrainingRun
@@ -17,7 +17,7 @@ from nemo_rl.data.datasets import PromptSet
 from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.launch.rollouts import Inputs, make_limits, make_source, make_validator
-from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.losses.make import make_loss
 from nemo_rl.observability.progress import Progress
 from nemo_rl.types import EnvStep, Message, Prompt
 from tests.fakes.chat_tokenizer import chat_tokenizer
@@ -25,7 +25,6 @@ from tests.fakes.encoder import FakeEncoder
 from tests.fakes.environments import Conversation, FakeEnvironment, State
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.policy import FakePolicy, FakeWeightSync
-from tests.unit.experience.rollout_setup import check_environment
 
 VOCAB_SIZE = 6  # of the engine: it ends its turns soon
 TRAINED, HELD_OUT = "trained", "held_out"  # the two tasks, so that validation's calls can be told from training's
@@ -157,8 +156,8 @@ def make_rig(
             await before_validation(conversations)
 
     environments = {
-        TRAINED: check_environment(FakeEnvironment(answer, before=before_training)),
-        HELD_OUT: check_environment(FakeEnvironment(before=validate)),
+        TRAINED: FakeEnvironment(answer, before=before_training),
+        HELD_OUT: FakeEnvironment(before=validate),
     }
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
     inputs = Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(num_prompts)), tuple(validation), ())
@@ -170,7 +169,7 @@ def make_rig(
     placement = Placement(policy, generation, shares_device=shares_device)
     algorithm = GRPO(
         config=config,
-        loss_fn=PolicyGradientLoss(config.loss_fn),
+        loss_fn=make_loss(config.loss_fn),
         advantage_estimator=make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn),
         required_logprobs=needed,
         policy=policy,

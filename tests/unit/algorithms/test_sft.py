@@ -21,7 +21,7 @@ from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.metric_names import find_undocumented
 from nemo_rl.observability.loggers import JsonlLogger
 from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.fsdp2 import LocalPolicy
+from nemo_rl.policy.local import LocalPolicy
 from tests.contracts.policies import SETTINGS
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.advantages import TeacherAdvantages
+from nemo_rl.algorithms.advantages import TeacherAdvantages, clip_advantages
 from nemo_rl.algorithms.distillation import (
     BatchRow,
     LogprobsStage,
@@ -165,5 +165,5 @@ def test_rows_are_those_of_the_assembled_batch_also_where_a_trajectory_has_sever
 def test_advantages_of_opd_are_the_teachers_log_probs_over_the_policys() -> None:
     batch = make_batch([[0, 1, 1]], prev_logprobs=[[0.0, -1.0, -4.0]], teacher_logprobs=[[0.0, -0.5, -5.0]])
     assert TeacherAdvantages()(batch).tolist() == [[0.0, 0.5, -1.0]]
-    assert TeacherAdvantages(clip_low=-0.75, clip_high=0.25)(batch).tolist() == [[0.0, 0.25, -0.75]]
+    assert clip_advantages(TeacherAdvantages()(batch), -0.75, 0.25).tolist() == [[0.0, 0.25, -0.75]]
     assert TeacherAdvantages().required_keys == {keys.PREV_LOGPROBS, keys.TEACHER_LOGPROBS}

@@ -200,6 +200,44 @@ def test_flat_advantage_key_wins_over_a_lower_layer_and_loses_within_its_own(loa
     assert getattr(load(both).grpo.adv_estimator, flat) is False
 
 
+@pytest.mark.parametrize(
+    ("switch", "overrides", "loss_type"),
+    [
+        ("use_cispo", (), "cispo"),
+        ("disable_ppo_ratio", (), "reinforce"),
+        ("sequence_level_importance_ratios", ("loss_fn.token_level_loss=false",), "gspo"),
+    ],
+)
+def test_a_switch_of_nemo_rls_losses_names_the_loss(
+    load: Load, switch: str, overrides: tuple[str, ...], loss_type: str
+) -> None:
+    named = load("", f"loss_fn.type={loss_type}", *overrides).loss_fn
+    assert load("", f"loss_fn.{switch}=true", *overrides).loss_fn == named
+    assert load(f"loss_fn: {{{switch}: true}}", *overrides).loss_fn == named
+    assert load(f"loss_fn: {{type: {loss_type}, {switch}: true}}", *overrides).loss_fn == named
+    assert load(f"loss_fn: {{{switch}: false}}").loss_fn == load().loss_fn
+    assert load().loss_fn.type == "ppo"
+
+
+@pytest.mark.parametrize(
+    ("line", "override", "key", "said"),
+    [
+        ("{use_cispo: true}", "disable_ppo_ratio=true", "disable_ppo_ratio", "no meaning with loss_fn.use_cispo"),
+        ("{use_cispo: true}", "ratio_clip_c=3", "ratio_clip_c", "no meaning with loss_fn.use_cispo; allowed: null"),
+        ("{type: cispo}", "ratio_clip_c=3", "ratio_clip_c", "no meaning with loss_fn.type: cispo; allowed: null"),
+        ("{type: cispo}", "use_cispo=false", "use_cispo", "contradicts loss_fn.type: cispo"),
+        ("{type: cispo}", "disable_ppo_ratio=true", "disable_ppo_ratio", "contradicts loss_fn.type: cispo"),
+        ("{}", "sequence_level_importance_ratios=true", "token_level_loss", "needs false: one ratio a sequence"),
+        ("{token_level_loss: true}", "type=gspo", "token_level_loss", "one ratio a sequence; allowed: false"),
+        ("{}", "use_cispo=3", "use_cispo", "must be true or false"),
+    ],
+)
+def test_contradicting_switches_are_refused(load: Load, line: str, override: str, key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load(f"loss_fn: {line}", f"loss_fn.{override}")
+    assert error.value.key == f"loss_fn.{key}"
+
+
 def test_rules_for_values_we_refuse_name_keys_that_the_schema_does_not_have() -> None:
     examples = {"env.*": "env.math", "data.*": "data.train", "teachers.*": "teachers.math"}
     for rule in RULES:

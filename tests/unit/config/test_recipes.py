@@ -81,7 +81,7 @@ def test_dr_grpo_divides_by_no_standard_deviation() -> None:
 
 def test_gspo_has_one_ratio_a_sequence() -> None:
     config = load("gspo.yaml")
-    assert config.loss_fn.sequence_level_importance_ratios
+    assert config.loss_fn.type == "gspo"
     assert not config.loss_fn.token_level_loss
     assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (3e-4, 4e-4)
     assert config.policy.train_global_batch_size == 128
@@ -89,12 +89,12 @@ def test_gspo_has_one_ratio_a_sequence() -> None:
 
 def test_cispo_has_no_lower_bound() -> None:
     loss = load("cispo.yaml").loss_fn
-    assert (loss.use_cispo, loss.ratio_clip_min, loss.ratio_clip_max, loss.ratio_clip_c) == (True, 1.0, 0.8, None)
+    assert (loss.type, loss.ratio_clip_min, loss.ratio_clip_max, loss.ratio_clip_c) == ("cispo", 1.0, 0.8, None)
 
 
 def test_rloo_is_reinforce_with_a_leave_one_out_baseline() -> None:
     config = load("rloo.yaml")
-    assert config.loss_fn.disable_ppo_ratio
+    assert config.loss_fn.type == "reinforce"
     estimator = config.grpo.adv_estimator
     assert (estimator.normalize_rewards, estimator.use_leave_one_out_baseline) == (False, True)
 

@@ -63,7 +63,7 @@ def test_a_tasks_own_teacher_comes_before_the_one_of_all(load: LoadDistillation)
             ("policy.generation.temperature=0.8", "++teacher.server={base_urls: ['http://h'], model: s}"),
             r"teacher\.server = 's': a server answers for temperature 1",
         ),
-        (("distillation.off_policy=true", "distillation.num_generations_per_prompt=2"), "one response a prompt"),
+        (("distillation.off_policy=true", "distillation.num_generations_per_prompt=2"), "one response for each prompt"),
         (
             ("distillation.off_policy=true", "distillation.async_rollouts.enabled=true"),
             r"distillation\.async_rollouts\.enabled = True: nothing is sampled",

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
-from nemo_rl.config.algorithm import AdvantageEstimatorConfig
-from nemo_rl.config.loss import LossConfig
+from nemo_rl.algorithms.advantages import GroupRelativeAdvantages
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
 from nemo_rl.experience.assembly import assemble_batch
@@ -115,7 +113,7 @@ def test_batch_and_baselines_hold_survivors_alone():
     kept = [group for group in collected.groups if len(group.survivors) >= 2]
     assert 0 < len(kept) <= NUM_PROMPTS
     assert batch.batch_size[0] == sum(len(group.survivors) for group in kept)
-    estimate = make_advantage_estimator(AdvantageEstimatorConfig(normalize_rewards=False), LossConfig())
+    estimate = GroupRelativeAdvantages(normalize=False)
     baselines = batch["reward"] - estimate(batch)[:, 0]
     for place, group in enumerate(kept):
         of_survivors = statistics.fmean(t.reward for t in group.survivors)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.advantages import make_advantage_estimator
+from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.training import open_run, required_logprobs, run_training
-from nemo_rl.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl.losses.make import make_loss
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
 from tests.unit.launch.conftest import Recipe
 from tests.unit.launch.scoring import Closing
@@ -99,7 +99,7 @@ def test_log_probs_are_computed_before_training_only_where_they_are_read(
 ) -> None:
     config = recipe(*overrides)
     estimator = make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn)
-    assert required_logprobs(config, PolicyGradientLoss(config.loss_fn), estimator) == expected
+    assert required_logprobs(config, make_loss(config.loss_fn), estimator) == expected
 
 
 CORRECTED = (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.policy.micro_batches import ALGORITHMS, balance, first_fit_decreasing, pack_for_ranks, split_packs
+from nemo_rl.policy.packing import ALGORITHMS, balance, first_fit_decreasing, pack_for_ranks, split_packs
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.errors import ConfigError, PolicyError
-from nemo_rl.policy.teacher import ServedTeacher
+from nemo_rl.policy.served_teacher import ServedTeacher
 from tests.fakes.scoring_server import scoring_server
 
 BATCH = TensorDict(
@@ -106,7 +106,7 @@ def test_failed_tries_are_made_again_and_a_dead_server_is_an_error_that_names_it
         (None, "is it a vLLM server"),
         ([None], "no log-probs of the"),
         ([None, *[entry((0, -1.0))] * 3], "left out the log-prob of token"),
-        ([None, *[{str(i): {"logprob": float("nan")} for i in range(8)}] * 3], "no number"),
+        ([None, *[{str(i): {"logprob": float("nan")} for i in range(8)}] * 3], "NaN"),
     ],
     ids=["none", "too few", "another token", "nan"],
 )
@@ -122,5 +122,5 @@ def test_fewer_tokens_than_k_are_an_error():
     async def answer(path: str, body: dict[str, Any]) -> web.Response:
         return served(of_prompt(body["prompt"]))
 
-    with pytest.raises(PolicyError, match="gave 3 of the 5"):
+    with pytest.raises(PolicyError, match="returned 3 of the 5"):
         ask(answer, lambda teacher: teacher.topk_logprobs(BATCH, 5))

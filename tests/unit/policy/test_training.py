@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from nemo_rl.interfaces import Metric, Normalizer
@@ -6,7 +5,6 @@ from nemo_rl.policy.training import (
     OptimizerStep,
     Reduction,
     accumulate_metric,
-    clip_grad_norm,
     reduce_over_optimizer_steps,
     reduce_over_ranks,
 )
@@ -51,12 +49,3 @@ def test_sums_are_averaged_over_optimizer_steps_counts_and_extremes_are_not() ->
         "num_optimizer_steps": 1,
         "num_skipped_steps": 1,
     }
-
-
-@pytest.mark.parametrize(("max_norm", "expected"), [(None, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
-def test_gradients_are_scaled_to_the_largest_norm_allowed(max_norm: float | None, expected: list[float]) -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    for parameter, gradient in zip(parameters[:2], (3.0, 4.0), strict=True):
-        parameter.grad = torch.tensor([gradient])
-    assert clip_grad_norm(parameters, max_norm) == pytest.approx(5.0)
-    assert [float(p.grad) for p in parameters[:2] if p.grad is not None] == pytest.approx(expected, rel=1e-4)

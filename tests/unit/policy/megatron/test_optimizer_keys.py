@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.policy.megatron.checks import to_torch_config
+from nemo_rl.policy.megatron.backend import to_torch_config
 from nemo_rl.policy.optim import check_optimizer, make_optimizer, make_scheduler
 from tests.unit.policy.tiny import qwen2
 

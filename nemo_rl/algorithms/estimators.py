@@ -1,0 +1,184 @@
+"""Advantage estimators by name: sections, checks and factories of `grpo.adv_estimator`.
+
+Imports no torch, since a configuration imports it; the estimators themselves are in advantages.py.
+"""
+
+import inspect
+from typing import Any
+
+from pydantic import Field
+
+from nemo_rl import batch as keys
+from nemo_rl.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import AdvantageEstimator
+
+
+def make_advantage_estimator(section: AdvantageEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+    """Return the estimator of a section; `loss` is the section of the loss, whose KL may belong to the reward."""
+    return ADVANTAGE_ESTIMATORS.entry(section.name, key="grpo.adv_estimator.name").make(section, loss)
+
+
+class GroupEstimatorConfig(AdvantageEstimatorConfig):
+    """Keys of the built-in estimators; NeMo-RL's recipes set them whatever the estimator is."""
+
+    normalize_rewards: bool = True  # divide by the group's standard deviation
+    use_leave_one_out_baseline: bool = False
+    minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean
+
+
+class GRPOEstimatorConfig(GroupEstimatorConfig):
+    """`name: grpo` (arXiv 2402.03300): rewards relative to their group."""
+
+    name: str = "grpo"
+
+
+def check_grpo_estimator(key: str, section: GroupEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for a key that only another estimator reads."""
+    if not section.minus_baseline:
+        raise ConfigError(f"{key}.minus_baseline", False, "read by name: reinforce_plus_plus only; allowed: true")
+
+
+def _make_group_relative(section: GRPOEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+    from nemo_rl.algorithms.advantages import GroupRelativeAdvantages  # loads torch
+
+    return GroupRelativeAdvantages(
+        loss.reward_kl, leave_one_out=section.use_leave_one_out_baseline, normalize=section.normalize_rewards
+    )
+
+
+GRPO = Entry(GRPOEstimatorConfig, make=_make_group_relative, check=check_grpo_estimator)
+
+
+class GDPOEstimatorConfig(GroupEstimatorConfig):
+    """`name: gdpo` (arXiv 2601.05242): each named reward relative to its group, then their weighted sum, whitened."""
+
+    name: str = "gdpo"
+    reward_weights: dict[str, float] = Field(default_factory=dict)  # by reward name; 1 where not named
+
+
+def check_gdpo(key: str, section: GDPOEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for options that change the total reward, which is not read."""
+    check_grpo_estimator(key, section, config)
+    options = {
+        "grpo.reward_scaling.enabled": config.grpo.reward_scaling.enabled,
+        "grpo.reward_shaping.enabled": config.grpo.reward_shaping.enabled,
+        **{f"reward_penalties.{name}": True for name in config.reward_penalties.enabled},
+    }
+    for option in (option for option, is_on in options.items() if is_on):
+        raise ConfigError(option, True, "gdpo reads the named rewards as they are; allowed: false")
+
+
+def _make_gdpo(section: GDPOEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+    from nemo_rl.algorithms.advantages import DecoupledAdvantages  # loads torch
+
+    return DecoupledAdvantages(
+        loss.reward_kl,
+        leave_one_out=section.use_leave_one_out_baseline,
+        normalize=section.normalize_rewards,
+        reward_weights=section.reward_weights,
+    )
+
+
+GDPO = Entry(GDPOEstimatorConfig, make=_make_gdpo, check=check_gdpo)
+
+
+class ReinforcePlusPlusConfig(GroupEstimatorConfig):
+    """`name: reinforce_plus_plus` (arXiv 2501.03262): rewards less their group's mean, whitened over the batch."""
+
+    name: str = "reinforce_plus_plus"
+
+
+def _make_reinforce_plus_plus(section: ReinforcePlusPlusConfig, loss: LossConfig) -> AdvantageEstimator:
+    from nemo_rl.algorithms.advantages import WhitenedAdvantages  # loads torch
+
+    return WhitenedAdvantages(loss.reward_kl, minus_baseline=section.minus_baseline)
+
+
+REINFORCE_PLUS_PLUS = Entry(ReinforcePlusPlusConfig, make=_make_reinforce_plus_plus)
+
+
+class OPDEstimatorConfig(GroupEstimatorConfig):
+    """`name: opd`: on-policy distillation, with a teacher's log-probs in place of rewards."""
+
+    name: str = "opd"
+
+    @property
+    def uses_teachers(self) -> bool:
+        """Return True: the advantages are the teacher's."""
+        return True
+
+    @property
+    def compares_group(self) -> bool:
+        """Return False: a teacher judges each rollout by itself."""
+        return False
+
+
+def check_opd(key: str, section: OPDEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for options that shape, or select by, rewards: these are not read."""
+    options = {
+        "loss_fn.use_kl_in_reward": config.loss_fn.reward_kl is not None,
+        "grpo.reward_scaling.enabled": config.grpo.reward_scaling.enabled,
+        "grpo.reward_shaping.enabled": config.grpo.reward_shaping.enabled,
+        "grpo.use_dynamic_sampling": config.grpo.use_dynamic_sampling,
+        f"{key}.use_leave_one_out_baseline": section.use_leave_one_out_baseline,
+    }
+    for option in (option for option, is_on in options.items() if is_on):
+        raise ConfigError(option, True, "adv_estimator.name: opd reads no reward; allowed: false")
+    check_grpo_estimator(key, section, config)
+
+
+def _make_opd(section: OPDEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+    from nemo_rl.algorithms.advantages import TeacherAdvantages  # loads torch
+
+    return TeacherAdvantages()
+
+
+OPD = Entry(OPDEstimatorConfig, make=_make_opd, check=check_opd)
+
+
+class CustomEstimatorConfig(AdvantageEstimatorConfig):
+    """`name: package.module:Name`: a class, or a function that returns an estimator, called with `kwargs`."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def uses_teachers(self) -> bool:
+        """Return whether the estimator reads the teachers' log-probs."""
+        return keys.TEACHER_LOGPROBS in self._required_keys
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the estimator reads the reference's log-probs."""
+        return keys.REFERENCE_LOGPROBS in self._required_keys
+
+    @property
+    def _required_keys(self) -> frozenset[str]:
+        entry = ADVANTAGE_ESTIMATORS.entry(self.name, key="grpo.adv_estimator.name")
+        return entry.make(self, None).required_keys
+
+
+def adapt_estimator(key: str, path: str, target: Any) -> Entry[CustomEstimatorConfig]:
+    """Return the entry of a user's own class or function; raises ConfigError for `key` where it is neither."""
+    if not callable(target):
+        raise ConfigError(key, path, "must name a class, or a function, that makes an interfaces.AdvantageEstimator")
+
+    def make(section: CustomEstimatorConfig, loss: LossConfig | None) -> AdvantageEstimator:
+        return target(**section.kwargs)
+
+    def check(section_key: str, section: CustomEstimatorConfig, config: GRPORunConfig) -> None:
+        try:
+            inspect.signature(target).bind(**section.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"{section_key}.kwargs", section.kwargs, f"{path} cannot be called: {error}") from error
+        if not isinstance(target(**section.kwargs), AdvantageEstimator):
+            raise ConfigError(key, path, "makes no interfaces.AdvantageEstimator: required_keys and __call__")
+        if config.loss_fn.reward_kl is not None:
+            problem = f"{path} is made of its kwargs alone; for the loss's section it must be a kinds.Entry"
+            raise ConfigError("loss_fn.use_kl_in_reward", True, f"{problem}; allowed: false")
+
+    return Entry(CustomEstimatorConfig, make=make, check=check)

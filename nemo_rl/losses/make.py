@@ -1,0 +1,98 @@
+"""Losses from their sections: the entries of policy-gradient losses, and those made of a user's own class.
+
+Loads no torch until a loss is made, since entries are imported whenever a configuration is read.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import Field
+
+from nemo_rl import batch as keys
+from nemo_rl.config.algorithm_checks import check_policy_gradient
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.loss import LossConfig, PolicyGradientLossConfig
+from nemo_rl.config.registries import LOSSES
+from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import LossFn
+
+if TYPE_CHECKING:
+    import torch
+
+ConfigT = TypeVar("ConfigT", bound=PolicyGradientLossConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class LossContext:
+    """Facts of a run that a loss may need beside its section."""
+
+    is_on_policy: bool = True  # responses are the policy's samples, with log-probs of the engine
+    topk: int = 0  # tokens of the teacher's that distillation compares
+    student_unmatched: "torch.Tensor | None" = (
+        None  # [V] bool: tokens without a counterpart in the teacher's vocabulary
+    )
+
+
+def make_loss(section: LossConfig, context: LossContext | None = None) -> LossFn:
+    """Return the loss of a section."""
+    return LOSSES.entry(section.type, key="loss_fn.type").make(section, context or LossContext())
+
+
+def policy_gradient_entry(
+    section: type[ConfigT],
+    term: Callable[..., "torch.Tensor"],
+    *,
+    check: Callable[[str, ConfigT, Any], None] | None = None,
+    unread: Sequence[str] = (),
+) -> Entry[ConfigT]:
+    """Return the entry of a policy-gradient loss: all that it has of its own is its section and its `term`.
+
+    `term(tokens, section)` gives the loss of each token before weights, [B, T], of `PolicyTokens`. `unread` are
+    shared keys that the term ignores: setting them is refused. Without importing torch, tensors have methods.
+
+    Example: `REINFORCE = policy_gradient_entry(REINFORCEConfig, lambda t, section: -t.advantages * t.current)`
+    """
+
+    def check_section(key: str, own: ConfigT, config: Any) -> None:
+        check_policy_gradient(key, own, config, unread=unread)
+        if check is not None:
+            check(key, own, config)
+
+    def make(own: ConfigT, context: LossContext) -> LossFn:
+        from nemo_rl.losses.policy_gradient import PolicyGradientLoss  # loads torch
+
+        return PolicyGradientLoss(own, term)
+
+    return Entry(section, make=make, check=check_section)
+
+
+class CustomLossConfig(LossConfig):
+    """`loss_fn.type: package.module:Name`: a class, or a function that returns a loss, called with `kwargs`."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the loss reads the reference's log-probs."""
+        return keys.REFERENCE_LOGPROBS in make_loss(self).required_keys
+
+
+def adapt_loss(key: str, path: str, target: Any) -> Entry[CustomLossConfig]:
+    """Return the entry of a user's own class or function; raises ConfigError for `key` where it is neither."""
+    if not callable(target):
+        raise ConfigError(key, path, "must name a class, or a function, that makes a loss (interfaces.LossFn)")
+
+    def make(section: CustomLossConfig, context: LossContext) -> LossFn:
+        return target(**section.kwargs)
+
+    def check(section_key: str, section: CustomLossConfig, config: Any) -> None:
+        try:
+            inspect.signature(target).bind(**section.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"{section_key}.kwargs", section.kwargs, f"{path} cannot be called: {error}") from error
+        if not isinstance(target(**section.kwargs), LossFn):
+            raise ConfigError(key, path, "makes no interfaces.LossFn: required_keys, required_scores and __call__")
+
+    return Entry(CustomLossConfig, make=make, check=check)

@@ -1,0 +1,306 @@
+"""Workers: a model on one rank, whichever backend computes. A policy worker trains it, a teacher worker scores with it.
+
+A backend (`fsdp2/worker.py`, `megatron/worker.py`) implements the abstract methods. `local.py` runs a worker in this
+process, `worker_group.py` one per rank in processes of their own.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nemo_rl import batch as keys
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.errors import CheckpointError, PolicyError
+from nemo_rl.interfaces import LossFn, RequiredScores, TokenScores, TopK
+from nemo_rl.policy.hf_model import train_flops
+from nemo_rl.policy.logprobs import LOGPROBS_ONLY
+from nemo_rl.policy.micro_batches import expected_optimizer_steps, split_optimizer_steps
+from nemo_rl.policy.ranks import RankLayout, join
+from nemo_rl.policy.saving import BackgroundSave, call_on_rank0, copy_weights_to_cpu, load_schedule, save_schedule
+from nemo_rl.policy.training import OptimizerStep, reduce_over_optimizer_steps
+from nemo_rl.types import TrainingBatch
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+class ScoringWorker(ABC):
+    """A model on one rank of a layout that scores tokens; the ranks share the rows of a batch.
+
+    Every method is collective: all ranks call it, in the same order and with the same arguments. A batch is always the
+    whole batch, of which each rank computes its own rows.
+    """
+
+    module: nn.Module
+    device: torch.device
+    layout: RankLayout
+    _model: PreTrainedModel  # Hugging Face's, for its configuration; its weights may be on the meta device
+
+    @abstractmethod
+    def _iter_scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        """Yield (rows, scores) of this rank's rows, one micro-batch at a time, without gradients."""
+
+    @abstractmethod
+    def _move(self, device: torch.device) -> None:
+        """Move everything that is on the accelerator to `device`, or back to the accelerator."""
+
+    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """Return log_softmax(logits / temperature) of the tokens with a mask, else 0: [B, T] float32 on the CPU.
+
+        Every rank gets the rows of the whole batch.
+        """
+        return self._logprobs(self.module, batch)
+
+    def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
+        """Return the k most likely tokens at each token with a mask and their log-probs: [B, T, k] on the CPU.
+
+        Raises:
+            PolicyError: k is larger than the vocabulary.
+        """
+        size = self._model.config.get_text_config().vocab_size
+        if not 0 < k <= size:
+            raise PolicyError(f"the {k} most likely of {size} tokens")
+        shape = (*batch[keys.TOKEN_IDS].shape, k)
+        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for rows, scores in self._iter_scores(self.module, batch, RequiredScores(topk=k)):
+            assert scores.topk is not None
+            length = scores.logprobs.shape[1]
+            ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
+        return TopK(self._sum_over_ranks(ids), self._sum_over_ranks(logprobs))
+
+    def offload(self) -> None:
+        """Move everything off the accelerator; a no-op on a CPU, and for weights that are kept on the CPU anyway."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Move everything back to the accelerator."""
+        self._move(self.device)
+
+    def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> torch.Tensor:
+        result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
+        for rows, scores in self._iter_scores(module, batch, LOGPROBS_ONLY):
+            result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
+        return self._sum_over_ranks(result)
+
+    def _sum_over_ranks(self, result: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks, each of which has filled in its own."""
+        return self.layout.all_reduce_sum(result if self.layout.is_dp_leader else result.zero_())
+
+
+class SupportsOptimizerStep(Protocol):
+    """A backend's trainer."""
+
+    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> OptimizerStep:
+        """Take one optimizer step on these rows and return its report, which is the same on every rank."""
+        ...
+
+
+class PolicyWorker(ScoringWorker):
+    """The policy on one rank of a layout.
+
+    One call at a time, all from one thread. When a rank raises, the others wait for it until the layout's deadline.
+
+    Args:
+        config: the section `policy`; the number of ranks is that of `layout`, not of the section.
+        layout: this rank's position, and how it finds the others.
+        model_path: a Hugging Face name or a directory that every rank can read; also the reference's weights.
+        temperature: of sampling; the logits are divided by it.
+        needs_reference: keep a frozen copy of the initial weights for `reference_logprobs`.
+        num_samples_per_step: samples expected in a batch; with `train_global_batch_size` it gives the number of
+            optimizer steps per batch.
+        seed: of torch's random numbers, for optimizers that draw some.
+        tokenizer: saved beside the weights by rank 0; None: no tokenizer is saved.
+
+    Raises:
+        ConfigError: a model, override, optimizer, schedule, device or layout that is not available.
+        PolicyError: the other ranks did not join before the deadline.
+    """
+
+    _reference: nn.Module | None  # with the initial weights
+    _num_matmul_parameters: int  # of the whole model
+    _optimizer: Optimizer
+    _scheduler: LRScheduler | None
+    _trainer: SupportsOptimizerStep
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        layout: RankLayout,
+        model_path: str,
+        temperature: float,
+        needs_reference: bool,
+        num_samples_per_step: int,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.device = resolve_device(config.device)
+        self.num_optimizer_steps = expected_optimizer_steps(num_samples_per_step, config.train_global_batch_size)
+        self._tokenizer = tokenizer
+        self._saving = BackgroundSave()
+        torch.manual_seed(seed)
+        self._build_model(model_path, temperature=temperature, needs_reference=needs_reference, seed=seed)
+
+    @abstractmethod
+    def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
+        """Make the model, its reference, the optimizer and the trainer; the last step of the constructor."""
+
+    @abstractmethod
+    def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, whole tensor) on rank 0; the other ranks yield once per tensor they gather."""
+
+    @abstractmethod
+    def _load_weights(self, path: Path) -> None:
+        """Load a checkpoint's weights; raises CheckpointError for none, or those of another model."""
+
+    @abstractmethod
+    def _start_optimizer_save(self, directory: Path) -> None:
+        """Begin to write the optimizer's state in the background."""
+
+    @abstractmethod
+    def _load_optimizer(self, directory: Path) -> None:
+        """Load the optimizer's state; raises CheckpointError for that of another optimizer or model."""
+
+    def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """Return `logprobs` under the initial weights, which `load` does not change."""
+        if self._reference is None:
+            raise PolicyError("the policy was made without a reference")
+        return self._logprobs(self._reference, batch)
+
+    def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
+        """Take all optimizer steps of one batch, each over whole groups, then one step of the schedule.
+
+        Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
+        `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops` (of all
+        ranks together). A step with a non-finite gradient is skipped with a warning.
+
+        Raises:
+            PolicyError: the batch lacks a key that the loss reads.
+        """
+        missing = sorted(loss_fn.required_keys - set(batch.keys()))
+        if missing:
+            raise PolicyError(f"the loss reads {', '.join(missing)}, which the batch does not have")
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        parts = split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
+        steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
+        if self._scheduler is not None and not all(step.is_skipped for step in steps):
+            self._scheduler.step()
+        return {**reduce_over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
+
+    def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
+        """Call `use` with (name, tensor) pairs on rank 0; the other ranks help to gather them and return None.
+
+        Tensors are gathered one at a time as `use` asks for them. On a single rank in float32 they are the live
+        weights: copy them, do not keep them.
+        """
+        dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
+        return call_on_rank0(use, self._named_weights(dtype), is_rank0=self._is_rank0)
+
+    def save(self, path: Path, *, save_optimizer: bool) -> None:
+        """Begin to write `weights/` in float32, `tokenizer/` and, if asked, `optimizer/`.
+
+        Returns once everything is copied, so that training may continue; an earlier save is finished first. The
+        weights' config.json names the policy's precision, which is what loaders use.
+        """
+        self.finish_save()
+        self._start_weights_save(path)
+        if self._is_rank0 and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(path / "tokenizer")
+        if not save_optimizer:
+            return
+        join(self.layout, self.device)
+        if self._is_rank0:
+            save_schedule(self._scheduler, path / "optimizer")
+        self._start_optimizer_save(path / "optimizer")
+
+    def _start_weights_save(self, path: Path) -> None:
+        copies = copy_weights_to_cpu(self._named_weights(torch.float32), is_rank0=self._is_rank0)
+        if self._is_rank0:
+            self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
+        if self._is_rank0 and self._tokenizer is not None:
+            self._tokenizer.save_pretrained(path / "weights")
+
+    def finish_save(self) -> None:
+        """Wait until everything that `save` began is on disk, including the other ranks' files.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._saving.finish()
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, exactly, for any number of ranks.
+
+        Without `optimizer/` the weights alone are loaded, with a warning.
+
+        Raises:
+            CheckpointError: no checkpoint there, or one of another model or optimizer.
+        """
+        self.finish_save()
+        self._load_weights(path)
+        directory = path / "optimizer"
+        seen = self.layout.all_gather_object(directory.exists())  # ranks may see different disks
+        if any(seen) and not all(seen):
+            missing = [rank for rank, exists in enumerate(seen) if not exists]
+            raise CheckpointError(f"{directory} does not exist for ranks {missing}; all ranks must see the same disk")
+        if not any(seen):
+            logger.warning("%s does not exist: starting with a fresh optimizer and schedule", directory)
+            return
+        join(self.layout, self.device)
+        self._load_optimizer(directory)
+        load_schedule(self._scheduler, directory)
+
+    def close(self) -> None:
+        """Finish the running save. The process stays in its process group."""
+        self._saving.close()
+
+    def train_flops(self, batch: TrainingBatch) -> float:
+        """Return the floating-point operations of training on a batch once, over all ranks."""
+        return train_flops(self._num_matmul_parameters, self._model.config, batch[keys.LENGTHS].tolist())
+
+    @property
+    def _is_rank0(self) -> bool:
+        return self.layout.rank == 0
+
+
+class TeacherWorker(ScoringWorker):
+    """A frozen teacher on one rank of a layout: weights are in `precision`, dropout is off.
+
+    Args:
+        config: the section of a teacher; the number of ranks is that of `layout`, not of the section.
+        section: its key, for errors.
+        layout: this rank's position, and how it finds the others.
+        model_path: a Hugging Face name or a directory that every rank can read.
+        temperature: of the policy's sampling; the logits are divided by it.
+
+    Raises:
+        ConfigError: a model, override, device or layout that is not available.
+        PolicyError: the other ranks did not join before the deadline.
+    """
+
+    def __init__(
+        self, config: TeacherConfig, *, section: str, layout: RankLayout, model_path: str, temperature: float
+    ) -> None:
+        self.config = config
+        self._section = section
+        self.layout = layout
+        self.device = resolve_device(config.device)
+        self._build_model(model_path, temperature=temperature)
+
+    @abstractmethod
+    def _build_model(self, model_path: str, *, temperature: float) -> None:
+        """Make the model; the last step of the constructor."""

@@ -1,0 +1,36 @@
+import pytest
+from transformers import GPT2Config, Qwen3Config
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
+
+KEY = r"policy\.dtensor_cfg\.tensor_parallel_size"
+
+
+def qwen3(*, heads: int = 16, key_value_heads: int = 8, width: int = 96) -> Qwen3Config:
+    return Qwen3Config(num_attention_heads=heads, num_key_value_heads=key_value_heads, intermediate_size=width)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_size_that_divides_the_model_is_allowed(size: int) -> None:
+    check_tensor_parallel(size, qwen3())
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "allowed"),
+    [
+        (3, {}, "1, 2, 4, 8"),
+        (16, {}, "1, 2, 4, 8"),
+        (8, {"width": 100}, "1, 2, 4"),
+        (4, {"heads": 14, "key_value_heads": 2}, "1, 2"),
+    ],
+)
+def test_size_that_does_not_names_those_that_do(size: int, sizes: dict[str, int], allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"{KEY} = {size}: .*allowed: {allowed}$"):
+        check_tensor_parallel(size, qwen3(**sizes))
+
+
+def test_model_without_a_plan_names_those_with_one() -> None:
+    with pytest.raises(ConfigError, match=f"{KEY} = 2: .*'gpt2'; supported: llama, qwen2, qwen3$"):
+        check_tensor_parallel(2, GPT2Config())
+    check_tensor_parallel(1, GPT2Config())

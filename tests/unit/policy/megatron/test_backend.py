@@ -1,0 +1,95 @@
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.policy.megatron.backend import check_megatron
+from tests.unit.policy.tiny import SIZES
+
+KEY = r"policy\.megatron_cfg"
+
+
+def check(model: PreTrainedConfig | None = None, **sections: Any) -> None:
+    megatron = {"enabled": True, **sections.pop("megatron_cfg", {})}
+    policy = PolicyConfig.model_validate({"model_name": "m", **sections, "megatron_cfg": megatron})
+    check_megatron(policy, model or Qwen3Config(**SIZES))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+    ],
+)
+def test_sizes_that_divide_the_model_pass(sizes: dict[str, int]) -> None:
+    check(megatron_cfg=sizes)
+
+
+@pytest.mark.parametrize(
+    ("model", "megatron_cfg", "said"),
+    [
+        (
+            None,
+            {"tensor_model_parallel_size": 3},
+            rf"{KEY}\.tensor_model_parallel_size = 3: .*num_key_value_heads 2.*allowed: 1, 2",
+        ),
+        (
+            None,
+            {"pipeline_model_parallel_size": 3},
+            rf"{KEY}\.pipeline_model_parallel_size = 3: must divide .* 2 layers",
+        ),
+        (
+            None,
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 2},
+            rf"{KEY}\.pipeline_model_parallel_size = 2: .*2 of them in num_layers_in_first_pipeline_stage",
+        ),
+        (
+            None,
+            {"num_layers_in_last_pipeline_stage": 1},
+            rf"{KEY}\.num_layers_in_last_pipeline_stage = 1: .* one stage",
+        ),
+        (
+            None,
+            {"scheduler": {"lr_decay_style": "cosine", "lr_warmup_iters": 5, "lr_decay_iters": 5}},
+            rf"{KEY}\.scheduler\.lr_decay_iters = 5: .*above lr_warmup_iters, 5",
+        ),
+        (GPT2Config(), {}, rf"{KEY}\.enabled = True: .*'gpt2'; supported: llama, qwen2, qwen3"),
+        (LlamaConfig(**SIZES, mlp_bias=True), {}, "mlp_bias is True"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), {}, "hidden_act is 'gelu'"),
+        (
+            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            {},
+            "layer_types is .*sliding_attention",
+        ),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            {},
+            "no rotary embedding of type 'dynamic'",
+        ),
+        (
+            Qwen3Config(**{**SIZES, "vocab_size": 2, "num_key_value_heads": 4}),
+            {"tensor_model_parallel_size": 4},
+            "leaves the last rank no token",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    model: PreTrainedConfig | None, megatron_cfg: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(model, megatron_cfg=megatron_cfg)
+
+
+def test_optimizer_that_needs_whole_weights_is_refused() -> None:
+    optimizer = {"name": "torch.optim.Adafactor", "kwargs": {"lr": 0.1}}
+    with pytest.raises(ConfigError, match=r"policy\.optimizer\.name = 'torch\.optim\.Adafactor'"):
+        check(optimizer=optimizer)
+    check(optimizer=optimizer, megatron_cfg={"optimizer": {"optimizer": "adam"}})  # which is in its place
+
+
+def test_nothing_is_asked_of_a_policy_on_fsdp2() -> None:
+    check(GPT2Config(), megatron_cfg={"enabled": False, "tensor_model_parallel_size": 7})
