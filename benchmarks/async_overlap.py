@@ -1,6 +1,6 @@
 """Measurement of how closely background collection overlaps generation and training.
 
-A simulated engine of C places, first in, first out, serves requests whose times are heavy-tailed (log-normal, cut at
+A simulated engine of C slots, first in, first out, serves requests whose times are heavy-tailed (log-normal, cut at
 LONGEST times their median, as a token limit does); a simulated trainer sleeps T. E is the engine's work for a step
 divided by C: no step can be faster than max(E, T). A synchronous one takes T and the makespan of its groups, which ends
 with the slowest. The real AsyncSource, rollouts and all, runs a loop of steps over them; the same trace goes through a
@@ -41,26 +41,26 @@ WARM_UP = 6  # steps until the pipeline is full
 
 @dataclass(frozen=True)
 class Setting:
-    places: int  # of the engine
+    slots: int  # of the engine
     age: int
     train_s: float
     num_steps: int
-    seconds: list[list[float]]  # by place of the prompt, by generation
+    seconds: list[list[float]]  # by index of the prompt, by generation
 
 
-def draw_seconds(num_groups: int, places: int, engine_s: float, seed: int = 0) -> list[list[float]]:
+def draw_seconds(num_groups: int, slots: int, engine_s: float, seed: int = 0) -> list[list[float]]:
     """Return times such that the work of a step, over all slots, takes `engine_s` on average."""
     draws = random.Random(seed)
     raw = [[min(math.exp(draws.gauss(0, SIGMA)), LONGEST) for _ in range(NUM_GENERATIONS)] for _ in range(num_groups)]
-    scale = engine_s * places * num_groups / (NUM_PROMPTS * sum(map(sum, raw)))
+    scale = engine_s * slots * num_groups / (NUM_PROMPTS * sum(map(sum, raw)))
     return [[scale * one for one in group] for group in raw]
 
 
-def synchronous_s(seconds: Sequence[Sequence[float]], places: int) -> float:
+def synchronous_s(seconds: Sequence[Sequence[float]], slots: int) -> float:
     """Mean makespan of a step's groups in an engine that is empty at first."""
     makespans = []
     for start in range(0, len(seconds) - NUM_PROMPTS + 1, NUM_PROMPTS):
-        free = [0.0] * places
+        free = [0.0] * slots
         for one in (x for group in seconds[start : start + NUM_PROMPTS] for x in group):
             heapq.heapreplace(free, free[0] + one)
         makespans.append(max(free))
@@ -77,7 +77,7 @@ class _Simulation:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.free = [0.0] * setting.places  # when each place of the engine is free
+        self.free = [0.0] * setting.slots  # when each slot of the engine is free
         self.issued = 0
         self.version = 0
         self.ends: dict[int, tuple[float, int]] = {}  # of groups not handed out: end, deadline
@@ -108,35 +108,35 @@ class _Simulation:
         """Take complete groups at the first moment that allows it; return that moment."""
         moments = sorted({now, *(end for end, _ in self.ends.values() if end > now)})
         for moment in moments:
-            complete = sorted((d, place) for place, (end, d) in self.ends.items() if end <= moment)
-            chosen = [place for _, place in complete[:NUM_PROMPTS]]
+            complete = sorted((d, prompt_index) for prompt_index, (end, d) in self.ends.items() if end <= moment)
+            chosen = [prompt_index for _, prompt_index in complete[:NUM_PROMPTS]]
             if len(chosen) == NUM_PROMPTS and self._can_wait(chosen):
-                for place in chosen:
-                    del self.ends[place]
+                for prompt_index in chosen:
+                    del self.ends[prompt_index]
                 return moment
         raise AssertionError("a step's groups never end")
 
     def _can_wait(self, chosen: Sequence[int]) -> bool:
         """Return whether the remaining groups can still be trained within the bound, a step's worth at each version."""
-        left = sorted(deadline for place, (_, deadline) in self.ends.items() if place not in chosen)
+        left = sorted(deadline for prompt_index, (_, deadline) in self.ends.items() if prompt_index not in chosen)
         return all(index < NUM_PROMPTS * (deadline - self.version) for index, deadline in enumerate(left))
 
 
 class SimulatedEngine:
-    """Answers each request after its time, at most `places` at once, in the order of arrival."""
+    """Answers each request after its time, at most `slots` at once, in the order of arrival."""
 
     is_async = True
 
     def __init__(self, setting: Setting) -> None:
         self._seconds = setting.seconds
-        self._free = [0.0] * setting.places
+        self._free = [0.0] * setting.slots
         self.weight_version = 0
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         (request,) = requests
-        _, _, place, index, _ = request.request_id.split(":")
+        _, _, prompt_index, index, _ = request.request_id.split(":")
         version, now = self.weight_version, asyncio.get_running_loop().time()
-        done = max(now, heapq.heappop(self._free)) + self._seconds[int(place)][int(index)]
+        done = max(now, heapq.heappop(self._free)) + self._seconds[int(prompt_index)][int(index)]
         heapq.heappush(self._free, done)
         await asyncio.sleep(done - now)
         versions = (version, self.weight_version)
@@ -188,17 +188,17 @@ def steady_s(handed_out: Sequence[float]) -> float:
     return (handed_out[-1] - handed_out[WARM_UP]) / (len(handed_out) - 1 - WARM_UP)
 
 
-def report(num_steps: int, engine_s: float, places: int, ratios: Sequence[float], ages: Sequence[int]) -> None:
-    seconds = draw_seconds((num_steps + max(ages) + 2) * NUM_PROMPTS, places, engine_s)
-    makespan_s = synchronous_s(seconds, places)
+def report(num_steps: int, engine_s: float, slots: int, ratios: Sequence[float], ages: Sequence[int]) -> None:
+    seconds = draw_seconds((num_steps + max(ages) + 2) * NUM_PROMPTS, slots, engine_s)
+    makespan_s = synchronous_s(seconds, slots)
     for ratio in ratios:
         train_s = engine_s / ratio
         for age in ages:
-            setting = Setting(places, age, train_s, num_steps, seconds)
+            setting = Setting(slots, age, train_s, num_steps, seconds)
             ideal, (measured, cpu_s) = simulate(setting), asyncio.run(measure(setting))
             bound = max(engine_s, train_s)
             print(
-                f"| {places} | {ratio:g} | {age} | {engine_s + train_s:.3f} | {makespan_s + train_s:.3f} | {bound:.3f} "
+                f"| {slots} | {ratio:g} | {age} | {engine_s + train_s:.3f} | {makespan_s + train_s:.3f} | {bound:.3f} "
                 f"| {ideal:.3f} | {measured:.3f} | {measured / ideal:.3f} | {measured / bound:.3f} "
                 f"| {1000 * cpu_s:.2f} |",
                 flush=True,
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--engine-s", type=float, default=0.8)
-    parser.add_argument("--places", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--slots", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--ages", type=int, nargs="+", default=[1, 2, 4])
     arguments = parser.parse_args()
@@ -218,12 +218,12 @@ def main() -> None:
     batch = NUM_PROMPTS * NUM_GENERATIONS
     print(f"Steps of {NUM_PROMPTS} x {NUM_GENERATIONS} = {batch} rollouts, E = {arguments.engine_s:g} s\n")
     print(
-        "| places | E/T | age | E + T s | synchronous s | max(E, T) s | simulated s | measured s "
+        "| slots | E/T | age | E + T s | synchronous s | max(E, T) s | simulated s | measured s "
         "| measured / simulated | measured / max(E, T) | driver CPU ms a group |"
     )
     print("|" + "---|" * 11)
-    for places in arguments.places:
-        report(arguments.steps, arguments.engine_s, places, arguments.ratios, arguments.ages)
+    for slots in arguments.slots:
+        report(arguments.steps, arguments.engine_s, slots, arguments.ratios, arguments.ages)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,9 @@ def write_rows(path: Path, count: int) -> None:
             file.write(json.dumps({"input": text, "output": str(2 * number)}) + "\n")
 
 
-async def collect(folder: Path, num_tasks: int, num_repeats: int, concurrency: int) -> dict[str, float]:
+async def collect(directory: Path, num_tasks: int, num_repeats: int, concurrency: int) -> dict[str, float]:
     """All rollouts of the file; the watch runs from its opening to the mark that the collection is done."""
-    section = DatasetConfig(dataset_name="jsonl", data_path=str(folder / "rows.jsonl"), env_name="simulated")
+    section = DatasetConfig(dataset_name="jsonl", data_path=str(directory / "rows.jsonl"), env_name="simulated")
     encoder = ChatEncoder(make_tokenizer())
     encoder.check()
     dependencies = RolloutDependencies(
@@ -105,10 +105,10 @@ async def collect(folder: Path, num_tasks: int, num_repeats: int, concurrency: i
     watch = Watch()
     input_set = load_input(InputDataConfig(input=section))
     rows = (Task(prompt.prompt_id, prompt.dataset, prompt.task_name, row) for prompt, row in input_set.rows())
-    tasks = write_tasks(folder / "out", rows)
+    tasks = write_tasks(directory / "out", rows)
     opened = watch.figures()
     keys = KeySpace(tasks.num_tasks, num_repeats)
-    with RolloutStore.open(folder / "out", seed=0, keys=keys, identity={"data": tasks.digest}) as store:
+    with RolloutStore.open(directory / "out", seed=0, keys=keys, identity={"data": tasks.digest}) as store:
         counted = 0
 
         def count(_: object) -> None:
@@ -130,10 +130,10 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=256)
     parsed = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with tempfile.TemporaryDirectory() as folder:
-        write_rows(Path(folder) / "rows.jsonl", parsed.tasks)
-        figures = asyncio.run(collect(Path(folder), parsed.tasks, parsed.repeats, parsed.concurrency))
-        size = (Path(folder) / "out" / "rollouts-rs0.jsonl").stat().st_size
+    with tempfile.TemporaryDirectory() as directory:
+        write_rows(Path(directory) / "rows.jsonl", parsed.tasks)
+        figures = asyncio.run(collect(Path(directory), parsed.tasks, parsed.repeats, parsed.concurrency))
+        size = (Path(directory) / "out" / "rollouts-rs0.jsonl").stat().st_size
     rate, cpu_rate = figures["rollouts"] / figures["s"], figures["rollouts"] / figures["cpu_s"]
     print(
         "| rollouts | file GB | opening s, MiB | s | CPU s | rollouts/s | rollouts / CPU s [2000] | growth MiB [300] |"

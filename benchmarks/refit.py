@@ -103,9 +103,9 @@ async def measure(dtype: str, num_replicas: int, *, is_busy: bool) -> tuple[int,
     model = make_model(getattr(torch, dtype))
     cfg = VllmConfig(kv_cache_memory_bytes=2**28, max_num_seqs=NUM_RUNNING)
     section = VllmGenerationConfig(vllm_cfg=cfg, num_replicas=num_replicas)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(Path(folder))
-        engine = await make_generation(section, model_path=folder, dtype=dtype, max_model_len=2048, device="cpu")
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(Path(directory))
+        engine = await make_generation(section, model_path=directory, dtype=dtype, max_model_len=2048, device="cpu")
     policy, transport = Weights(model), TimedSharedMemory()
     sync = TransportWeightSync([], WeightSyncConfig(), dtype, transport=transport)
     refits, copies = [], []

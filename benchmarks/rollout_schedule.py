@@ -1,6 +1,6 @@
 """Measurement of the rollout schedulers against what engine and environments allow.
 
-A simulated engine of C places, first in, first out, and an environment of any number of places take times drawn by
+A simulated engine of C slots, first in, first out, and an environment of any number of slots take times drawn by
 seed: fixed or heavy-tailed (log-normal). The same trace goes through an exact discrete-event simulation, which costs
 nothing but the waits; its makespan is what a perfect driver reaches. The bound max(longest episode, engine's work / C)
 is below it. Like an engine in a process of its own, the simulated one does not slow down with the driver. A turn takes
@@ -73,7 +73,7 @@ def draw_trace(num_samples: int, num_turns: int, latency: str, seed: int = 0) ->
 
 def simulate(trace: Trace, concurrency: int) -> float:
     """Return the makespan of first-in, first-out, event by event, with a driver that takes no time."""
-    free = [0.0] * concurrency  # when each place of the engine is free
+    free = [0.0] * concurrency  # when each slot of the engine is free
     arrivals = [(0.0, sample, sample, 0) for sample in range(len(trace.generation_s))]  # time, order, sample, turn
     heapq.heapify(arrivals)
     order, end = len(arrivals), 0.0
@@ -96,7 +96,7 @@ class SimulatedEngine:
 
     def __init__(self, trace: Trace, concurrency: int) -> None:
         self._trace = trace
-        self._free = [0.0] * concurrency  # when each place is free
+        self._free = [0.0] * concurrency  # when each slot is free
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         (request,) = requests
@@ -197,7 +197,7 @@ def measure_judge(scheduler: Callable[..., Any], num_samples: int) -> Measured:
 
 
 def report_pipelined(sizes: Sequence[int], concurrency: int, num_turns: int) -> None:
-    print(f"Pipelined training: {num_turns} turns of 200 ms, {concurrency} places in the engine\n")
+    print(f"Pipelined training: {num_turns} turns of 200 ms, {concurrency} slots in the engine\n")
     print("| samples | latency | bound s | simulated FIFO s | measured s | measured / FIFO | driver CPU ms a turn |")
     print("|---|---|---|---|---|---|---|")
     for num_samples in sizes:

@@ -51,10 +51,10 @@ class Timed:
         return await self._scorer.score(requests)
 
 
-async def main(folder: Path, model: str) -> None:
+async def main(directory: Path, model: str) -> None:
     scorer = f"{{type: reward_model, model_name: {model}, micro_batch_size: 16, max_length: 128}}"
     chat = ["++env.chat={type: reward_model, scorers: [rm]}", f"++scorers.rm={scorer}"]
-    config = load_config(RECIPE, [*OVERRIDES, *chat, f"logger.log_dir={folder}"])
+    config = load_config(RECIPE, [*OVERRIDES, *chat, f"logger.log_dir={directory}"])
     alone_s, score_s, both_s, gaps = [], [], [], []
     async with open_run(config) as run:
         await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
@@ -82,13 +82,13 @@ async def main(folder: Path, model: str) -> None:
     ratio = statistics.median(b / (g + s) for b, g, s in zip(both_s, alone_s, score_s, strict=True))
     medians = [statistics.median(each) for each in (alone_s, score_s, both_s, gaps)]
     print(
-        "| rollouts | generate s | score s | both s | first score asked for after s | both / (generate + score) [< 1] |"
+        "| rollouts | generate s | score s | both s | first score requested after s | both / (generate + score) [< 1] |"
     )
     print("|---|---|---|---|---|---|")
     print(f"| {len(jobs)} | " + " | ".join(f"{each:.3f}" for each in medians) + f" | {ratio:.3f} |")
 
 
-def save_reward_model(folder: Path) -> str:
+def save_reward_model(directory: Path) -> str:
     """Make a random classifier about three times the policy's size, with the policy's tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
@@ -106,9 +106,9 @@ def save_reward_model(folder: Path) -> str:
         num_key_value_heads=6,
         max_position_embeddings=256,
     )
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
 
 
 if __name__ == "__main__":

@@ -109,12 +109,12 @@ class BareTrainer:
         return time.perf_counter() - started
 
 
-def untrained(model_path: str, folder: str) -> str:
+def untrained(model_path: str, directory: str) -> str:
     """Make the same model with random weights."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)
-    return folder
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path)).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(directory)
+    return directory
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 uv run examples/rescore.py runs/exp_001/rollouts/train.jsonl rescored.jsonl --config runs/exp_001/config.yaml \
     ++scorers.short='{type: function, function: "rules:short"}' '++env.spell_backward.scorers=[short]'
 
-The configuration names the data that the rollouts came from and the scorers; a scorer's reward takes the place of the
+The configuration names the data that the rollouts came from and the scorers; a scorer's reward replaces the
 one of its name, the others stay.
 """
 

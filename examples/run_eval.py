@@ -1,4 +1,4 @@
-"""Evaluate a model or a checkpoint: pass@k over data sets, and a comparison with another.
+"""Evaluate a model or a checkpoint: pass@k over datasets, and a comparison with another.
 
 uv run examples/run_eval.py                                        the quickstart's model before training
 uv run examples/run_eval.py policy.model_name=runs/exp_001/checkpoints/step_150 eval.baseline=nemo_rl/quickstart

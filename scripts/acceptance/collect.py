@@ -120,8 +120,8 @@ def main() -> int:
     num_rollouts = parsed.size * parsed.repeats
     shared = (f"server.backend={parsed.backend}", f"policy.model_name={parsed.model}", "logger.progress=false")
     whole = (*shared, f"collect.limit={parsed.size}", f"collect.num_repeats={parsed.repeats}", "collect.concurrency=64")
-    with tempfile.TemporaryDirectory() as folder:
-        collection = Collection(Path(folder) / "killed", whole)
+    with tempfile.TemporaryDirectory() as directory:
+        collection = Collection(Path(directory) / "killed", whole)
         began = time.monotonic()
         told = killed(collection, num_rollouts, random.Random(parsed.seed))
         found = keys(collection.lines())
@@ -135,14 +135,14 @@ def main() -> int:
         print(f"another temperature: exit code {refused.returncode}\n{refused.stderr.strip().splitlines()[-1]}")
 
         small = (*shared, f"collect.limit={parsed.chunked_size}", "collect.num_repeats=2", "collect.concurrency=64")
-        unchunked, chunked = (Collection(Path(folder) / name, small) for name in ("unchunked", "chunked"))
+        unchunked, chunked = (Collection(Path(directory) / name, small) for name in ("unchunked", "chunked"))
         unchunked.run("collect.seeds=0,1")
         for chunk in range(4):
             chunked.run("collect.seeds=0,1", f"collect.chunk={chunk}/4")
         merged = [untimed(merge(one.directory).rollouts) for one in (unchunked, chunked)]
         same = sum(a == b for a, b in zip(*merged, strict=True))
         print(f"4 chunks x 2 seeds: {same} of {len(merged[0])} merged lines are those of the unchunked collection")
-        again = Collection(Path(folder) / "again", small)
+        again = Collection(Path(directory) / "again", small)
         again.run("collect.seeds=0,1")
         repeated = untimed(merge(again.directory).rollouts)
         equal = sum(a == b for a, b in zip(merged[0], repeated, strict=True))

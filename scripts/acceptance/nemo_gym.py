@@ -24,20 +24,20 @@ GAIN = 0.1  # of the mean reward on reasoning_gym
 MAX_LOGPROB_ERROR = 1e-4
 
 
-def run(folder: Path, *overrides: str) -> tuple[list[dict[str, float]], float]:
+def run(directory: Path, *overrides: str) -> tuple[list[dict[str, float]], float]:
     """Return the lines of metrics.jsonl, and the seconds that the run took with everything it started."""
-    environment = {**os.environ, "NEMO_GYM_DATA": str(folder)}
+    environment = {**os.environ, "NEMO_GYM_DATA": str(directory)}
     subprocess.run(
         [sys.executable, "examples/nemo_gym/make_rows.py", "quickstart"], cwd=ROOT, check=True, env=environment
     )
-    command = [sys.executable, "examples/nemo_gym/run_grpo_nemo_gym.py", f"logger.log_dir={folder}", *overrides]
+    command = [sys.executable, "examples/nemo_gym/run_grpo_nemo_gym.py", f"logger.log_dir={directory}", *overrides]
     started = time.monotonic()
-    with (folder / "output.txt").open("w") as output:
+    with (directory / "output.txt").open("w") as output:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=3600)
     if done.returncode:
-        sys.exit((folder / "output.txt").read_text()[-4000:])
+        sys.exit((directory / "output.txt").read_text()[-4000:])
     seconds = time.monotonic() - started
-    lines = (next(folder.glob("exp_*")) / "metrics.jsonl").read_text().splitlines()
+    lines = (next(directory.glob("exp_*")) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], seconds
 
 
@@ -51,8 +51,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
-    with tempfile.TemporaryDirectory() as folder:
-        rows, seconds = run(Path(folder), f"grpo.max_num_steps={steps}")
+    with tempfile.TemporaryDirectory() as directory:
+        rows, seconds = run(Path(directory), f"grpo.max_num_steps={steps}")
     trained = [row for row in rows if "train/loss" in row]
     rewards = {agent: ends(trained, f"train/env/{agent}/reward_mean") for agent in AGENTS}
     failed = sum(value for row in trained for name, value in row.items() if name.startswith("train/failures/"))

@@ -33,15 +33,15 @@ def values(lines: list[dict[str, Any]], name: str) -> list[float]:
 
 def main(steps: int) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "reward_model"
-        trained = run("run_rm.py", Path(scratch) / "rm", f"checkpointing.checkpoint_dir={folder}")
+        directory = Path(scratch) / "reward_model"
+        trained = run("run_rm.py", Path(scratch) / "rm", f"checkpointing.checkpoint_dir={directory}")
         print(f"pairs ranked right: {max(values(trained, 'validation/pair_accuracy')):.3f}", flush=True)
         grpo = run(
             "run_grpo.py",
             Path(scratch) / "grpo",
             "--config",
             "examples/configs/reward_model.yaml",
-            f"scorers.rm.model_name={folder}",
+            f"scorers.rm.model_name={directory}",
             f"grpo.max_num_steps={steps}",
             "grpo.val_period=20",
         )
