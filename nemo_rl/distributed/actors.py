@@ -23,7 +23,7 @@ from nemo_rl.errors import WorkerDied, WorkerError
 
 @dataclass(frozen=True, slots=True)
 class _RemoteError:
-    """What a method raised, as text: exceptions themselves do not always survive pickling."""
+    """An exception of a method, as text: exceptions themselves do not always survive pickling."""
 
     summary: str
     worker_traceback: str
@@ -79,7 +79,7 @@ class ActorHandle:
         self.name = name
 
     async def call(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """The result of method `name`.
+        """Return the result of method `name`.
 
         Raises WorkerError when the method raised or `timeout_s` passed, WorkerDied when the process is gone; a call
         that ran out of time or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to
@@ -88,7 +88,7 @@ class ActorHandle:
         return await self.call_with_payload(name, (args, kwargs), timeout_s=timeout_s)
 
     async def call_with_payload(self, name: str, payload: Any, *, timeout_s: float | None = None) -> Any:
-        """`call` with (args, kwargs), or with what `put` made of them."""
+        """Do as `call` with (args, kwargs), or with the reference that `put` returned for them."""
         reference = self._actor.call.remote(name, payload)
         try:
             async with asyncio.timeout(timeout_s):
@@ -103,7 +103,7 @@ class ActorHandle:
             raise self._worker_error(name, error) from error
 
     def call_blocking(self, name: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        """`call` for where a run is set up and nothing else is to go on; raises as it does."""
+        """Do as `call`, blocking the event loop: only while a run is set up."""
         reference = self._actor.call.remote(name, (args, kwargs))
         try:
             return self._raise_if_failed(name, ray.get(reference, timeout=timeout_s))
@@ -114,7 +114,7 @@ class ActorHandle:
             raise self._worker_error(name, error) from error
 
     async def stream(self, name: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The items of the async generator method `name` as they come; closing the iterator cancels it there."""
+        """Yield the items of the async generator method `name`; closing the iterator cancels it there."""
         references = self._actor.stream.options(num_returns="streaming").remote(name, args, kwargs)
         finished = False
         try:
@@ -144,7 +144,7 @@ class ActorHandle:
 
 
 def put(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Arguments for `call_with_payload` of several actors, which are then sent to each machine once."""
+    """Return arguments for `call_with_payload` of several actors, which are then sent to each machine once."""
     return ray.put((args, kwargs))
 
 
@@ -165,9 +165,9 @@ def spawn_actor(
     """Make `cls(*args, **kwargs)` in a process of its own, and return without waiting for it.
 
     `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
-    run at once, more wait. A process that dies is made anew up to `max_restarts` times. `env_vars` are set before the
+    run at once, more wait. A process that dies is restarted up to `max_restarts` times. `env_vars` are set before the
     process imports anything. `slot`: on reserved resources (distributed/cluster.py), seeing its GPUs. `num_threads`
-    is that of methods that are not `async`; None: `max_concurrency`. `label` stands in error messages; None: the
+    is that of methods that are not `async`; None: `max_concurrency`. `label` names it in error messages; None: the
     class's. An error of the constructor is raised by every call. Connects to Ray where that has not been done.
     """
     connect()
@@ -190,12 +190,12 @@ def spawn_actor(
 
 
 def unwrap_actor_class(actor_class: Any) -> type:
-    """The class that `@ray.remote` was written on."""
+    """Return the class that `@ray.remote` decorates."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 def _short_reason(error: BaseException) -> str:
-    """Ray's reason, without its advice: what it found of the process' end, else its first line."""
+    """Return Ray's reason without its advice: how the process ended where it knows, else its first line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     found = next((line.partition("Worker exit detail:")[2] for line in lines if "Worker exit detail:" in line), "")
     detail = found.partition("Some common causes")[0].strip()
@@ -203,14 +203,14 @@ def _short_reason(error: BaseException) -> str:
 
 
 def put_bytes(content: np.ndarray) -> Any:
-    """A reference to a copy of `content` (uint8), which may be sent to other processes."""
+    """Return a reference to a copy of `content` (uint8), which may be sent to other processes."""
     connect()
     return ray.put(content)
 
 
 def get_bytes(reference: Any, timeout_s: float) -> np.ndarray:
-    """What was put, read-only, without a copy on a machine that has it; raises WorkerError when it cannot be had."""
+    """Return what was put, read-only, without a copy on a machine that has it; raises WorkerError where it is lost."""
     try:
         return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"the object store did not give what it holds: {type(error).__name__}") from error
+        raise WorkerError(f"cannot read from the object store: {type(error).__name__}") from error

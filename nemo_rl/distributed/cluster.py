@@ -1,4 +1,4 @@
-"""The Ray cluster of this process: joined by address, or a local one; and what it has."""
+"""The Ray cluster of this process, joined by address or local, and a run's reservation of its nodes and GPUs."""
 
 import asyncio
 import logging
@@ -16,22 +16,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.errors import WorkerError
 
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 256 * 2**20  # of a local cluster: only small messages pass, weights have their own way
+ADDRESS_KEYS = "cluster.address, else RAY_ADDRESS"
+CONNECT_TIMEOUT_S = 30.0
+CPUS_PER_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
+POLL_S = 1  # Ray wants whole seconds
+PROBE_S = 120.0  # for a node to report its GPUs
+
 
 def node_ip() -> str:
-    """The address of this machine that others of the cluster reach it by; needs no connection to a cluster."""
+    """Return the address by which the cluster reaches this machine; needs no connection to a cluster."""
     return ray.util.get_node_ip_address()
 
 
-logger = logging.getLogger(__name__)
-OBJECT_STORE_BYTES = 256 * 1024 * 1024  # of a local cluster: only small messages pass, weights have their own way
-
-
-ADDRESS_KEYS = "cluster.address, else RAY_ADDRESS"
-CONNECT_TIMEOUT_S = 30.0
-
-
 def cluster_address(address: str | None = None) -> str | None:
-    """Of the running cluster to join: the one given, else RAY_ADDRESS; None: a local one is started."""
+    """Return the address of the cluster to join: the one given, else RAY_ADDRESS; None: a local one is started."""
     return address or os.environ.get("RAY_ADDRESS") or None
 
 
@@ -59,7 +60,7 @@ def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes, and then end the process."""
+    """Raise WorkerError where nothing listens: Ray itself would try for minutes, and then end the process."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():  # "auto", or Ray's to understand
         return
@@ -75,26 +76,21 @@ def shutdown() -> None:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Ray's records of the machines that are there."""
+    """Return Ray's records of the nodes that are alive."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def describe_resources(resource: str | None) -> str:
-    """The machines of the cluster and how much each has of `resource` (None: of CPUs), for error messages."""
+    """Describe the nodes of the cluster and how much each has of `resource` (None: CPUs), for errors."""
     name = resource or "CPU"
     found = [f"{node['NodeManagerAddress']} ({node['Resources'].get(name, 0):g} {name})" for node in nodes()]
     free = ray.available_resources().get(name, 0)
     return f"{len(found)} {'node' if len(found) == 1 else 'nodes'}: {', '.join(found)}, {free:g} {name} free"
 
 
-CPUS_PER_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
-POLL_S = 1  # Ray wants whole seconds
-PROBE_S = 120.0
-
-
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """Where an actor is to stand, and the GPUs that it sees."""
+    """Reserved resources of an actor, and the GPUs that it sees."""
 
     node_id: str
     node_ip: str
@@ -119,7 +115,7 @@ class Reservation:
         self._nodes = reserved
 
     def slot(self, device_slot: DeviceSlot) -> ReservedSlot:
-        """For `spawn_actor`. Several actors may have the same one."""
+        """Return the slot for `spawn_actor`; several actors may share one."""
         node = self._nodes[device_slot.node]
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=device_slot.node)
         env_vars: dict[str, str] = {}
@@ -129,7 +125,7 @@ class Reservation:
         return ReservedSlot(node.node_id, node.node_ip, node.node_cpus, strategy, env_vars)
 
     def release(self) -> None:
-        """Give everything back; actors that stand on it end."""
+        """Free all resources; actors on them end."""
         if ray.is_initialized():
             remove_placement_group(self._group)
 
@@ -145,10 +141,10 @@ async def reserve(
     """Set aside the layout's nodes, each a machine of its own, with its GPUs.
 
     `may_grow`: machines may still join, so a cluster that is too small is waited for. `gpu_resource` is Ray's name of
-    what a GPU takes; another name than GPU stands for simulated ones, which no process sees. `keys` ask for them.
+    what a GPU takes; any other name than GPU means simulated ones, which no process sees. `keys` are named in errors.
 
     Raises:
-        WorkerError: not to be had, or not within `timeout_s`; says what was asked for and what the cluster has.
+        WorkerError: not available, or not within `timeout_s`; says what was requested and what the cluster has.
     """
     bundle = {"CPU": CPUS_PER_NODE} | ({gpu_resource: layout.gpus_per_node} if layout.gpus_per_node else {})
     if not may_grow:
@@ -196,14 +192,14 @@ async def _resolve_nodes(group: PlacementGroup, layout: Layout, *, has_gpus: boo
 
 
 async def _gpu_ids(group: PlacementGroup, index: int, count: int) -> tuple[str, ...]:
-    """The devices behind a bundle: they stay the same for as long as it exists."""
+    """Return the devices of a bundle, which stay the same for as long as it exists."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     reference = ray.remote(_own_gpu_ids).options(num_cpus=0, num_gpus=count, scheduling_strategy=strategy).remote()
     try:
         async with asyncio.timeout(PROBE_S):
             return await reference
     except TimeoutError as error:
-        raise WorkerError(f"node {index} did not tell its GPUs in {PROBE_S:g} s") from error
+        raise WorkerError(f"node {index} did not report its GPUs in {PROBE_S:g} s") from error
 
 
 def _own_gpu_ids() -> tuple[str, ...]:

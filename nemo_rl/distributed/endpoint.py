@@ -29,7 +29,7 @@ class RateLimiter:
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`rate` units a minute; None: no limit."""
+        """Let `rate` units through per minute; None: no limit."""
         self._seconds_per_unit = 60.0 / rate if rate else 0.0
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._sleep = sleep
@@ -50,17 +50,17 @@ class RateLimiter:
         self._free_at += units * self._seconds_per_unit
 
 
-RETRYABLE_STATUSES = frozenset({408, 425, 429})  # of the 4xx: those that ask for another try
+RETRYABLE_STATUSES = frozenset({408, 425, 429})  # of the 4xx: those that invite a retry
 MAX_BACKOFF_S = 60.0
-MAX_ERROR_TEXT_CHARACTERS = 300  # of a server's own words in an error
+MAX_ERROR_TEXT_CHARACTERS = 300  # of a server's own text in an error
 
 
 class EndpointError(NemoRLError):
-    """A server that did not give an answer; the text names it and says why."""
+    """A request that no server answered; the text names the server and says why."""
 
 
 class _RetryableError(EndpointError):
-    """What another try may mend; `wait_s` is what the server asked for."""
+    """A failure that a retry may overcome; `wait_s` is the wait that the server asked for."""
 
     def __init__(self, text: str, wait_s: float | None = None) -> None:
         super().__init__(text)
@@ -71,7 +71,7 @@ class Endpoint:
     """The replicas of one server, with one HTTP session for all requests. Used in one event loop."""
 
     def __init__(self, key: str, section: ServedModelConfig) -> None:
-        """`key` is the section's own; raises ConfigError where `api_key_env` names a variable that is not set."""
+        """Prepare requests; raises ConfigError under `key`, the section's, where `api_key_env` is not set."""
         limits = section.limits
         self._section = section
         self._replicas = LoadBalancer(url.rstrip("/").removesuffix("/v1") for url in section.base_urls)
@@ -165,7 +165,7 @@ def _headers(section_key: str, api_key_env: str | None) -> dict[str, str]:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Seconds (RFC 9110, 10.2.3); a date is not understood."""
+    """Return the seconds of Retry-After (RFC 9110, 10.2.3); None for a date or no header."""
     try:
         return max(0.0, float(response.headers.get("Retry-After", "")))  # NaN: 0
     except ValueError:

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Models and environments of our own: NEMO_RL_CACHE, else ~/.cache/nemo_rl."""
+    """Return the directory of cached models and environments: NEMO_RL_CACHE, else ~/.cache/nemo_rl."""
     return Path(os.environ.get("NEMO_RL_CACHE", Path.home() / ".cache" / "nemo_rl"))
 
 
 def resolve_device(name: str, key: str = "policy.device") -> "torch.device":
-    """auto is CUDA where there is one; the first device that the process sees. Raises ConfigError under `key`."""
+    """Return the first device that the process sees; auto: CUDA where there is one. Raises ConfigError under `key`."""
     import torch  # seconds that users of the other functions need not wait
 
     has_cuda = torch.cuda.is_available()
@@ -34,13 +34,13 @@ def resolve_device(name: str, key: str = "policy.device") -> "torch.device":
     return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
-RESERVED_FILES = 256  # for the engine, data sets, checkpoints and logs of the same process
+RESERVED_FILES = 256  # for the engine, datasets, checkpoints and logs of the same process
 FILES_PER_CONNECTION = 2  # an agent may live in this process too, and hold the other end
-UNLIMITED = 2**20  # what is asked for where there is no hard limit: kernels have one of their own
+UNLIMITED = 2**20  # requested where there is no hard limit: kernels have one of their own
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one where that is allowed; returns the limit in force."""
+    """Raise the soft limit of open files to the hard one where that is allowed; return the limit in force."""
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     if soft >= hard:
         return soft
@@ -54,7 +54,7 @@ def raise_file_limit() -> int:
 
 
 def max_connections(file_limit: int) -> int:
-    """How many connections may be open at once under a limit of open files; at least 1.
+    """Return how many connections may be open at once under a limit of open files; at least 1.
 
     Example: 1024 open files carry 384 connections.
     """
@@ -65,16 +65,15 @@ def _finite(limit: int) -> int:
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
-EPHEMERAL_PORT_RANGE = Path(
-    "/proc/sys/net/ipv4/ip_local_port_range"
-)  # of Linux: those of outgoing connections, and of port 0
+# Linux's ports of outgoing connections, and of port 0.
+EPHEMERAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST = 20_000  # Ray's workers listen below
 
 
 def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports on which nobody listens at `host` now, by chance from 20,000 up to the kernel's own.
+    """Return random distinct free ports at `host`, between 20,000 and the kernel's ephemeral range.
 
-    Where the kernel's own begin below, they are of those. Raises OSError where there are not so many.
+    Where that range begins below 20,000, the ports are in it. Raises OSError where there are not enough.
     """
     candidates = _candidate_ports()
     ports: list[int] = []
@@ -92,7 +91,7 @@ def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def unused_port(host: str = "127.0.0.1") -> int:
-    """One of `unused_ports`."""
+    """Return one of `unused_ports`."""
     return unused_ports(1, host)[0]
 
 
@@ -115,7 +114,7 @@ def default_directory() -> Path:
 
 
 def remove_stale_weight_files(directory: Path) -> None:
-    """Remove weight files that nobody holds a lock on: their runs were killed.
+    """Remove weight files without a lock: their runs were killed.
 
     A lock rather than the process id in the name: containers that share memory do not share process ids.
     """
@@ -127,7 +126,7 @@ def remove_stale_weight_files(directory: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
-            logger.info("removed %s, left behind by a run that was killed", path)
+            logger.info("removed the stale weight file %s of a killed run", path)
         except OSError:  # locked: in use
             pass
         finally:

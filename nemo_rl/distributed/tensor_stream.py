@@ -60,14 +60,14 @@ class TensorStream:
                 self._members: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
                 self._members = dist.ProcessGroupGloo(store, rank, size, timeout)
-            self._broadcast(torch.zeros(1, device=device))  # connects: nobody goes on before all are there
+            self._broadcast(torch.zeros(1, device=device))  # connects: a barrier for all members
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
                 f"the {size} members of a tensor stream did not meet at {host}:{port}: {error}"
             ) from error
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Broadcast them all; when iterating fails, the receivers' iteration fails too."""
+        """Broadcast all tensors; when iterating fails, the receivers' iteration fails too."""
         finished = False
         try:
             chunk: list[tuple[str, torch.Tensor]] = []
@@ -99,7 +99,7 @@ class TensorStream:
         self._broadcast(payload)
 
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent, chunk by chunk; iterate to the end, since all members take part in every broadcast."""
+        """Yield what is sent, chunk by chunk; iterate to the end, since all members take part in every broadcast."""
         while True:
             header_bytes, payload_bytes = self._broadcast(
                 torch.zeros(2, dtype=torch.int64, device=self._device)

@@ -1,6 +1,6 @@
 """Processes that work together: one class, one rank each, failing as one.
 
-A collective operation waits for every rank, so a rank that fails leaves the others waiting, or failing of its loss.
+A collective operation waits for every rank, so a rank that fails leaves the others waiting, or failing from its loss.
 Here the first failure ends all of them at once, and the error is the cause, not its echo in another rank.
 """
 
@@ -21,99 +21,17 @@ from nemo_rl.distributed.cluster import ReservedSlot, node_ip
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.errors import WorkerDied, WorkerError
 
-MAX_KEPT_RECORDS = 10_000  # until somebody reads them; the oldest go first
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """One log record, as text."""
-
-    level: int
-    logger: str
-    message: str
-
-
-class Worker:
-    """Methods that are not its own are those of the object that `make` made."""
-
-    def __init__(self, log_file: Path | None, level: int) -> None:
-        if log_file is not None and log_file.parent.is_dir():  # on another machine it may not be there
-            _redirect_output(log_file)
-        self._target: Any = None
-        self._records = _LogCapture(level)
-        root = logging.getLogger()
-        root.handlers = [_stderr_handler(), self._records]
-        root.setLevel(logging.WARNING)
-        logging.getLogger("nemo_rl").setLevel(logging.INFO)
-        logging.captureWarnings(True)
-
-    def endpoint(self) -> tuple[str, int]:
-        """An address of this machine and a port that was free a moment ago."""
-        return node_ip(), unused_port("")
-
-    def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._target = target(*args, **kwargs)
-
-    async def pid(self) -> int:
-        """Answers while a method of the object runs, too."""
-        return os.getpid()
-
-    async def log_lines(self) -> AsyncIterator[LogLine]:
-        """What is logged here, as it comes; never ends."""
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        self._records.on_record = lambda: loop.call_soon_threadsafe(ready.set)
-        while True:
-            while self._records.lines:
-                yield self._records.lines.popleft()
-            ready.clear()
-            if not self._records.lines:
-                await ready.wait()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_target"], name)
-
-
-class _LogCapture(logging.Handler):
-    """Keeps records as text until they are read."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.lines: deque[LogLine] = deque(maxlen=MAX_KEPT_RECORDS)
-        self.on_record: Callable[[], object] = lambda: None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(LogLine(record.levelno, record.name, self.format(record)))
-        self.on_record()
-
-
-def _redirect_output(log_file: Path) -> None:
-    """Everything that this process writes, libraries of C included, and where it was when a signal killed it."""
-    file = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(file=2)
-
-
-def _stderr_handler() -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-    return handler
-
-
 logger = logging.getLogger(__name__)
-PROBE_S = 5.0  # for a living worker to say so, whatever else it does
+
+MAX_KEPT_RECORDS = 10_000  # not yet read; the oldest are dropped first
+PROBE_S = 5.0  # for a live worker to answer, whatever else it does
 PIDS_S = 120.0
 MAX_CONCURRENT_CALLS = 8  # a method of the object, the log, the probes
 TAIL_LINES = 20
 
 
 class WorkerGroup:
-    """`create` it; then `call_all`. After a failure no call is answered any more."""
+    """Workers that act as one: `create`, then `call_all`. After a failure every call raises it."""
 
     def __init__(self, workers: Sequence[ActorHandle], log_files: Sequence[Path | None]) -> None:
         self._workers = list(workers)
@@ -134,7 +52,7 @@ class WorkerGroup:
         env_vars: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> "WorkerGroup":
-        """Make `target(*args, **kwargs, rank=, world_size=, master_address=, master_port=)` in a process a seat.
+        """Make `target(*args, **kwargs, rank=, world_size=, master_address=, master_port=)` in one process per slot.
 
         The constructor and all methods run on one thread of the process. What a process writes goes to
         `log_dir/<role>_<rank>.log`; rank 0's log records from INFO on, and the others' warnings, come here too.
@@ -179,7 +97,7 @@ class WorkerGroup:
         return self._failure is None
 
     async def call_all(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """The results of method `name` of every rank, in their order; the arguments are sent once.
+        """Return the results of method `name` of every rank, by rank; the arguments are sent once.
 
         Raises:
             WorkerError: a rank raised, died, or did not answer in time: the one that was the cause, with its
@@ -188,16 +106,16 @@ class WorkerGroup:
         return await self._call(self._workers, name, args, kwargs, timeout_s)
 
     async def call_rank0(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """The same of rank 0 alone; for what is no collective operation."""
+        """Return the result of rank 0 alone, for a method that is no collective operation."""
         return (await self._call(self._workers[:1], name, args, kwargs, timeout_s))[0]
 
     async def pids(self) -> list[int]:
-        """The processes' ids on their machines."""
+        """Return the process ids on their machines."""
         return await self._call(self._workers, "pid", (), {}, PIDS_S)
 
     @asynccontextmanager
     async def cancel_task_on_worker_death(self) -> AsyncIterator[None]:
-        """Inside, a worker's death cancels the current task, whatever it waits for; its end raises the WorkerError."""
+        """Cancel the current task when a worker dies inside the block, and raise the WorkerError at its end."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -266,7 +184,7 @@ class WorkerGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_all(self, rank: int, error: BaseException | None) -> BaseException:
-        """End all; the error to raise is that of a rank that has died where there is one."""
+        """End all workers; return the error to raise: that of a rank that has died where there is one."""
         if not isinstance(error, WorkerError):
             return error or WorkerError("unknown")
         if not isinstance(error, WorkerDied):
@@ -277,13 +195,13 @@ class WorkerGroup:
         return self._failure
 
     async def _find_dead_rank(self, rank: int, error: WorkerError) -> tuple[int, WorkerError]:
-        """A rank fails of the loss of another one before Ray tells of that: look who is still there."""
+        """Return the rank that died: others fail from its loss before Ray reports it, so probe all."""
         probes = [worker.call("pid", timeout_s=PROBE_S) for worker in self._workers]
         answers = await asyncio.gather(*probes, return_exceptions=True)
         return next(((r, answer) for r, answer in enumerate(answers) if isinstance(answer, WorkerDied)), (rank, error))
 
     def _with_log_tail(self, rank: int, error: WorkerError) -> WorkerError:
-        """With the end of what a dead worker wrote."""
+        """Append the end of a dead worker's log to its error."""
         file = self._log_files[rank]
         if not isinstance(error, WorkerDied) or file is None or not file.exists():
             return error
@@ -292,7 +210,10 @@ class WorkerGroup:
         return WorkerDied(f"{error}{written}")
 
     async def _watch(self, rank: int) -> None:
-        """Consumes: the worker's log. Produces: log records here, and the group's end when the worker dies."""
+        """Forward a worker's log.
+
+        Consumes: the worker's log. Produces: log records here, and the group's end when the worker dies.
+        """
         try:
             async for line in self._workers[rank].stream("log_lines"):
                 logging.getLogger(line.logger).log(line.level, "[%s] %s", self._workers[rank].name, line.message)
@@ -306,7 +227,7 @@ class WorkerGroup:
 
 
 def _log_file(log_dir: Path | None, role: str, rank: int) -> Path | None:
-    """Absolute: workers stand in another directory."""
+    """Return the absolute path, since workers run in another directory."""
     if log_dir is None:
         return None
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -314,6 +235,87 @@ def _log_file(log_dir: Path | None, role: str, rank: int) -> Path | None:
 
 
 def _environment(rank: int, slots: Sequence[ReservedSlot]) -> dict[str, str]:
-    """The cores of a node are shared by the ranks on it; Ray would allow each one thread."""
+    """Share the cores of a node among its ranks; Ray would allow each one thread."""
     ranks_on_node = [slot.node_id for slot in slots].count(slots[rank].node_id)
     return {"OMP_NUM_THREADS": str(max(1, int(slots[rank].node_cpus) // ranks_on_node))}
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One log record, as text."""
+
+    level: int
+    logger: str
+    message: str
+
+
+class Worker:
+    """One worker's process; methods that are not its own are those of the object that `make` created."""
+
+    def __init__(self, log_file: Path | None, level: int) -> None:
+        if log_file is not None and log_file.parent.is_dir():  # on another machine it may not be there
+            _redirect_output(log_file)
+        self._target: Any = None
+        self._records = _LogCapture(level)
+        root = logging.getLogger()
+        root.handlers = [_stderr_handler(), self._records]
+        root.setLevel(logging.WARNING)
+        logging.getLogger("nemo_rl").setLevel(logging.INFO)
+        logging.captureWarnings(True)
+
+    def endpoint(self) -> tuple[str, int]:
+        """Return an address of this machine and a port that was free a moment ago."""
+        return node_ip(), unused_port("")
+
+    def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._target = target(*args, **kwargs)
+
+    async def pid(self) -> int:
+        """Return the process id, also while a method of the object runs."""
+        return os.getpid()
+
+    async def log_lines(self) -> AsyncIterator[LogLine]:
+        """Yield log lines as they come; never ends."""
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        self._records.on_record = lambda: loop.call_soon_threadsafe(ready.set)
+        while True:
+            while self._records.lines:
+                yield self._records.lines.popleft()
+            ready.clear()
+            if not self._records.lines:
+                await ready.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+
+class _LogCapture(logging.Handler):
+    """Keeps records as text until they are read."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.lines: deque[LogLine] = deque(maxlen=MAX_KEPT_RECORDS)
+        self.on_record: Callable[[], object] = lambda: None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(LogLine(record.levelno, record.name, self.format(record)))
+        self.on_record()
+
+
+def _redirect_output(log_file: Path) -> None:
+    """Redirect all output of this process, C libraries included, and its stack at a fatal signal to `log_file`."""
+    file = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+
+
+def _stderr_handler() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    return handler

@@ -1,1 +1,1 @@
-"""Generation engines behind `interfaces.Generation`: token ids in, sampled token ids and their log-probs out."""
+"""Generation engines (interfaces.Generation): token ids in, sampled token ids and their log-probs out."""

@@ -34,7 +34,7 @@ async def make_generation(
 ) -> Generation:
     """Start the engine that `section` names; takes seconds. `dtype` and `max_model_len` hold where it names none.
 
-    `slots` are the places of the replicas in a cluster (distributed/cluster.py), one per replica; without them
+    `slots` are the resources of the replicas in a cluster (distributed/cluster.py), one per replica; without them
     `section.num_replicas` engines run on this machine.
     Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
     """

@@ -65,7 +65,7 @@ class HFGeneration(Generation):
 
     The same batch gives the same bits; another batch the same log-probs to rounding. A request whose prompt leaves no
     room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on one thread of its own. A pause
-    takes effect at the next token. It keeps its place on the device.
+    takes effect at the next token. The engine never sleeps.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class HFGeneration(Generation):
 
     @torch.inference_mode()
     def _sample(self, batch: Batch, cancelled: threading.Event) -> None:
-        """Sample on until each row is done, or a pause; finished rows are computed on, so that shapes stay the same."""
+        """Sample until each row is done, or a pause; finished rows are still computed, so that shapes stay the same."""
         if batch.next_logits is None or batch.pauses != self._num_pauses:
             batch.next_logits, batch.pauses = self._forward(batch.rows), self._num_pauses
         while not (batch.is_done or cancelled.is_set() or self._is_pausing.is_set()):
@@ -150,7 +150,7 @@ class HFGeneration(Generation):
         return Row(request, min(request.sampling.max_new_tokens, room), generator)
 
     def _forward(self, rows: Sequence[Row]) -> Iterator[torch.Tensor]:
-        """Logits of each row's next token, again and again; what there is of a row is padded on the left."""
+        """Yield logits of each row's next token, [B, V], without end; rows are padded on the left."""
         known = [(*row.request.token_ids, *row.token_ids) for row in rows]
         width = max(len(each) for each in known)
         token_ids = torch.zeros(len(rows), width, dtype=torch.int64)  # [B, T]
@@ -194,7 +194,7 @@ class HFGeneration(Generation):
         self._is_pausing.set()
         try:
             await self._compute_lock.acquire()
-        finally:  # behind it the lock holds whatever runs; a pause that was cancelled must hold nothing
+        finally:  # from here on the lock holds what runs; a cancelled pause must hold nothing
             self._is_pausing.clear()
         self._num_pauses += not keep_cache
 
@@ -222,7 +222,7 @@ class HFGeneration(Generation):
 
 
 def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
-    """Where the version of one token after the other changes."""
+    """Return the spans of equal versions, given the version of each token."""
     spans: list[WeightSpan] = []
     for version, same in groupby(versions):
         start = spans[-1].end if spans else 0
@@ -231,7 +231,7 @@ def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
 
 
 def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """A token of [V] logits and its log-prob, under what temperature, top-k and top-p leave of the distribution."""
+    """Sample a token from [V] logits; return it with its log-prob after temperature, top-k and top-p."""
     if sampling.temperature == 0:
         token = int(logits.argmax())
         return token, float(logits.log_softmax(-1)[token])
@@ -242,7 +242,7 @@ def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torc
 
 
 def filter_logits(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Logits with -inf for what is not among the `top_k` best, or not in the smallest set of probability `top_p`."""
+    """Set logits to -inf that are not among the `top_k` best or not in the smallest set of probability `top_p`."""
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:

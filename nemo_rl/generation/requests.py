@@ -20,8 +20,8 @@ async def generate_by_deadline(
     """Yield the results of `generation.generate`, and a FailedRequest for each request that is late.
 
     The one place where `GenerationRequest.timeout_s` is enforced, whatever the engine: in this process, in an actor,
-    replicated or a server. An engine may compute the requests of one call in turn, so the time of those that are left
-    starts anew with each result. Late requests are cancelled in the engine. What the engine raises is raised here.
+    replicated or a server. An engine may compute the requests of one call in turn, so the clock of those that are left
+    restarts with each result. Late requests are cancelled in the engine. What the engine raises is raised here.
     """
     clock, timeout_s = asyncio.get_running_loop().time, max((request.timeout_s for request in requests), default=0.0)
     unanswered = dict.fromkeys(request.request_id for request in requests)

@@ -1,4 +1,4 @@
-"""Several engines behind one `interfaces.Generation`: sessions are sticky, and an engine that dies is survived."""
+"""Several engines as one `interfaces.Generation`: sessions are sticky, and a run survives the death of an engine."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ class Attempt:
 
     @property
     def request(self) -> GenerationRequest:
-        """What the engine is asked: the same seed; the id is new each time, since engines refuse one they know."""
+        """Return the request to send: with the same seed, and a new id, since engines refuse one they know."""
         if not self.num_deaths:
             return self.original
         return replace(self.original, request_id=f"{self.original.request_id}#{self.num_deaths}")
@@ -47,10 +47,10 @@ class GenerateCall:
 class ReplicatedGeneration:
     """Engines with the same model. A session stays on the replica that was least busy when it began.
 
-    A replica that raises GenerationError, or does not pause, resume or load weights in `control_s` seconds, is taken
-    out; what it had not answered is asked of the others, with the same seed. Only when none is left GenerationError is
-    raised. With `restart`, which starts replica number `index` anew, a replica that was taken out comes back at the
-    next `update_weights`, so that it never serves old weights. All calls are made from one event loop.
+    A replica that raises GenerationError, or does not pause, resume or load weights in `control_s` seconds, is removed;
+    its unanswered requests go to the others, with the same seed. GenerationError is raised only when none is left. With
+    `restart`, which restarts replica number `index`, a removed replica comes back at the next `update_weights`, so that
+    it never serves old weights. All calls are made from one event loop.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ReplicatedGeneration:
 
     @property
     def replicas(self) -> tuple[Generation, ...]:
-        """The engines that live."""
+        """Return the engines that are alive."""
         return tuple(self._live_engines.values())
 
     @property
@@ -97,7 +97,7 @@ class ReplicatedGeneration:
             await asyncio.gather(*call.tasks, return_exceptions=True)
 
     def _dispatch(self, attempts: Sequence[Attempt], call: GenerateCall) -> None:
-        """Start each attempt on its session's replica: one call of the engine for all that go there."""
+        """Start each attempt on its session's replica, with one engine call per replica."""
         if self._closed or not self._load_balancer.members:
             raise self._no_replica_error()
         parts: dict[int, list[Attempt]] = {}
@@ -109,14 +109,14 @@ class ReplicatedGeneration:
             task.add_done_callback(call.tasks.discard)
 
     async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: GenerateCall) -> None:
-        """Ask `engine`, replica `index` by then; what is not answered when it dies is handed out again."""
+        """Send `attempts` to `engine`, then replica `index`; those unanswered at its death are dispatched again."""
         waiting = {attempt.request.request_id: attempt for attempt in attempts}
         try:
             async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
                     self._load_balancer.release(index)
-                    if isinstance(result, FailedRequest):  # should it be tried again, another replica may do better
+                    if isinstance(result, FailedRequest):  # a retry may do better on another replica
                         self._load_balancer.forget(attempt.original.session_id)
                     call.results.put_nowait(replace(result, request_id=attempt.original.request_id))
             if waiting:
@@ -146,7 +146,7 @@ class ReplicatedGeneration:
             call.results.put_nowait(none_left)
 
     def _remove_replica(self, index: int, engine: Generation, error: GenerationError) -> None:
-        """Once an engine; its process is ended, and started anew where that was asked for."""
+        """Remove a dead engine, once; its process is ended, and restarted where `restart` is given."""
         if self._live_engines.get(index) is not engine or self._closed:
             return
         del self._live_engines[index]
@@ -183,7 +183,7 @@ class ReplicatedGeneration:
         return GenerationError(f"no engine replica is left of {self._num_replicas}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Those that were started anew are paused and loaded with the others from here on, but serve nothing yet."""
+        """Pause all replicas; restarted ones join here, and load weights with the others before they serve."""
         self._live_engines.update(self._restarted)
         self._restarted.clear()
         await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
@@ -192,7 +192,7 @@ class ReplicatedGeneration:
         await self._for_all_engines(lambda engine: engine.resume())
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        """Load them into all replicas; those that were started anew serve from here on."""
+        """Load weights into all replicas; restarted ones serve from here on."""
         await self._for_all_engines(lambda engine: engine.update_weights(manifest, weight_version))
         for index in self._live_engines.keys() - set(self._load_balancer.members):
             self._load_balancer.add(index)
@@ -204,7 +204,7 @@ class ReplicatedGeneration:
         await self._for_all_engines(lambda engine: engine.wake())
 
     async def _for_all_engines(self, control: Callable[[Generation], Awaitable[None]]) -> None:
-        """Await it on all living replicas, whatever one of them raises; then raise the first error that is no death."""
+        """Await `control` on all live replicas, whatever one raises; then raise the first error that is no death."""
 
         async def on_one(index: int, engine: Generation) -> None:
             try:
@@ -225,7 +225,7 @@ class ReplicatedGeneration:
             raise self._no_replica_error()
 
     async def close(self) -> None:
-        """End all replicas, those that do not end in time are left behind with a warning. May be called twice."""
+        """End all replicas; warn of those that do not end in time. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -245,7 +245,7 @@ async def close_with_deadline(engine: Generation, deadline_s: float) -> None:
     except TimeoutError:
         logger.warning("an engine did not end within %g s", deadline_s)
     except GenerationError as error:
-        logger.warning("an engine did not end as it should: %s", summarize_error(error))
+        logger.warning("an engine did not close cleanly: %s", summarize_error(error))
 
 
 async def start_engines(start: Restart, count: int) -> list[Generation]:

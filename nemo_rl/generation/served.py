@@ -1,4 +1,4 @@
-"""A model behind OpenAI-compatible servers as an engine: `/v1/completions` with token ids, or `/v1/chat/completions`.
+"""A model served by OpenAI-compatible servers: `/v1/completions` with token ids, or `/v1/chat/completions`.
 
 Completions take and give token ids where the server can (vLLM): then a turn's tokens are exactly those that were
 sampled. Chat completions take messages; the server renders them, and only the text of an answer is known.
@@ -23,23 +23,22 @@ MAX_SEED = 2**63 - 1  # servers keep seeds in an int64
 CHARACTERS_PER_TOKEN = 4  # for `tokens_per_minute`, where only the text of a prompt is known
 FINISH_REASONS = ("stop", "length")
 
-# What a server is asked, and what is read of its answer.
 BuildBody: TypeAlias = Callable[[GenerationRequest], dict[str, Any]]
 ParseResponse: TypeAlias = Callable[[GenerationRequest, Mapping[str, Any]], Completion]
 
 
 class MalformedResponse(GenerationError):
-    """A server answered, but not with what it was asked for."""
+    """An answer of a server that lacks what was requested."""
 
 
 class ServedGeneration(Generation):
-    """An engine but for memory and weights, which are the server's own.
+    """An engine without control of memory and weights, which are the server's own.
 
     A request that the server refuses, or does not answer after all retries of the endpoint, is a FailedRequest.
     """
 
     def __init__(self, endpoint: Endpoint, *, model: str, api: Api, limit_key: str = "max_tokens") -> None:
-        """`limit_key` is what the server calls the limit of a chat answer's tokens. Closes the endpoint at the end."""
+        """Take ownership of `endpoint`; `limit_key` is the server's name for the token limit of a chat answer."""
         self._endpoint = endpoint
         self._path = COMPLETIONS if api == "completions" else CHAT
         self._parse_response: ParseResponse = token_completion if api == "completions" else chat_completion
@@ -68,7 +67,7 @@ class ServedGeneration(Generation):
         return completion
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Weights never change, so that nothing is held."""
+        """Do nothing: weights never change."""
 
     async def resume(self) -> None: ...
 
@@ -80,7 +79,7 @@ class ServedGeneration(Generation):
 
 
 def completion_body(request: GenerationRequest, model: str) -> dict[str, Any]:
-    """`/v1/completions` as vLLM extends it: the prompt as ids, ids in the answer, and only our own stop tokens."""
+    """Return a `/v1/completions` body as vLLM extends it: prompt and answer as ids, only our own stop tokens."""
     sampling = request.sampling
     return {
         **_sampling_body(request, model),
@@ -96,7 +95,7 @@ def completion_body(request: GenerationRequest, model: str) -> dict[str, Any]:
 
 
 def chat_body(request: GenerationRequest, model: str, limit_key: str) -> dict[str, Any]:
-    """`/v1/chat/completions`, with nothing beyond OpenAI's own parameters unless it is asked for."""
+    """Return a `/v1/chat/completions` body, with nothing beyond OpenAI's own parameters unless it is set."""
     sampling = request.sampling
     return {
         **_sampling_body(request, model),
@@ -120,7 +119,7 @@ def _sampling_body(request: GenerationRequest, model: str) -> dict[str, Any]:
 
 
 def token_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> Completion:
-    """The sampled ids with their log-probs, as the server computes them: vLLM's are of the unscaled logits."""
+    """Return the sampled ids with the server's log-probs, which vLLM computes from the unscaled logits."""
     choice = _choice(answer)
     token_ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if not isinstance(token_ids, list):
@@ -136,7 +135,7 @@ def token_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> C
 
 
 def chat_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> Completion:
-    """The text of an answer, with as many unknown tokens as the server counted."""
+    """Return the text of an answer, with as many unknown tokens as the server counted."""
     choice = _choice(answer)
     message = choice.get("message") or {}
     text = message.get("content") or ""
@@ -154,7 +153,7 @@ def chat_completion(request: GenerationRequest, answer: Mapping[str, Any]) -> Co
 
 
 def _choice(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The first choice, whose finish reason is one that we know."""
+    """Return the first choice, whose finish reason must be a known one."""
     try:
         choice = dict(answer["choices"][0])
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -167,7 +166,7 @@ def _choice(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _render_tool_call(call: Mapping[str, Any]) -> str:
-    """A call that the server took out of the text, as models write it and environments read it (hermes)."""
+    """Render a call that the server took out of the text as models write it and environments read it (hermes)."""
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "{}")

@@ -1,4 +1,4 @@
-"""The engine's half of weights in a file or on a device: tensors read where they lie. The trainer's: weight_sync/."""
+"""The engine's half of weights in a file or on a device: tensors read in place. The trainer's half: weight_sync/."""
 
 import fcntl
 import mmap
@@ -18,7 +18,7 @@ DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor, 
 
 
 def map_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a manifest, read where they lie: copy them before the file is written again."""
+    """Yield the tensors of a manifest without a copy: copy them before the file is written again."""
     with open(manifest.path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for entry in manifest.entries:
@@ -36,7 +36,7 @@ def view_entry(content: mmap.mmap, entry: WeightEntry) -> torch.Tensor:
 
 
 def device_weights(weights: DeviceWeights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in another process' allocation on `device`; whoever holds it keeps it until they are copied."""
+    """Yield tensors in another process' allocation on `device`, which it holds until they are copied."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     arguments = list(pickle.loads(weights.handle))
@@ -50,13 +50,13 @@ def device_weights(weights: DeviceWeights, device: torch.device) -> Iterator[tup
 
 FETCH_S = 600.0  # for one chunk to come from another machine
 ATTEMPTS = 5  # to write a file that another run removes before it is locked
-TRAILER_BYTES = 8  # behind the weights: the number of the refit that wrote them
+TRAILER_BYTES = 8  # after the weights: the number of the refit that wrote them
 
 _HELD: dict[Path, int] = {}  # files that this process reads; the lock keeps others from removing them
 
 
 def write_node_file(weights: WeightChunks) -> WeightManifest:
-    """The manifest of a file with these weights; raises WeightSyncError, or WorkerError when they cannot be had.
+    """Write `weights` into the file of this node, once; raises WeightSyncError, WorkerError where a chunk is missing.
 
     The file is locked while it is written, and shared afterwards until this process writes it again or releases it.
     Files of killed runs are removed before the first one.
@@ -80,7 +80,7 @@ def write_node_file(weights: WeightChunks) -> WeightManifest:
 
 
 def open_or_create(path: Path) -> int:
-    """The open file of that name; one that was removed meanwhile is made anew."""
+    """Return the open file at `path`; one that was removed meanwhile is created again."""
     if (held := _HELD.pop(path, None)) is not None:
         if is_linked_at(held, path):
             _HELD[path] = held
@@ -91,7 +91,7 @@ def open_or_create(path: Path) -> int:
 
 
 def is_linked_at(file: int, path: Path) -> bool:
-    """Whether nobody has taken the file for a leftover, in a moment in which it was not locked."""
+    """Return whether the file still has its name: another run may remove it in a moment without a lock."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def write(file: int, weights: WeightChunks) -> None:
 
 
 def release(name: str | None = None) -> None:
-    """Let go of the files that this process reads, and remove those that no other reads."""
+    """Close the files that this process reads, and remove those that no other reads."""
     for path in [path for path in _HELD if name in (None, path.name)]:
         file = _HELD.pop(path)
         try:

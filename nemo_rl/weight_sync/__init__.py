@@ -1,1 +1,1 @@
-"""How the policy's weights reach the engine, and the check that they did."""
+"""The way of the policy's weights to the engines, and the check that they arrived."""

@@ -11,9 +11,8 @@ from nemo_rl.distributed.tensor_stream import Rendezvous, TensorStream
 from nemo_rl.errors import WeightSyncError, WorkerError
 from nemo_rl.interfaces import Generation, Policy, Weights, WeightStream, engine_replicas
 
-TIMEOUT_S = (
-    120.0  # for all members to meet, and for one broadcast; below that of the ranks' own collectives, which wait
-)
+# For all members to meet, and for one broadcast; below that of the ranks' own collectives, which wait.
+TIMEOUT_S = 120.0
 
 _STREAMS: dict[tuple[str, int], TensorStream] = {}  # in the policy's process, by host and port
 
@@ -46,7 +45,10 @@ def device_for_backend(backend: str) -> torch.device:
 
 
 class Broadcast:
-    """Each engine has `workers_per_engine` workers. The group is made anew when other engines live than before."""
+    """The transport `nccl`: a broadcast to `workers_per_engine` workers of each engine.
+
+    The group is created again when other engines are alive than at the last refit.
+    """
 
     def __init__(self, *, backend: str, workers_per_engine: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         self._backend = backend
@@ -57,7 +59,7 @@ class Broadcast:
         self._group = 0
 
     async def stage(self, policy: Policy) -> WeightStream:
-        """Only says where the members meet: nothing can be sent before the engines receive."""
+        """Return the address where the members meet: nothing can be sent before the engines receive."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(node_ip())
         return WeightStream(
@@ -83,5 +85,5 @@ class Broadcast:
                 raise outcome
 
     def close(self) -> None:
-        """The groups end with their processes."""
+        """Drop the rendezvous; groups end with their processes."""
         self._rendezvous = None

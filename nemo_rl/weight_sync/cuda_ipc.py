@@ -39,7 +39,7 @@ class HoldWeights:
 
 @dataclass(frozen=True, slots=True)
 class FreeWeights:
-    """Gives back what `HoldWeights` with the same key holds, without looking at the weights. Picklable."""
+    """Frees what `HoldWeights` with the same key holds; does not read the weights. Picklable."""
 
     key: str
 
@@ -50,7 +50,7 @@ class FreeWeights:
 
 
 def pickled_handle(tensor: torch.Tensor) -> bytes:
-    """What rebuilds a tensor in another process over the same memory; see generation/weight_reading.py."""
+    """Return the bytes that rebuild a tensor over the same memory elsewhere; see generation/weight_reading.py."""
     _, arguments = reduce_tensor(tensor)
     content = io.BytesIO()
     ForkingPickler(content).dump(arguments)
@@ -58,7 +58,7 @@ def pickled_handle(tensor: torch.Tensor) -> bytes:
 
 
 class CudaIpc:
-    """The engine's worker opens the policy's allocation and copies from it; then the allocation is freed."""
+    """The transport `cuda_ipc`: the engine's worker copies from an allocation of the policy, which is freed then."""
 
     def __init__(self) -> None:
         self._hold = HoldWeights()
@@ -73,4 +73,4 @@ class CudaIpc:
             await policy.run_with_weights(FreeWeights(self._hold.key))
 
     def close(self) -> None:
-        """Nothing is held between refits."""
+        """Do nothing: nothing is held between refits."""

@@ -45,7 +45,7 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ObjectStore:
-    """The policy's first rank puts chunks; one engine of each machine writes them into a file that all of it map."""
+    """The transport `object_store`: rank 0 puts chunks; one engine of each machine writes them into a file for all."""
 
     def __init__(self) -> None:
         self._name = f"{PREFIX}node_{secrets.token_hex(8)}{SUFFIX}"
@@ -59,4 +59,4 @@ class ObjectStore:
         await generation.update_weights(staged, weight_version)
 
     def close(self) -> None:
-        """Nothing: the engines remove the files with themselves."""
+        """Do nothing: the engines remove the files when they end."""

@@ -31,7 +31,7 @@ async def verify_weights(
     tolerance: float,
     weight_version: int,
 ) -> float:
-    """The largest difference between the engine's and the policy's log-probs on what the engine samples for `probes`.
+    """Return the largest difference of the engine's and the policy's log-probs on what it samples for `probes`.
 
     `temperature` is the one that the policy divides its logits by. Raises WeightSyncError when the difference is
     beyond `tolerance`, or when the engine does not answer.
@@ -55,8 +55,8 @@ async def verify_weights(
         f"{position - len(requests[probe].token_ids)} (id {int(batch[keys.TOKEN_IDS][probe, position])}), "
         f"engine {float(batch[keys.GENERATION_LOGPROBS][probe, position]):.5f}, "
         f"policy {float(logprobs[probe, position]):.5f}. Either the engine does not hold these weights, or it computes "
-        "otherwise: compare policy.precision with vllm_cfg.precision, and the names that the policy publishes with the "
-        "checkpoint's. A difference that is rounding alone is allowed by weight_sync.verify_tolerance."
+        "differently: compare policy.precision with vllm_cfg.precision, and the names that the policy publishes with "
+        "the checkpoint's. A difference that is rounding alone is allowed by weight_sync.verify_tolerance."
     )
 
 
@@ -76,7 +76,7 @@ async def collect_completions(generation: Generation, requests: Sequence[Generat
 
 
 def to_logprob_batch(requests: Sequence[GenerationRequest], completions: Sequence[Completion]) -> TensorDict:
-    """Prompts and completions as the batch that `Policy.logprobs` reads: nemo_rl/batch.py says what the keys mean."""
+    """Return prompts and completions as the batch that `Policy.logprobs` reads; keys: nemo_rl/batch.py."""
     lengths = [len(r.token_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
     size = (len(requests), max(lengths))
     token_ids = torch.zeros(size, dtype=torch.int64)
@@ -103,12 +103,12 @@ LOW_PRECISION_TOLERANCE = 0.1
 
 
 class TransportWeightSync:
-    """Publishes by `transport`; None: through a file in shared memory.
+    """The refit of all engines by `transport`; None: through a file in shared memory.
 
-    All engines pause, all load, all go on: none samples under the new weights before all have them. The first refit of
+    All engines pause, all load, all resume: none samples under the new weights before all have them. The first refit of
     each engine is verified with `probes` (token ids of prompts), later ones where `section.verify` says so.
     `dtype` is that of the engine's computation, `temperature` that which the policy divides its logits by. With
-    `keep_cache` running requests go on with keys and values of the old weights.
+    `keep_cache` running requests continue with keys and values of the old weights.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TransportWeightSync:
         self._verified: WeakSet[Generation] = WeakSet()
 
     async def publish(self, policy: Policy, generation: Generation, *, weight_version: int) -> None:
-        """Running requests are held meanwhile and go on under the new weights.
+        """Refit the engines; running requests are held meanwhile and continue under the new weights.
 
         Raises WeightSyncError; the engine then stays paused, since it may hold a part of the new weights.
         """

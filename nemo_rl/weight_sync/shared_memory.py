@@ -27,8 +27,8 @@ ALIGNMENT = 64  # bytes
 class WeightFile:
     """A file that one trainer writes weights to; readers map it after `write` and before the next one.
 
-    It lies in `directory` (None: shared memory; the temporary folder where there is none, or when it is full). It is
-    locked as long as it is open, and gone after `close`; files that killed runs left behind are removed here.
+    It is in `directory` (None: shared memory; the temporary directory where there is none, or when it is full). It is
+    locked as long as it is open, and removed by `close`; stale files of killed runs are removed here.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -87,12 +87,12 @@ class WeightFile:
 
 
 def make_weight_entry(name: str, tensor: torch.Tensor, offset: int) -> WeightEntry:
-    """A tensor that lies `offset` bytes behind the start."""
+    """Return the entry of a tensor that begins `offset` bytes after the start."""
     return WeightEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
 def create_locked_file(directory: Path) -> tuple[int, Path]:
-    """A new file, locked before it has the name by which others look for leftovers."""
+    """Create a file, locked before it has the name by which others look for stale files."""
     name = f"{PREFIX}{os.getpid()}_{secrets.token_hex(4)}{SUFFIX}"
     unlocked = directory / f".{name}"
     file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -124,7 +124,7 @@ def close_weight_file(key: str) -> None:
 
 
 class SharedMemory:
-    """A file that the policy writes and engines on the same machine map; one file, written again at each refit."""
+    """The transport `shared_memory`: a file that the policy rewrites at each refit and engines on its machine map."""
 
     def __init__(self) -> None:
         self._write = WriteWeightFile()

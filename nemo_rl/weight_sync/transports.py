@@ -22,7 +22,7 @@ KEY = "weight_sync.transport"
 
 
 class Transport(Protocol):
-    """One way for weights. Tensors go straight from the policy's process to the engines'; the driver sees metadata."""
+    """A way for weights. Tensors go straight from the policy's process to the engines'; the driver sees metadata."""
 
     async def stage(self, policy: Policy) -> Weights:
         """Make the policy's weights available, while the engines still work."""

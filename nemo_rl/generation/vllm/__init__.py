@@ -1,1 +1,1 @@
-"""vLLM as an engine: entry.py is what the configuration reads, engine.py the engine, worker.py its half of a refit."""
+"""The engine `vllm`: entry.py is what the configuration reads, engine.py samples, worker.py loads weights."""

@@ -13,12 +13,12 @@ from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 START_S = 300.0
 CLOSE_S = 60.0
-CALL_TIMEOUT_S = CONTROL_S + 30.0  # the engine itself says what took too long, unless its actor stands still
-MAX_CONCURRENCY = 10_000  # calls at once: more than requests ever are
+CALL_TIMEOUT_S = CONTROL_S + 30.0  # longer than the engine's own deadline, whose error says what took too long
+MAX_CONCURRENCY = 10_000  # calls at once: above any number of requests
 
 
 class VllmActor:
-    """What lives in the actor."""
+    """The engine inside the actor."""
 
     def __init__(self, section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str):
         self._section = section
@@ -48,7 +48,7 @@ class VllmActor:
         await self.engine.resume()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> str | None:
-        """None, or why the engine did not take the weights: a value, since what is raised means a death."""
+        """Load weights; return why the engine refused them, else None: an exception would mean a death."""
         try:
             await self.engine.update_weights(manifest, weight_version)
         except WeightSyncError as error:
@@ -67,7 +67,7 @@ class VllmActor:
 
 
 class VllmActorGeneration:
-    """`VllmGeneration` behind an actor: what dies there, engine or process, is a GenerationError here."""
+    """`VllmGeneration` in an actor; the death of engine or process is a GenerationError here."""
 
     def __init__(self, actor: ActorHandle) -> None:
         """Use `create`."""
@@ -88,7 +88,7 @@ class VllmActorGeneration:
     ) -> "VllmActorGeneration":
         """Start actor and engine; raises GenerationError when they do not start.
 
-        It stands on `slot`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
+        It runs on `slot`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
         """
         placed = {} if slot is None else {"slot": slot}
         needs_gpus = device == "cuda" and slot is None

@@ -1,4 +1,4 @@
-"""vLLM behind `interfaces.Generation`: one engine in a process of its own, the same code on a CPU and on CUDA.
+"""vLLM as `interfaces.Generation`: one engine in a process of its own, the same code on a CPU and on CUDA.
 
 Prompts go in as token ids; sampled ids and their log-probs come out. Nothing is tokenized here, and text is made only
 for requests with stop strings.
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # by name: vLLM's worker imports it
 CPU_KV_CACHE_BYTES = 512 * 2**20
 MIN_CPU_BATCHED_TOKENS = 8192
+MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
+CONTROL_S = 600.0  # for the engine to pause, resume, load weights, sleep or wake
+SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
 
 QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -51,115 +54,6 @@ CPU_ENV = {
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**28),
 }
-
-
-def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
-    """What the engine's process wants to see, without what the user has set.
-
-    Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to.
-    """
-    wanted = {**QUIET_ENV, **(CPU_ENV if device == "cpu" else {})}
-    if device == "cpu" and num_replicas > 1:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_replicas)
-        wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-@contextlib.contextmanager
-def importing_vllm(device: str) -> Iterator[None]:
-    """The environment for importing vLLM and spawning its engine; what the user has set stays.
-
-    Environment and global random states are put back at the end: vLLM seeds them.
-    """
-    added = environment(device)
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    os.environ.update(added)
-    for logger in ("vllm", "torch.utils.cpp_extension"):
-        logging.getLogger(logger).setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def start_engine(
-    section: VllmGenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
-) -> "AsyncLLM":
-    """A running engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = engine_arguments(section, model_path, dtype, max_model_len, device)
-    try:
-        engine_args = AsyncEngineArgs(**arguments)
-        config = engine_args.create_engine_config()
-    except Exception as error:  # vLLM's checks raise TypeError, ValueError, AssertionError and others
-        key = "policy.generation.vllm_kwargs" if section.vllm_kwargs else "policy.generation.vllm_cfg"
-        raise ConfigError(
-            key, section.vllm_kwargs or section.vllm_cfg.model_dump(), f"vLLM refuses: {error}"
-        ) from error
-    try:
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    except Exception as error:
-        raise GenerationError(f"vLLM did not start with {model_path}: {error}") from error
-
-
-def engine_arguments(
-    section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str
-) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` come last and win."""
-    cfg, on_cpu = section.vllm_cfg, device == "cpu"
-    length = cfg.max_model_len or max_model_len
-    arguments: dict[str, Any] = {
-        "model": model_path,
-        "dtype": dtype if cfg.precision == "auto" else cfg.precision,
-        "max_model_len": length,
-        "max_num_seqs": cfg.max_num_seqs or 256,
-        "tensor_parallel_size": cfg.tensor_parallel_size,
-        "gpu_memory_utilization": cfg.gpu_memory_utilization,
-        "kv_cache_memory_bytes": cfg.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
-        "enforce_eager": on_cpu if cfg.enforce_eager is None else cfg.enforce_eager,
-        "enable_prefix_caching": cfg.enable_prefix_caching,
-        "enable_sleep_mode": needs_sleep(section, on_cpu),
-        "skip_tokenizer_init": not has_tokenizer(model_path),
-        "generation_config": "vllm",  # the model's own defaults must not change how it is sampled
-        "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
-        "worker_extension_cls": WORKER_EXTENSION,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if on_cpu:
-        arguments |= {
-            "distributed_executor_backend": "uni" if cfg.tensor_parallel_size == 1 else "mp",
-            # A seeded request whose prompt is computed in parts kills vLLM 0.32's CPU engine.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(length, MIN_CPU_BATCHED_TOKENS),
-        }
-    arguments |= section.vllm_kwargs
-    if on_cpu and cfg.seed_requests and arguments["enable_chunked_prefill"]:
-        key = "policy.generation.vllm_kwargs.enable_chunked_prefill"
-        raise ConfigError(key, True, "kills vLLM's CPU engine with vllm_cfg.seed_requests; switch one of them off")
-    return arguments
-
-
-def needs_sleep(section: VllmGenerationConfig, on_cpu: bool) -> bool:
-    wanted = section.vllm_cfg.enable_sleep_mode
-    return not on_cpu and (section.colocated.enabled if wanted is None else wanted)
-
-
-def has_tokenizer(model_path: str) -> bool:
-    """Whether the model comes with a tokenizer; only requests with stop strings need one."""
-    directory = Path(model_path)
-    return not directory.is_dir() or any(directory.glob("tokenizer*")) or (directory / "vocab.json").exists()
-
-
-MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
-CONTROL_S = 600.0  # for the engine to pause, go on, load weights, sleep or wake
-SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
 
 
 class VllmGeneration:
@@ -226,8 +120,8 @@ class VllmGeneration:
         return as_completed(requests, self._answer)
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
-        """One request from admission to its end; its cancellation aborts it in the engine."""
-        while not self._admission_open.is_set():  # a second pause may come before this task goes on
+        """Answer one request; its cancellation aborts it in the engine."""
+        while not self._admission_open.is_set():  # a second pause may come before this task resumes
             await self._admission_open.wait()
         if self._closed:
             raise GenerationError("the engine is closed")
@@ -270,17 +164,17 @@ class VllmGeneration:
         )
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Kept: also what prompts of new requests have in common with those of requests that run."""
+        """Hold all requests; `keep_cache` also keeps prefixes that new prompts share with running requests."""
         self._admission_open.clear()
         if self._num_running:
-            # Not AsyncLLM.pause_generation, which sleeps another 20 ms so that outputs under way arrive first.
+            # Not AsyncLLM.pause_generation, which sleeps another 20 ms so that in-flight outputs arrive first.
             async with self._engine_deadline("pause"):
                 await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
             self._paused_engine = True
 
     async def resume(self) -> None:
         if self._paused_engine:
-            async with self._engine_deadline("go on"):
+            async with self._engine_deadline("resume"):
                 await self._engine.resume_generation()
             self._paused_engine = False
         self._admission_open.set()
@@ -314,7 +208,7 @@ class VllmGeneration:
 
     @asynccontextmanager
     async def _engine_deadline(self, what: str) -> AsyncIterator[None]:
-        """A death of the engine inside, or no end before the deadline, is a GenerationError."""
+        """Raise GenerationError where the engine dies inside the block, or does not end it before the deadline."""
         try:
             async with asyncio.timeout(self._control_s):
                 yield
@@ -336,12 +230,116 @@ class VllmGeneration:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
+def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
+    """Return the environment variables of the engine's process, without those that the user has set.
+
+    Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to.
+    """
+    wanted = {**QUIET_ENV, **(CPU_ENV if device == "cpu" else {})}
+    if device == "cpu" and num_replicas > 1:
+        num_threads = max(1, len(os.sched_getaffinity(0)) // num_replicas)
+        wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def importing_vllm(device: str) -> Iterator[None]:
+    """Set the environment for importing vLLM and spawning its engine; what the user has set stays.
+
+    Environment and global random states are put back at the end: vLLM seeds them.
+    """
+    added = environment(device)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    os.environ.update(added)
+    for logger in ("vllm", "torch.utils.cpp_extension"):
+        logging.getLogger(logger).setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def start_engine(
+    section: VllmGenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
+) -> "AsyncLLM":
+    """Start an engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(section, model_path, dtype, max_model_len, device)
+    try:
+        engine_args = AsyncEngineArgs(**arguments)
+        config = engine_args.create_engine_config()
+    except Exception as error:  # vLLM's checks raise TypeError, ValueError, AssertionError and others
+        key = "policy.generation.vllm_kwargs" if section.vllm_kwargs else "policy.generation.vllm_cfg"
+        raise ConfigError(
+            key, section.vllm_kwargs or section.vllm_cfg.model_dump(), f"vLLM refuses: {error}"
+        ) from error
+    try:
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except Exception as error:
+        raise GenerationError(f"vLLM did not start with {model_path}: {error}") from error
+
+
+def engine_arguments(
+    section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` override all others."""
+    cfg, on_cpu = section.vllm_cfg, device == "cpu"
+    length = cfg.max_model_len or max_model_len
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype if cfg.precision == "auto" else cfg.precision,
+        "max_model_len": length,
+        "max_num_seqs": cfg.max_num_seqs or 256,
+        "tensor_parallel_size": cfg.tensor_parallel_size,
+        "gpu_memory_utilization": cfg.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cfg.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
+        "enforce_eager": on_cpu if cfg.enforce_eager is None else cfg.enforce_eager,
+        "enable_prefix_caching": cfg.enable_prefix_caching,
+        "enable_sleep_mode": needs_sleep(section, on_cpu),
+        "skip_tokenizer_init": not has_tokenizer(model_path),
+        "generation_config": "vllm",  # the model's own defaults must not change how it is sampled
+        "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if on_cpu:
+        arguments |= {
+            "distributed_executor_backend": "uni" if cfg.tensor_parallel_size == 1 else "mp",
+            # A seeded request whose prompt is computed in parts kills vLLM 0.32's CPU engine.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(length, MIN_CPU_BATCHED_TOKENS),
+        }
+    arguments |= section.vllm_kwargs
+    if on_cpu and cfg.seed_requests and arguments["enable_chunked_prefill"]:
+        key = "policy.generation.vllm_kwargs.enable_chunked_prefill"
+        raise ConfigError(key, True, "kills vLLM's CPU engine with vllm_cfg.seed_requests; switch one of them off")
+    return arguments
+
+
+def needs_sleep(section: VllmGenerationConfig, on_cpu: bool) -> bool:
+    wanted = section.vllm_cfg.enable_sleep_mode
+    return not on_cpu and (section.colocated.enabled if wanted is None else wanted)
+
+
+def has_tokenizer(model_path: str) -> bool:
+    """Return whether the model comes with a tokenizer; only requests with stop strings need one."""
+    directory = Path(model_path)
+    return not directory.is_dir() or any(directory.glob("tokenizer*")) or (directory / "vocab.json").exists()
+
+
 def _engine_dead_error() -> GenerationError:
     return GenerationError("vLLM's engine process has died; its log tells why")
 
 
 def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
-    """The worker's method that loads them (worker.py) and its arguments; fetches them from the object store."""
+    """Return the worker's method that loads `weights` (worker.py) and its arguments; fetch from the object store."""
     if isinstance(weights, WeightChunks):
         from nemo_rl.generation.weight_reading import (
             write_node_file,  # here, since a run without a cluster need not import Ray
@@ -357,7 +355,7 @@ def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
 
 
 def to_completion(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:
-    """The request's result; `version` is that of the weights at its start, for engines that do not say."""
+    """Return the request's result; `version` is that of the weights at its start, for engines that do not say."""
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
         return FailedRequest(request_id, f"vLLM ended it with {sampled.finish_reason!r}")

@@ -35,7 +35,7 @@ class WeightLoadingExtension:
     _stream: TensorStream | None = None
 
     def detach_from_terminal(self) -> None:
-        """Ctrl-C in a terminal goes to the trainer alone, which ends the engine; a killed trainer takes it along."""
+        """Leave Ctrl-C in a terminal to the trainer, which ends the engine; die with a trainer that is killed."""
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -45,11 +45,11 @@ class WeightLoadingExtension:
         self._load(map_weights(WeightManifest(path, to_weight_entries(entries))))
 
     def load_device_weights(self, handle: bytes, entries: list[PlainEntry]) -> None:
-        """The same from memory of this worker's CUDA device, which the policy's process holds."""
+        """Load tensors from memory of this worker's CUDA device, which the policy's process holds."""
         self._load(device_weights(DeviceWeights(handle, to_weight_entries(entries)), self.device))
 
     def load_weight_stream(self, host: str, port: int, group: int, size: int, backend: str, timeout_s: float) -> None:
-        """The same from a broadcast; joins its group where that has not been done."""
+        """Load tensors from a broadcast; join its group where that has not been done."""
         if self._stream is None or self._stream.group != group:
             self._stream = TensorStream(
                 host,
@@ -69,7 +69,7 @@ class WeightLoadingExtension:
                 pass
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """vLLM's layerwise reload keeps every tensor where it is, which captured CUDA graphs rely on."""
+        """Load by vLLM's layerwise reload: every tensor keeps its address, which captured CUDA graphs rely on."""
         model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             expected = {name for name, _ in model.named_parameters()}
@@ -84,8 +84,10 @@ class WeightLoadingExtension:
             torch.accelerator.synchronize()
 
     def repack_output_layers(self, model: torch.nn.Module) -> None:
-        """Pack output layers again: on a CPU, vLLM 0.32 multiplies by a packed copy of the matrix, and a reload renews
-        that copy only for layers with a weight of their own. With tied embeddings it would stay the old one.
+        """Pack output layers again, also those with tied embeddings.
+
+        On a CPU, vLLM 0.32 multiplies by a packed copy of the matrix, and a reload renews that copy only for layers
+        with a weight of their own.
         """
         if current_platform.is_cpu():
             for layer in model.modules():
