@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import PromptLoader
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits, RolloutOptions
 from nemo_rl.interfaces import Weights
@@ -158,7 +159,7 @@ async def measure(setting: Setting) -> tuple[float, float]:
         PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1),
         RolloutDependencies(
             engine,
-            {"game": FakeEnvironment()},
+            {"game": CheckedEnvironment(FakeEnvironment(), None)},
             FakeEncoder(),
             RolloutLimits(max_turns=1, max_total_length=4096),
         ),

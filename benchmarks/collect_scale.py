@@ -26,6 +26,7 @@ from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.config.data import DatasetConfig, InputDataConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import load_input
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
 from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Completion, EnvStep, GenerationRequest, Message, SamplingParams
@@ -97,7 +98,7 @@ async def collect(directory: Path, num_tasks: int, num_repeats: int, concurrency
     encoder.check()
     dependencies = RolloutDependencies(
         SimulatedEngine([*range(10, 10 + NUM_TOKENS - 1), *encoder.stop_token_ids[:1]]),  # pyright: ignore[reportArgumentType]
-        {"simulated": NoEnvironment()},
+        {"simulated": CheckedEnvironment(NoEnvironment(), None)},
         encoder,
         RolloutLimits(max_turns=1, max_total_length=512),
     )

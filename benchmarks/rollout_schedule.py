@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.rollouts import (
     RolloutDependencies,
     RolloutJob,
@@ -150,7 +151,7 @@ def make_dependencies(
     engine: SimulatedEngine, environment: SimulatedEnvironment, num_turns: int
 ) -> RolloutDependencies:
     limits = RolloutLimits(max_turns=num_turns, max_total_length=4096)
-    return RolloutDependencies(engine, {"game": environment}, FakeEncoder(), limits)
+    return RolloutDependencies(engine, {"game": CheckedEnvironment(environment, None)}, FakeEncoder(), limits)
 
 
 def jobs_of(num_samples: int) -> list[RolloutJob]:

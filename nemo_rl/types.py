@@ -146,6 +146,8 @@ class Failure:
 
     failure_class: FailureClass
     cause: str  # one line: the type and text of the first error
+    origin: str = field(default="", compare=False, repr=False)  # file:line that raised; empty without an exception
+    traceback: str = field(default="", compare=False, repr=False)  # of that exception
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from nemo_rl.algorithms.run import Placement
 from nemo_rl.algorithms.stages import batch_metrics
 from nemo_rl.config.master import DistillationRunConfig
 from nemo_rl.experience.assembly import assemble_batch, iter_kept_trajectories
-from nemo_rl.experience.boundaries import gather_or_cancel
+from nemo_rl.experience.supervision import gather_or_cancel
 from nemo_rl.interfaces import CollectedGroups, LossFn, Teacher, TopK
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.policy.micro_batches import trim

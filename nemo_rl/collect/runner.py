@@ -14,9 +14,9 @@ from typing import Any
 from nemo_rl.collect.shards import RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.boundaries import Supervision
 from nemo_rl.experience.collection import run_training_rollouts
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
+from nemo_rl.experience.supervision import Supervision
 from nemo_rl.experience.writer import rollout_row
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
 

@@ -2,15 +2,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.boundary import StepResult, step_with_checks
 from nemo_rl.errors import EnvironmentContractError
-from nemo_rl.interfaces import Environment
-from nemo_rl.types import Message
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -139,32 +136,3 @@ class Batcher(Generic[ItemT, ResultT]):
         for pending, result in zip(batch, results, strict=True):
             if not pending.result.done():
                 pending.result.set_result(result)
-
-
-_Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]
-
-
-class BatchedEnvironment:
-    """Any environment behind a batcher: items of concurrent `step` calls share its calls.
-
-    A call that exceeds `timeout_s`, raises or returns a wrong number of results fails its own items and no others.
-    """
-
-    def __init__(self, inner: Environment, batching: BatchingConfig, timeout_s: float | None) -> None:
-        self._inner = inner
-        self._timeout_s = timeout_s
-        self._batcher: Batcher[_Item, StepResult] = Batcher(self._process_batch, batching)
-
-    async def step(
-        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
-    ) -> Sequence[StepResult]:
-        return await self._batcher.submit(list(zip(conversations, states, strict=True)))
-
-    async def close(self) -> None:
-        await self._batcher.close()
-        await self._inner.close()
-
-    async def _process_batch(self, batch: list[_Item]) -> Sequence[StepResult]:
-        conversations = [conversation for conversation, _ in batch]
-        states = [state for _, state in batch]
-        return await step_with_checks(self._inner, conversations, states, timeout_s=self._timeout_s)

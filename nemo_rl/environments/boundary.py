@@ -1,26 +1,129 @@
-"""The environment boundary: blocking calls off the event loop, and the contract that every call of `step` satisfies."""
+"""The boundary between rollouts and environments, both built-in and the user's.
+
+The one place where a call of an environment gets its deadline, its results are checked and its faults become typed
+Failures. Rollouts call `CheckedEnvironment`; environments use `BlockingCalls` to keep blocking work off the event loop.
+"""
 
 import asyncio
 import inspect
 import logging
 import math
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
+from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.environments.batcher import Batcher
 from nemo_rl.errors import EnvironmentContractError, summarize_error
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
+logger = logging.getLogger(__name__)
+
 ResultT = TypeVar("ResultT")
+StepResult: TypeAlias = EnvStep | Failure
+Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]  # a conversation and its state
+
+RESPONSE_TRUNCATED = "response_truncated"  # in the state of every call: the token limit cut the last response
+
+
+class CheckedEnvironment:
+    """An environment as rollouts call it: `step` raises nothing but cancellation, and its results are valid.
+
+    A call that takes longer than `timeout_s`, raises or gives a wrong number of results fails all of its items; an
+    invalid result fails its own item. With `batching`, the items of concurrent `step` calls share calls of the inner
+    environment; deadline and checks are then those of each shared call.
+    """
+
+    def __init__(self, inner: Environment, timeout_s: float | None, batching: BatchingConfig | None = None) -> None:
+        self._inner = inner
+        self._timeout_s = timeout_s
+        self._batcher: Batcher[Item, StepResult] | None = None
+        if batching is not None:
+            self._batcher = Batcher(self._call, batching)
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        """Return one result per item, in order."""
+        items = list(zip(conversations, states, strict=True))
+        return await (self._call(items) if self._batcher is None else self._batcher.submit(items))
+
+    async def close(self) -> None:
+        if self._batcher is not None:
+            await self._batcher.close()
+        await self._inner.close()
+
+    async def _call(self, items: Sequence[Item]) -> Sequence[StepResult]:
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                results = await self._inner.step([conversation for conversation, _ in items], [s for _, s in items])
+            if len(results) != len(items):
+                raise EnvironmentContractError(f"{len(results)} results for {len(items)} items")
+            return [validate_result(result) for result in results]
+        except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others
+            reraise_own_cancellation(error)
+            expired = deadline.expired()
+            cause = TimeoutError(f"no answer in {self._timeout_s:g} s") if expired else error
+            return [error_to_failure(cause)] * len(items)
+
+
+def validate_result(result: object) -> StepResult:
+    """Return the result, or a Failure that says how it breaks the contract of `Environment.step`."""
+    if isinstance(result, Failure):
+        return result
+    if not isinstance(result, EnvStep):
+        return _contract_failure(f"a step gave {type(result).__name__}, not EnvStep or Failure")
+    if not isinstance(result.rewards, Mapping) or not isinstance(result.state, Mapping):
+        return _contract_failure("rewards and state of an EnvStep must be mappings")
+    if not all(isinstance(message, Message) for message in result.observation):
+        return _contract_failure("the observation of an EnvStep must hold Messages")
+    if problem := find_reward_problem(result.rewards):
+        return Failure(FailureClass.REWARD, problem)
+    return result
+
+
+def find_reward_problem(rewards: Mapping[str, object]) -> str | None:
+    """Return which reward is not a finite number, or None."""
+    for name, reward in rewards.items():
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            return f"reward {name!r} is {reward!r}, not a finite number"
+    return None
+
+
+def error_to_failure(
+    error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT, *, prefix: str = ""
+) -> Failure:
+    """Return the Failure of an exception: its first line, and the traceback that experience/failures.py logs.
+
+    `prefix` says what failed, where the exception alone does not.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    origin = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = "".join(traceback.format_exception(error)) if frames else ""
+    cause = f"{prefix}: {summarize_error(error)}" if prefix else summarize_error(error)
+    return Failure(failure_class, cause, origin, text)
+
+
+def reraise_own_cancellation(error: BaseException) -> None:
+    """Raise `error` again if it is the cancellation of the current task.
+
+    A CancelledError from within is a fault of the code that is called.
+    """
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
 
 
 class BlockingCalls:
-    """At most `max_concurrency` blocking calls; more wait for room.
+    """At most `max_concurrency` blocking calls at once; further calls wait.
 
-    Each has a daemon thread of its own (some 50 µs), unlike an executor's, which the interpreter joins at its end. A
-    call that is cancelled or out of time leaves its thread behind, which no one can stop, and gives its room free.
+    Each runs in a daemon thread of its own (some 50 µs), which unlike an executor's is not joined when the interpreter
+    exits. A call that is cancelled or times out leaves its thread running, since a thread cannot be stopped, and frees
+    its slot.
     """
 
     def __init__(self, name: str, max_concurrency: int) -> None:
@@ -28,7 +131,7 @@ class BlockingCalls:
         self._semaphore = asyncio.Semaphore(max_concurrency)
 
     async def run(self, function: Callable[[], ResultT], *, timeout_s: float | None = None) -> ResultT:
-        """The function's result or exception; TimeoutError `timeout_s` after it began."""
+        """Return the function's result or raise its exception; raise TimeoutError `timeout_s` after it began."""
         async with self._semaphore:
             future: Future[ResultT] = Future()
             threading.Thread(target=_run_into_future, args=(future, function), name=self._name, daemon=True).start()
@@ -42,10 +145,14 @@ class BlockingCalls:
 
 
 def is_async_callable(function: Callable[..., Any]) -> bool:
-    """Whether a call gives an awaitable: an `async def`, or an object with such a `__call__`."""
+    """Return whether a call gives an awaitable: an `async def`, or an object with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it is callable
     )
+
+
+def _contract_failure(problem: str) -> Failure:
+    return error_to_failure(EnvironmentContractError(problem))
 
 
 def _run_into_future(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -55,73 +162,3 @@ def _run_into_future(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
-
-
-logger = logging.getLogger(__name__)
-RESPONSE_TRUNCATED = "response_truncated"
-StepResult: TypeAlias = EnvStep | Failure
-
-
-def error_to_failure(error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT) -> Failure:
-    """The error as one line."""
-    return Failure(failure_class, summarize_error(error))
-
-
-def reraise_own_cancellation(error: BaseException) -> None:
-    """Raise `error` again where it is the cancellation of the current task; one from within is a fault of the code
-    that is called."""
-    task = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-        raise error
-
-
-def validate_result(result: object) -> StepResult:
-    """The result itself, or a failure where it is no result or a reward is no finite number."""
-    if isinstance(result, Failure):
-        return result
-    if not isinstance(result, EnvStep):
-        return error_to_failure(
-            EnvironmentContractError(f"a step gave {type(result).__name__}, not EnvStep or Failure")
-        )
-    for name, reward in result.rewards.items():
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            return Failure(FailureClass.REWARD, f"reward {name!r} is {reward!r}, not a finite number")
-    return result
-
-
-async def step_with_checks(
-    environment: Environment,
-    conversations: Sequence[Sequence[Message]],
-    states: Sequence[Mapping[str, Any]],
-    *,
-    timeout_s: float | None,
-) -> tuple[StepResult, ...]:
-    """One result an item, in order, whatever the environment does; raises nothing but cancellation."""
-    deadline = asyncio.timeout(timeout_s)
-    try:
-        async with deadline:
-            results = await environment.step(conversations, states)
-        if len(results) != len(conversations):
-            raise EnvironmentContractError(f"{len(results)} results for {len(conversations)} items")
-        return tuple(validate_result(result) for result in results)
-    except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others
-        reraise_own_cancellation(error)
-        cause = TimeoutError(f"no answer in {timeout_s:g} s") if deadline.expired() else error
-        logger.warning("an environment failed %d items", len(conversations), exc_info=cause)
-        return (error_to_failure(cause),) * len(conversations)
-
-
-class CheckedEnvironment:
-    """Any environment with a deadline on its calls and its results checked; `step` raises nothing."""
-
-    def __init__(self, inner: Environment, timeout_s: float | None) -> None:
-        self._inner = inner
-        self._timeout_s = timeout_s
-
-    async def step(
-        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
-    ) -> Sequence[StepResult]:
-        return await step_with_checks(self._inner, conversations, states, timeout_s=self._timeout_s)
-
-    async def close(self) -> None:
-        await self._inner.close()

@@ -9,7 +9,6 @@ from typing import Any
 from nemo_rl.config.environment import BatchingConfig, CustomEnvironmentConfig, EnvironmentConfig, RemoteConfig
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import ENVIRONMENTS
-from nemo_rl.environments.batcher import BatchedEnvironment
 from nemo_rl.environments.boundary import (
     BlockingCalls,
     CheckedEnvironment,
@@ -25,7 +24,7 @@ MAX_FUNCTION_THREADS = 16  # concurrent calls of a function that is not async
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def make_environment(name: str, section: EnvironmentConfig) -> Environment:
+def make_environment(name: str, section: EnvironmentConfig) -> CheckedEnvironment:
     """Return the environment of the entry `env.<name>`: calls bounded by `timeout_s`, batched or remote as configured.
 
     `section.type` (None: `name`) is a built-in or registered name, or the dotted path of an `Entry`, or of what
@@ -40,9 +39,7 @@ def make_environment(name: str, section: EnvironmentConfig) -> Environment:
         inner = ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
     bounds_items = isinstance(inner, FunctionEnvironment)  # each item has its own deadline
     timeout_s = None if bounds_items else section.timeout_s
-    if section.batching.enabled:
-        return BatchedEnvironment(inner, section.batching, timeout_s)
-    return CheckedEnvironment(inner, timeout_s)
+    return CheckedEnvironment(inner, timeout_s, section.batching if section.batching.enabled else None)
 
 
 def strip_wrappers(section: EnvironmentConfig) -> EnvironmentConfig:

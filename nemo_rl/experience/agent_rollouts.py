@@ -6,24 +6,16 @@ What an agent does wrong is a `Failure` of its own rollout. No session outlives 
 import asyncio
 import contextlib
 import copy
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
-from nemo_rl.errors import summarize_error
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_reward_problem
 from nemo_rl.experience.agents import AgentRuntime, SessionProvider
-from nemo_rl.experience.boundaries import StallWatchdog, Supervision, cancel_all, gather_or_cancel, step_environment
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
-from nemo_rl.experience.turns import (
-    EnvironmentCall,
-    find_reward_problem,
-    find_step_problem,
-    request_seed,
-    strip_tool_fields,
-)
+from nemo_rl.experience.supervision import StallWatchdog, Supervision, cancel_all, gather_or_cancel
+from nemo_rl.experience.turns import request_seed, strip_tool_fields
 from nemo_rl.gateway.sessions import CallFailureKind, Chain
 from nemo_rl.types import (
     AgentResult,
@@ -42,8 +34,6 @@ if TYPE_CHECKING:
         FinishedSession,  # loads Ray
         SessionHandle,  # loads Ray
     )
-
-logger = logging.getLogger(__name__)
 
 TrajectorySelection: TypeAlias = Literal["all", "longest"]
 
@@ -67,6 +57,7 @@ async def run_recorded_rollouts(
         async with supervision.concurrency_limit(task_name, max_concurrency[task_name]):
             trajectory = await run(job, supervision.watchdog)
         trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
+        dependencies.failure_log.record(trajectory)
         if options.progress is not None:
             options.progress(trajectory)
         return trajectory
@@ -142,10 +133,19 @@ def build_recorded_trajectory(
 
 
 def validate_rewards(rewards: Mapping[str, float], answer: str | None) -> AgentResult | Failure:
-    """The result of these rewards, or which of them is no finite number."""
-    if problem := find_reward_problem(rewards):
+    """Return the result with these rewards, or a Failure that names the one that is not a finite number."""
+    numbers = {name: _to_number(value) for name, value in rewards.items()}
+    if problem := find_reward_problem(numbers):
         return Failure(FailureClass.REWARD, problem)
-    return AgentResult({name: float(value) for name, value in rewards.items()}, answer)
+    return AgentResult(numbers, answer)
+
+
+def _to_number(value: Any) -> Any:
+    """Return the value as a float if it can be one: agents reward with NumPy scalars and booleans, too."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def _version_range(versions: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -218,8 +218,7 @@ class _AgentRollout:
                     outcome = await self._run_agent(handle)
                 return _classify_outcome(outcome, await sessions.finish(handle))
         except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live
-            logger.debug("a session of %s failed", task_name, exc_info=error)
-            return _AgentRunOutcome(Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"))
+            return _AgentRunOutcome(error_to_failure(error, FailureClass.INFRA, prefix="gateway"))
 
     async def _run_agent(self, handle: "SessionHandle") -> AgentResult | Exception:
         """What the agent returned or raised; a late end, and a cancellation from within, are errors of its own."""
@@ -233,7 +232,6 @@ class _AgentRollout:
                 return RuntimeError("the agent was cancelled from within")
             return task.result()
         except Exception as error:  # the boundary to code of others
-            logger.debug("agent %s failed at prompt %s", prompt.task_name, prompt.prompt_id, exc_info=error)
             return error
         finally:
             await cancel_all((task,))
@@ -262,17 +260,13 @@ class _AgentRollout:
     ) -> AgentResult | Failure:
         conversation = tuple(strip_tool_fields(message.message) for message in longest.message_log)
         state = copy.deepcopy(dict(self._job.prompt.env_state)) | {RESPONSE_TRUNCATED: longest.is_truncated}
-        (step,) = await step_environment(
-            self._dependencies.environments[environment],
-            environment,
-            [EnvironmentCall(conversation, state)],
-            watchdog=self._watchdog,
-        )
+        with self._watchdog.waiting_for(f"environment {environment}"):
+            (step,) = await self._dependencies.environments[environment].step([conversation], [state])
         if isinstance(step, Failure):
             return step
-        if problem := find_step_problem(step):
-            return Failure(FailureClass.ENVIRONMENT, problem)
-        return validate_rewards(step.rewards, step.answer if answer is None else answer)
+        return AgentResult(
+            {name: float(value) for name, value in step.rewards.items()}, step.answer if answer is None else answer
+        )
 
 
 def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSession") -> _AgentRunOutcome:
@@ -288,6 +282,4 @@ def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSessi
     if ran_out_of_room and finished.chains:
         return _AgentRunOutcome(AgentResult(), Recording(finished.chains, is_incomplete=True), finished.rewards)
     failure_class = FailureClass.INFRA if kind is CallFailureKind.ENGINE else FailureClass.AGENT
-    return _AgentRunOutcome(
-        Failure(failure_class, summarize_error(outcome)), Recording(finished.chains), finished.rewards
-    )
+    return _AgentRunOutcome(error_to_failure(outcome, failure_class), Recording(finished.chains), finished.rewards)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.boundaries import ConsecutiveFailureLimit, FailureBudget, Supervision, cancel_all
 from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
+from nemo_rl.experience.failures import ConsecutiveFailureLimit, FailureBudget
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.replay_buffer import (
     REPLAY_BUFFER,
@@ -24,6 +24,7 @@ from nemo_rl.experience.replay_buffer import (
     extract_buffer_state,
 )
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.supervision import Supervision, cancel_all
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import TrajectoryGroup

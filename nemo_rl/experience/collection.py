@@ -6,7 +6,6 @@ from typing import TypeAlias
 
 from nemo_rl.data.loader import LoadedPrompt
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
-from nemo_rl.experience.boundaries import gather_or_cancel
 from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import (
     RolloutDependencies,
@@ -14,6 +13,7 @@ from nemo_rl.experience.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
 )
+from nemo_rl.experience.supervision import gather_or_cancel
 from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.types import Trajectory, TrajectoryGroup
 
@@ -62,9 +62,11 @@ async def run_rollouts(
         return await _dispatch_jobs(jobs, dependencies, options, scheduler)
     unscored = await _dispatch_jobs(jobs, dependencies, replace(options, progress=None), scheduler)
     scored = await dependencies.scoring.score_batch(unscored, stall_timeout_s=dependencies.limits.stall_timeout_s)
-    if options.progress is not None:
-        for trajectory in scored:
-            options.progress(trajectory)
+    for before, after in zip(unscored, scored, strict=True):
+        if before.failure is None:  # else it is in the log already
+            dependencies.failure_log.record(after)
+        if options.progress is not None:
+            options.progress(after)
     return scored
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymUnavailable
-from nemo_rl.errors import summarize_error
 from nemo_rl.experience.agent_rollouts import (
     Recording,
     TrajectorySelection,
@@ -21,7 +21,7 @@ from nemo_rl.experience.agent_rollouts import (
     validate_rewards,
 )
 from nemo_rl.experience.agents import SessionProvider
-from nemo_rl.experience.boundaries import StallWatchdog
+from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
 from nemo_rl.gateway.sessions import CallFailureKind, Echo, UnknownEcho
@@ -134,7 +134,7 @@ class _GymRollout:
             async with open_rollout_session(sessions, self._job, self._options, server=GYM_SERVER_INDEX) as handle:
                 result, recording = await self._run_in_session(handle)
         except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
-            result, recording = Failure(FailureClass.INFRA, f"gateway: {summarize_error(error)}"), Recording()
+            result, recording = error_to_failure(error, FailureClass.INFRA, prefix="gateway"), Recording()
         total_s = time.perf_counter() - started_at
         timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
         selection = self._runtime.trajectory_selection
@@ -152,7 +152,7 @@ class _GymRollout:
         try:
             finished = await sessions.finish_with_claims(handle, [_make_claim(call) for call in reply.calls])
         except (UnknownEcho, LogprobMismatch) as error:
-            return Failure(FailureClass.AGENT, f"{self._job.prompt.agent_name}: {summarize_error(error)}"), Recording()
+            return error_to_failure(error, FailureClass.AGENT, prefix=self._job.prompt.agent_name), Recording()
         recording = Recording(
             finished.chains, is_incomplete=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
         )
@@ -167,12 +167,11 @@ class _GymRollout:
             with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
                 return await self._runtime.client.run(prompt.agent_name, row)
         except GymUnavailable as error:
-            return Failure(FailureClass.INFRA, summarize_error(error))
+            return error_to_failure(error, FailureClass.INFRA)
         except GymError as error:
-            return Failure(FailureClass.ENVIRONMENT, summarize_error(error))
+            return error_to_failure(error)
         except Exception as error:  # a row that no JSON can be made of, and what else may be wrong with it
-            logger.debug("the row of prompt %s failed", prompt.prompt_id, exc_info=error)
-            return Failure(FailureClass.ENVIRONMENT, f"{prompt.agent_name}: {summarize_error(error)}")
+            return error_to_failure(error, prefix=prompt.agent_name)
 
 
 def _make_claim(call: GymCall) -> Claim:

@@ -15,17 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentRuntime
-from nemo_rl.experience.boundaries import (
-    RetryPolicy,
-    Supervision,
-    cancel_all,
-    gather_or_cancel,
-    generate,
-    step_environment,
-)
+from nemo_rl.experience.failures import FailureLog
+from nemo_rl.experience.retries import RetryPolicy, generate_with_retries
 from nemo_rl.experience.scoring import Scoring
+from nemo_rl.experience.supervision import Supervision, cancel_all, gather_or_cancel
 from nemo_rl.experience.turns import (
     EncodedPrompt,
     EnvironmentCall,
@@ -34,7 +30,7 @@ from nemo_rl.experience.turns import (
     TurnRules,
     encode_prompt,
 )
-from nemo_rl.interfaces import Environment, Generation
+from nemo_rl.interfaces import Generation
 from nemo_rl.types import Failure, GenerationRequest, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -60,12 +56,13 @@ class RolloutDependencies:
     """Everything that the rollouts of a run share; it does not change once the run is open."""
 
     generation: Generation
-    environments: Mapping[str, Environment]  # by task name
+    environments: Mapping[str, CheckedEnvironment]  # by task name
     encoder: ChatEncoder
     limits: RolloutLimits
     agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
     gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name, likewise
     scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
+    failure_log: FailureLog = field(default_factory=FailureLog)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +205,7 @@ class _SchedulerRun:
         """One engine call with all of `rollouts`, which wait for a response."""
         requests = [_pending_request(rollout) for rollout in rollouts]
         started_at = time.perf_counter()
-        results = await generate(
+        results = await generate_with_retries(
             self._dependencies.generation,
             requests,
             retries=self._retries,
@@ -226,12 +223,9 @@ class _SchedulerRun:
             return
         task_name = waiting[0][0].task_name
         started_at = time.perf_counter()
-        results = await step_environment(
-            self._dependencies.environments[task_name],
-            task_name,
-            [call for _, call in waiting],
-            watchdog=self.watchdog,
-        )
+        environment = self._dependencies.environments[task_name]
+        with self.watchdog.waiting_for(f"environment {task_name}", len(waiting)):
+            results = await environment.step([call.conversation for _, call in waiting], [c.state for _, c in waiting])
         seconds = time.perf_counter() - started_at
         for (rollout, _), result in zip(waiting, results, strict=True):
             rollout.episode.apply_env_step(result, seconds=seconds)
@@ -264,6 +258,7 @@ class _SchedulerRun:
         return scored
 
     def _report(self, trajectory: Trajectory) -> None:
+        self._dependencies.failure_log.record(trajectory)
         if self._options.progress is not None:
             self._options.progress(trajectory)
 

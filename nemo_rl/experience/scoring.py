@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from nemo_rl.errors import DataError
-from nemo_rl.experience.boundaries import StallWatchdog, gather_or_cancel
+from nemo_rl.experience.supervision import StallWatchdog, gather_or_cancel
 from nemo_rl.experience.turns import strip_tool_fields
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, ToolCall, Trajectory

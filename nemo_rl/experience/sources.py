@@ -10,8 +10,8 @@ from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import DataError, RolloutError
-from nemo_rl.experience.boundaries import FailureBudget
 from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
+from nemo_rl.experience.failures import FailureBudget
 from nemo_rl.experience.metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.replay_buffer import extract_buffer_state
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions

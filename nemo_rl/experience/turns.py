@@ -6,14 +6,12 @@ an `Episode` asks for and hand it the result; they differ only in when they do s
 
 import copy
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
-from nemo_rl.errors import summarize_error
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -74,9 +72,7 @@ def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failu
     try:
         message_log = encoder.encode_prompt(prompt.messages, prompt.tools)
     except Exception as error:  # a template may raise anything about messages that it does not expect
-        return Failure(
-            FailureClass.ENVIRONMENT, f"prompt {prompt.prompt_id} cannot be encoded: {summarize_error(error)}"
-        )
+        return error_to_failure(error, prefix=f"prompt {prompt.prompt_id} cannot be encoded")
     return EncodedPrompt(tuple(message_log), flat_token_ids(message_log))
 
 
@@ -155,12 +151,8 @@ class Episode:
         if isinstance(result, Failure):
             self._end(StopReason.FAILED, result)
             return
-        if problem := find_step_problem(result):
-            self.fail(FailureClass.ENVIRONMENT, problem)
-            return
-        if problem := self._add_rewards(result.rewards):
-            self.fail(FailureClass.REWARD, problem)
-            return
+        for name, value in result.rewards.items():
+            self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
         if result.answer is not None:
             self._answer = result.answer
         self._state = {key: value for key, value in result.state.items() if key != RESPONSE_TRUNCATED}
@@ -222,14 +214,6 @@ class Episode:
             timeout_s=self._rules.generation_timeout_s,
         )
 
-    def _add_rewards(self, rewards: Mapping[str, float]) -> str | None:
-        """Add a turn's rewards by name, or say what is wrong with one."""
-        if problem := find_reward_problem(rewards):
-            return problem
-        for name, value in rewards.items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
-        return None
-
     def _reason_to_stop(self, step: EnvStep) -> StopReason | None:
         if self._response_truncated:
             return StopReason.TRUNCATED
@@ -242,7 +226,7 @@ class Episode:
         try:
             bridge = self._encode_turn(observation)
         except Exception as error:  # a chat template may raise anything about a message that it does not expect
-            self.fail(FailureClass.ENVIRONMENT, f"an observation that cannot be encoded: {summarize_error(error)}")
+            self._end(StopReason.FAILED, error_to_failure(error, prefix="an observation cannot be encoded"))
             return
         room = self._rules.max_total_length - len(self._context) - len(self._response)
         if sum(len(m.token_ids) for m in bridge) >= room:
@@ -297,26 +281,3 @@ def _are_contiguous(spans: Sequence[WeightSpan], count: int) -> bool:
     """Whether the spans follow each other from 0 to `count`; so do none at all."""
     ends = [0, *(span.end for span in spans)]
     return not spans or ([span.start for span in spans] == ends[:-1] and ends[-1] == count)
-
-
-def find_reward_problem(rewards: Mapping[str, Any]) -> str | None:
-    """Which reward is no finite number, or None."""
-    for name, value in rewards.items():
-        try:
-            reward = float(value)
-        except (TypeError, ValueError):
-            return f"reward {name} is {value!r}"
-        if not math.isfinite(reward):
-            return f"reward {name} is {reward}"
-    return None
-
-
-def find_step_problem(result: object) -> str | None:
-    """How an environment broke its contract, or None; rewards are looked at apart."""
-    if not isinstance(result, EnvStep):
-        return f"the environment gave a {type(result).__name__}, not an EnvStep"
-    if not isinstance(result.rewards, Mapping) or not isinstance(result.state, Mapping):
-        return "rewards and state of an EnvStep must be mappings"
-    if not all(isinstance(message, Message) for message in result.observation):
-        return "the observation of an EnvStep must hold Messages"
-    return None

@@ -14,6 +14,7 @@ from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.data.blend import Blend
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import PromptSet
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.scorers.registry import make_scorer
@@ -24,7 +25,7 @@ from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
 from nemo_rl.experience.scoring import Scoring, ScoringTurn, WeightedScorer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
-from nemo_rl.interfaces import Agent, Environment, Generation
+from nemo_rl.interfaces import Agent, Generation
 from nemo_rl.launch.rollouts import make_sampling
 
 if TYPE_CHECKING:
@@ -99,10 +100,10 @@ def agent_runtimes(
     }
 
 
-def open_environments(config: RolloutRunConfig, stack: AsyncExitStack) -> dict[str, Environment]:
+def open_environments(config: RolloutRunConfig, stack: AsyncExitStack) -> dict[str, CheckedEnvironment]:
     """Open the environments of `env` by task name; `stack` closes them. Raises ConfigError for one that cannot be found
     or made."""
-    environments: dict[str, Environment] = {}
+    environments: dict[str, CheckedEnvironment] = {}
     for name, section in config.env.items():
         if not isinstance(section, RolloutRunnerConfig):
             environments[name] = make_environment(name, section)
@@ -197,7 +198,7 @@ class RolloutParts:
     """The parts of the rollout layer that need no engine."""
 
     encoder: ChatEncoder
-    environments: Mapping[str, Environment]
+    environments: Mapping[str, CheckedEnvironment]
     scoring: Scoring
     agents: Mapping[str, Agent]
     codec: Codec | None  # of the gateway; None: there is no agent to serve

@@ -25,6 +25,7 @@ from tests.fakes.encoder import FakeEncoder
 from tests.fakes.environments import Conversation, FakeEnvironment, State
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.policy import FakePolicy, FakeWeightSync
+from tests.unit.experience.rollout_setup import check_environment
 
 VOCAB_SIZE = 6  # of the engine: it ends its turns soon
 TRAINED, HELD_OUT = "trained", "held_out"  # the two tasks, so that validation's calls can be told from training's
@@ -156,8 +157,8 @@ def make_rig(
             await before_validation(conversations)
 
     environments = {
-        TRAINED: FakeEnvironment(answer, before=before_training),
-        HELD_OUT: FakeEnvironment(before=validate),
+        TRAINED: check_environment(FakeEnvironment(answer, before=before_training)),
+        HELD_OUT: check_environment(FakeEnvironment(before=validate)),
     }
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
     inputs = Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(num_prompts)), tuple(validation), ())

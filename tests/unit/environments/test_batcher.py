@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.batcher import BatchedEnvironment, Batcher
+from nemo_rl.environments.batcher import Batcher
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.errors import EnvironmentContractError
 from nemo_rl.types import EnvStep, Failure, Message
 
@@ -44,7 +45,7 @@ class Recorder:
         self.closed = True
 
 
-async def ask(environment: BatchedEnvironment, *numbers: int) -> list[float | None]:
+async def ask(environment: CheckedEnvironment, *numbers: int) -> list[float | None]:
     results = await environment.step([(Message("assistant", ""),)] * len(numbers), [{"n": n} for n in numbers])
     return [result.rewards["n"] if isinstance(result, EnvStep) else None for result in results]
 
@@ -53,7 +54,7 @@ async def ask(environment: BatchedEnvironment, *numbers: int) -> list[float | No
 def test_counts_that_are_no_multiple_of_the_batch_size_all_resolve(count: int) -> None:
     async def main() -> None:
         inner = Recorder()
-        environment = BatchedEnvironment(inner, batching(max_batch_size=4, max_wait_ms=1), timeout_s=60)
+        environment = CheckedEnvironment(inner, 60, batching(max_batch_size=4, max_wait_ms=1))
         answers = await asyncio.gather(*(ask(environment, n) for n in range(count)))
         assert answers == [[float(n)] for n in range(count)]
         assert max(map(len, inner.calls)) <= 4
@@ -67,7 +68,7 @@ def test_counts_that_are_no_multiple_of_the_batch_size_all_resolve(count: int) -
 def test_full_batch_goes_at_once_and_one_large_call_is_split() -> None:
     async def main() -> None:
         inner = Recorder()
-        environment = BatchedEnvironment(inner, batching(max_batch_size=4, max_wait_ms=LONG_MS), timeout_s=60)
+        environment = CheckedEnvironment(inner, 60, batching(max_batch_size=4, max_wait_ms=LONG_MS))
         assert await asyncio.gather(ask(environment, 1, 2), ask(environment, 3, 4)) == [[1, 2], [3, 4]]
         assert await ask(environment, *range(8)) == [float(n) for n in range(8)]
         assert [len(call) for call in inner.calls] == [4, 4, 4]
@@ -78,7 +79,7 @@ def test_full_batch_goes_at_once_and_one_large_call_is_split() -> None:
 
 def test_error_or_wrong_count_fails_the_items_of_that_call_alone() -> None:
     async def main() -> None:
-        environment = BatchedEnvironment(Recorder(), batching(max_batch_size=2, max_wait_ms=LONG_MS), timeout_s=60)
+        environment = CheckedEnvironment(Recorder(), 60, batching(max_batch_size=2, max_wait_ms=LONG_MS))
         answers = await asyncio.gather(*(ask(environment, n) for n in (1, -1, 2, 3, 4, -2)))
         assert answers == [[None], [None], [2.0], [3.0], [None], [None]]
         await environment.close()
@@ -90,7 +91,7 @@ def test_call_past_its_deadline_fails_its_items() -> None:
     async def main() -> None:
         inner = Recorder()
         inner.gate.clear()
-        environment = BatchedEnvironment(inner, batching(max_batch_size=1), timeout_s=0.05)
+        environment = CheckedEnvironment(inner, 0.05, batching(max_batch_size=1))
         (result,) = await environment.step([()], [{"n": 1}])
         assert isinstance(result, Failure)
         assert result.cause == "TimeoutError: no answer in 0.05 s"
@@ -103,7 +104,7 @@ def test_cancelled_caller_does_not_hurt_the_others() -> None:
     async def main() -> None:
         inner = Recorder()
         inner.gate.clear()
-        environment = BatchedEnvironment(inner, batching(max_batch_size=2, max_wait_ms=LONG_MS), timeout_s=60)
+        environment = CheckedEnvironment(inner, 60, batching(max_batch_size=2, max_wait_ms=LONG_MS))
         running = [asyncio.create_task(ask(environment, n)) for n in (1, 2)]
         await inner.called.wait()
         waiting = asyncio.create_task(ask(environment, 3))
@@ -125,7 +126,7 @@ def test_full_queue_makes_callers_wait_and_loses_nothing() -> None:
     async def main() -> None:
         inner = Recorder()
         options = batching(max_batch_size=8, max_queue_size=2, max_wait_ms=LONG_MS)
-        environment = BatchedEnvironment(inner, options, timeout_s=60)
+        environment = CheckedEnvironment(inner, 60, options)
         assert await ask(environment, *range(6)) == [float(n) for n in range(6)]
         assert max(map(len, inner.calls)) <= 2
         await environment.close()
@@ -135,7 +136,7 @@ def test_full_queue_makes_callers_wait_and_loses_nothing() -> None:
 
 def test_closed_environment_answers_what_waits_and_takes_no_more() -> None:
     async def main() -> None:
-        environment = BatchedEnvironment(Recorder(), batching(max_wait_ms=LONG_MS), timeout_s=60)
+        environment = CheckedEnvironment(Recorder(), 60, batching(max_wait_ms=LONG_MS))
         waiting = asyncio.create_task(ask(environment, 1))
         await asyncio.sleep(0)
         await environment.close()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
 from nemo_rl.experience.scoring import Scoring
 from nemo_rl.interfaces import Environment, Generation
@@ -24,12 +25,17 @@ def jobs(num_prompts: int, num_generations: int = 1, tasks: Sequence[str] = ("ga
     return [RolloutJob(p, f"0:{p.prompt_id}", index) for p in prompts for index in range(num_generations)]
 
 
+def check_environment(environment: Environment) -> CheckedEnvironment:
+    return environment if isinstance(environment, CheckedEnvironment) else CheckedEnvironment(environment, 60.0)
+
+
 def dependencies(
     generation: Generation,
-    environments: Mapping[str, Environment],
+    environments: Mapping[str, Environment],  # checked here
     *,
     limits: RolloutLimits = LIMITS,
     encoder: ChatEncoder | None = None,
     scoring: Scoring | None = None,
 ) -> RolloutDependencies:
-    return RolloutDependencies(generation, environments, encoder or FakeEncoder(), limits, scoring=scoring or Scoring())
+    checked = {name: check_environment(environment) for name, environment in environments.items()}
+    return RolloutDependencies(generation, checked, encoder or FakeEncoder(), limits, scoring=scoring or Scoring())

@@ -37,7 +37,7 @@ from nemo_rl.types import (
     Trajectory,
 )
 from tests.fakes.environments import FakeEnvironment
-from tests.unit.experience.rollout_setup import LIMITS, jobs, prompt
+from tests.unit.experience.rollout_setup import LIMITS, check_environment, jobs, prompt
 from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, encoder_of, rules, tokens_of
 
 Say = Callable[[GenerationRequest, str], str | None]
@@ -81,7 +81,7 @@ def use(
         settings = {"timeout_s": DEADLINE_S, "max_concurrency": 64, "scored_by": "scorer" if scorer else None} | runtime
         dependencies = RolloutDependencies(
             generation,
-            {"scorer": scorer or FakeEnvironment()},
+            {"scorer": check_environment(scorer or FakeEnvironment())},
             encoder_of("chatml"),
             replace(LIMITS, max_total_length=max_model_len, stall_timeout_s=stall_timeout_s),
             agents={"game": AgentRuntime(made, manager, **settings)},  # type: ignore[arg-type]
@@ -315,7 +315,7 @@ async def hang(prompt: Prompt, base_url: str, api_key: str) -> None:
         (hide_errors, {"say": refuse}, FailureClass.INFRA, "a step of mine failed"),
         (quote_the_gateway, {}, FailureClass.AGENT, "the engine failed"),
         (ask, {}, FailureClass.REWARD, "env.game.scored_by"),
-        (ask_for_nan, {}, FailureClass.REWARD, "reward game is nan"),
+        (ask_for_nan, {}, FailureClass.REWARD, "reward 'game' is nan, not a finite number"),
     ],
 )
 def test_what_goes_wrong_is_a_failure_of_its_class(
@@ -407,7 +407,7 @@ def test_no_more_agents_run_at_once_than_allowed() -> None:
 
 def test_agents_and_turns_run_at_once_with_results_in_the_order_of_the_jobs() -> None:
     async def body(setup: Setup) -> None:
-        environments = {"scorer": FakeEnvironment(), "plain": FakeEnvironment()}
+        environments = {name: check_environment(FakeEnvironment()) for name in ("scorer", "plain")}
         dependencies = replace(setup.dependencies, environments=environments)
         seen: list[str] = []
         options = replace(setup.options, progress=lambda trajectory: seen.append(trajectory.prompt.prompt_id))

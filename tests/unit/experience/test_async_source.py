@@ -314,7 +314,8 @@ def test_groups_that_fail_whole_one_after_another_stop_the_run():
     run_in_virtual_time(main(2))
     with pytest.raises(
         RolloutError,
-        match=r"2 groups in a row failed whole, more than grpo\.async_grpo\.max_generation_failures = 1 allows; "
+        match=r"all rollouts of 2 groups in a row failed, "
+        r"more than grpo\.async_grpo\.max_generation_failures = 1 allows; "
         "first cause: environment: broken 2",
     ):
         run_in_virtual_time(main(1))

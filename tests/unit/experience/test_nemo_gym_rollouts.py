@@ -32,7 +32,7 @@ from nemo_rl.types import (
 from tests.fakes import gym_stack
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row
-from tests.unit.experience.rollout_setup import LIMITS
+from tests.unit.experience.rollout_setup import LIMITS, check_environment
 from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, encoder_of, rules, tokens_of
 
 
@@ -89,7 +89,7 @@ def use(
             runtime = GymRuntime(client, manager, settings.get("max_concurrency", 64), trajectory_selection)
             dependencies = RolloutDependencies(
                 engine,
-                {"game": FakeEnvironment()},
+                {"game": check_environment(FakeEnvironment())},
                 encoder_of("chatml"),
                 replace(LIMITS, max_total_length=max_model_len, stall_timeout_s=stall_timeout_s),
                 gyms={"gym": runtime},

@@ -98,7 +98,7 @@ def test_environment_that_always_fails_stops_the_run_within_its_bound_with_the_f
         raise ValueError("no judge")
 
     environment = FakeEnvironment(before=refuse)
-    with pytest.raises(RolloutError, match="first cause: environment: game: ValueError: no judge"):
+    with pytest.raises(RolloutError, match="first cause: environment: ValueError: no judge"):
         steps(source(environment, num_prompts=50, batch=50), 1)
     assert len(environment.calls) <= 100
 

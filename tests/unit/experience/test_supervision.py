@@ -1,19 +1,11 @@
-"""The stall watchdog and the failure budget."""
+"""The stall watchdog, and the cancellation of parallel work."""
 
 import asyncio
 
 import pytest
 
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.boundaries import FailureBudget, StallWatchdog, gather_or_cancel
-from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
-
-PROMPT = Prompt("p", "game", ())
-DONE = Trajectory(PROMPT, "g", 0, (), StopReason.DONE)
-
-
-def failed(failure_class: FailureClass, cause: str) -> Trajectory:
-    return Trajectory(PROMPT, "g", 0, (), StopReason.FAILED, failure=Failure(failure_class, cause))
+from nemo_rl.experience.supervision import StallWatchdog, gather_or_cancel
 
 
 def test_stall_names_what_is_waited_for():
@@ -87,22 +79,3 @@ def test_first_error_of_parallel_work_ends_the_others():
         assert ended == ["cleaned up"] * 2
 
     asyncio.run(main())
-
-
-def test_budget_allows_its_share_and_no_more():
-    budget = FailureBudget(num_rollouts=4, max_failed_share=0.5)
-    budget.record(failed(FailureClass.ENVIRONMENT, "first"))
-    budget.record(DONE)
-    budget.record(failed(FailureClass.INFRA, "second"))
-    with pytest.raises(RolloutError) as error:
-        budget.record(failed(FailureClass.INFRA, "third"))
-    assert str(error.value) == (
-        "3 of 4 rollouts failed (environment 1, infra 2); first cause: environment: first, "
-        "more than rollout.max_failed_share = 0.5 allows"
-    )
-
-
-def test_budget_of_everything_never_stops():
-    budget = FailureBudget(num_rollouts=1, max_failed_share=1.0)
-    budget.record(failed(FailureClass.REWARD, "nan"))
-    assert budget.summary() == "1 of 1 rollouts failed (reward 1); first cause: reward: nan"

@@ -1,6 +1,5 @@
 """The semantics of a rollout, on the state machine alone."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -162,30 +161,6 @@ def test_failure_of_an_item_is_kept_as_the_environment_named_it():
     failure = Failure(FailureClass.AGENT, "the tool call was no JSON")
     e.apply_env_step(failure)
     assert e.trajectory().failure == failure
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "high"])
-def test_reward_that_is_no_finite_number_is_a_reward_failure(value):
-    e = episode()
-    respond(e, 9, END)
-    e.apply_env_step(EnvStep(rewards={"fine": 1.0, "odd": value}))
-    failure = e.trajectory().failure
-    assert failure is not None
-    assert failure.failure_class is FailureClass.REWARD
-    assert "odd" in failure.cause
-
-
-@pytest.mark.parametrize(
-    "result",
-    [None, 1.0, EnvStep(observation=("text",)), EnvStep(rewards=[1.0]), EnvStep(state=None)],  # type: ignore[arg-type]
-)
-def test_broken_result_of_an_environment_is_an_environment_failure(result):
-    e = episode()
-    respond(e, 9, END)
-    e.apply_env_step(result)
-    failure = e.trajectory().failure
-    assert failure is not None
-    assert failure.failure_class is FailureClass.ENVIRONMENT
 
 
 def test_empty_observation_is_no_tokens_and_the_next_response_goes_on():

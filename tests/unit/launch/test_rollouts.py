@@ -31,6 +31,7 @@ from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
 from tests.unit.algorithms.run_setup import HELD_OUT, TRAINED, VOCAB_SIZE, make_config, prompts
+from tests.unit.experience.rollout_setup import check_environment
 from tests.unit.launch.conftest import MAX_LENGTH, Recipe
 
 
@@ -89,7 +90,7 @@ def inputs(*, validation: bool = True) -> Inputs:
 
 def dependencies(config: GRPORunConfig, generation: FakeGeneration | None = None) -> RolloutDependencies:
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
-    environments = {TRAINED: FakeEnvironment(), HELD_OUT: FakeEnvironment()}
+    environments = {name: check_environment(FakeEnvironment()) for name in (TRAINED, HELD_OUT)}
     return RolloutDependencies(generation, environments, inputs().encoder, make_limits(config))
 
 

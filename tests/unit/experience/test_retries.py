@@ -1,4 +1,4 @@
-"""Deadlines, retries and typed failures around the engine and the environments."""
+"""Deadlines, retries and typed failures around the engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,22 +7,17 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.errors import GenerationError
-from nemo_rl.experience.boundaries import RetryPolicy, StallWatchdog, generate, step_environment
-from nemo_rl.experience.turns import EnvironmentCall
+from nemo_rl.experience.retries import RetryPolicy, generate_with_retries
+from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.types import (
     Completion,
-    EnvStep,
     FailedRequest,
     Failure,
     FailureClass,
     GenerationRequest,
-    Message,
     SamplingParams,
 )
-from tests.fakes.environments import FakeEnvironment, hang
 from tests.fakes.generation import FakeGeneration
-
-CALLS = [EnvironmentCall((Message("assistant", text),), {}) for text in ("a", "bb", "ccc")]
 
 
 def request(name: str) -> GenerationRequest:
@@ -31,19 +26,12 @@ def request(name: str) -> GenerationRequest:
 
 def ask(generation, *names: str, max_retries: int = 2, timeout_s: float = 60.0) -> list[Completion | Failure]:
     async def main() -> list[Completion | Failure]:
-        return await generate(
+        return await generate_with_retries(
             generation,
             [replace(request(name), timeout_s=timeout_s) for name in names],
             retries=RetryPolicy(max_retries, backoff_s=0.0),
             watchdog=StallWatchdog(60.0),
         )
-
-    return asyncio.run(main())
-
-
-def score(environment, *, timeout_s: float = 60.0) -> list[EnvStep | Failure]:
-    async def main() -> list[EnvStep | Failure]:
-        return await step_environment(environment, "game", CALLS, timeout_s=timeout_s, watchdog=StallWatchdog(60.0))
 
     return asyncio.run(main())
 
@@ -121,8 +109,10 @@ def test_request_fails_as_infra_once_its_retries_are_used_up(script, cause):
     assert engine.num_closed == 3
 
 
-def test_error_of_an_engine_becomes_one_line():
+def test_error_of_an_engine_becomes_one_line_and_keeps_its_traceback():
     result = ask(ScriptedEngine(answer_first_then_die), "a", "b", max_retries=0)[1]
+    assert isinstance(result, Failure)
+    assert "with a long trace" in result.traceback
     assert result == Failure(FailureClass.INFRA, "GenerationError: engine core died")
 
 
@@ -141,60 +131,8 @@ def test_waits_between_retries_double():
         monkeypatch.setattr(asyncio, "sleep", note)
         engine = ScriptedEngine(*[refuse_all] * 4)
         retries = RetryPolicy(max_retries=3, backoff_s=0.5)
-        await generate(engine, [request("a")], retries=retries, watchdog=StallWatchdog(60.0))
+        await generate_with_retries(engine, [request("a")], retries=retries, watchdog=StallWatchdog(60.0))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         asyncio.run(main(monkeypatch))
     assert waits == [0.5, 1.0, 2.0]
-
-
-def test_failed_item_of_an_environment_fails_alone():
-    failure = Failure(FailureClass.ENVIRONMENT, "no such file")
-    environment = FakeEnvironment(lambda c, s: failure if c[-1].content == "bb" else EnvStep())
-    assert score(environment) == [EnvStep(), failure, EnvStep()]
-
-
-def test_error_of_a_call_fails_all_of_its_items():
-    async def refuse(conversations) -> None:
-        raise KeyError("answer")
-
-    assert score(FakeEnvironment(before=refuse)) == [Failure(FailureClass.ENVIRONMENT, "game: KeyError: 'answer'")] * 3
-
-
-def test_environment_that_hangs_trips_its_deadline():
-    cause = Failure(FailureClass.ENVIRONMENT, "game: no answer in 0.01 s")
-    assert score(FakeEnvironment(before=hang), timeout_s=0.01) == [cause] * 3
-
-
-def test_timeout_inside_an_environment_is_no_deadline_of_ours():
-    async def time_out(conversations) -> None:
-        raise TimeoutError("the judge is busy")
-
-    assert score(FakeEnvironment(before=time_out))[0] == Failure(
-        FailureClass.ENVIRONMENT, "game: TimeoutError: the judge is busy"
-    )
-
-
-def test_wrong_number_of_results_fails_all_items():
-    class Short(FakeEnvironment):
-        async def step(self, conversations, states):
-            return [EnvStep()]
-
-    cause = "game: EnvironmentContractError: 1 results for 3 conversations"
-    assert score(Short()) == [Failure(FailureClass.ENVIRONMENT, cause)] * 3
-
-
-def test_no_results_at_all_fail_all_items():
-    class Silent(FakeEnvironment):
-        async def step(self, conversations, states):
-            return None
-
-    assert all(isinstance(result, Failure) for result in score(Silent()))
-
-
-def test_cancellation_inside_an_environment_fails_its_items_alone():
-    async def cancel(conversations) -> None:
-        raise asyncio.CancelledError("a worker was closed")
-
-    cause = "game: CancelledError: a worker was closed"
-    assert score(FakeEnvironment(before=cancel)) == [Failure(FailureClass.ENVIRONMENT, cause)] * 3
