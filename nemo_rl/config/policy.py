@@ -190,6 +190,11 @@ class GenerationConfig(SamplingConfig):
         return None
 
     @property
+    def devices(self) -> tuple[Literal["cpu", "cuda"], ...]:
+        """Return the devices that the installed engine runs on."""
+        return ("cpu", "cuda")
+
+    @property
     def can_sleep(self) -> bool:
         """Return whether the engine may leave its device's memory to the trainer."""
         return False

@@ -9,12 +9,6 @@ import resource
 import socket
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from nemo_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +16,6 @@ logger = logging.getLogger(__name__)
 def cache_directory() -> Path:
     """Return the directory of cached models and environments: NEMO_RL_CACHE, else ~/.cache/nemo_rl."""
     return Path(os.environ.get("NEMO_RL_CACHE", Path.home() / ".cache" / "nemo_rl"))
-
-
-def resolve_device(name: str, key: str = "policy.device") -> "torch.device":
-    """Return the first device that the process sees; auto: CUDA where there is one. Raises ConfigError under `key`."""
-    import torch  # seconds that users of the other functions need not wait
-
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError(key, name, "this machine has no CUDA device; allowed: cpu, auto")
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
 
 
 RESERVED_FILES = 256  # for the engine, datasets, checkpoints and logs of the same process

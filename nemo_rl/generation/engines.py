@@ -12,6 +12,7 @@ from pydantic import Field
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.policy import GenerationConfig, SamplingConfig
 from nemo_rl.config.registries import ENGINES
+from nemo_rl.distributed.devices import ALL_DEVICES, Device
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig, check_vllm
 from nemo_rl.interfaces import Generation
@@ -54,6 +55,11 @@ class DriverEngineConfig(VllmGenerationConfig):
 
     It accepts vLLM's keys, so that a recipe needs no other edit; of `vllm_cfg` `precision` and `max_model_len` hold.
     """
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that the engine runs on: torch's."""
+        return ALL_DEVICES
 
     @property
     def runs_in_driver(self) -> bool:

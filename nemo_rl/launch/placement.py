@@ -8,7 +8,7 @@ from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import ParallelModelConfig
 from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.distributed.devices import choose_device
 from nemo_rl.experience.agents import AgentConfig
 from nemo_rl.launch.workers import engine_dtype, find_layout
 from nemo_rl.weight_sync.transports import choose_transport
@@ -52,7 +52,8 @@ def _describe_server(config: SampledRunConfig) -> str:
         return f"{server.model or 'the one model'} behind {', '.join(server.addresses)}, api: {server.api}"
     copies = {"tensor parallel": server.tensor_parallel_size, "data parallel": server.data_parallel_size}
     split = [f"{size} {name}" for name, size in copies.items() if size > 1]
-    parts = [f"{server.backend} on {resolve_device(config.policy.device).type}", "started by the driver", *split]
+    device = choose_device(config.policy.device, server.engine(config.policy.generation).devices)
+    parts = [f"{server.backend} on {device}", "started by the driver", *split]
     return ", ".join([*parts, config.policy.precision])
 
 

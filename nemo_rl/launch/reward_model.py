@@ -20,7 +20,7 @@ from nemo_rl.algorithms.reward_model import TokenPair, evaluate, num_steps, trai
 from nemo_rl.config.reward_model import PreferenceDatasetConfig, RewardModelRunConfig
 from nemo_rl.data.preferences import Preference, read_preferences
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.environments.scorers.classifier import (
     ConversationTokenizer,
     ConversationTooLong,

@@ -11,8 +11,8 @@ from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
 from nemo_rl.data.datasets import InputSet, PromptSet, check_prompt_lengths, load_input
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.distributed.devices import choose_device
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
-from nemo_rl.distributed.machine import resolve_device
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.engines import make_generation
 from nemo_rl.generation.served import CHAT, COMPLETIONS, Api, ServedGeneration
@@ -173,12 +173,13 @@ async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack:
     """Return the server's client, or start an engine that `stack` closes."""
     if inputs.served is not None:
         return inputs.served.generation
+    section = config.server.engine(config.policy.generation)
     generation = await make_generation(
-        config.server.engine(config.policy.generation),
+        section,
         model_path=inputs.model_path,
         dtype=config.policy.precision,
         max_model_len=config.policy.max_total_sequence_length,
-        device=resolve_device(config.policy.device).type,
+        device=choose_device(config.policy.device, section.devices),
         trust_remote_code=config.server.trust_remote_code,
     )
     stack.push_async_callback(generation.close)

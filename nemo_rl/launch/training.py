@@ -48,7 +48,7 @@ from nemo_rl.launch.teachers import (
     resolve_teachers,
     validate_teachers,
 )
-from nemo_rl.launch.workers import check_model, engine_dtype, find_layout, open_workers
+from nemo_rl.launch.workers import check_engine_build, check_model, engine_dtype, find_layout, open_workers
 from nemo_rl.losses.make import LossContext, make_loss
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
 from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
@@ -184,6 +184,7 @@ class PreparedRun:
 async def _prepare_run(config: TrainingRunConfig) -> PreparedRun:
     """Check everything that can be refused before a model is loaded."""
     layout = find_layout(config)
+    check_engine_build(config, layout)
     check_optimizer(config.policy)
     prompts = load_prompts(config)  # before the model: making the quickstart's takes half a minute
     model_path = await resolve_model(config.policy.model_name)

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.distillation import Teachers
 from nemo_rl.algorithms.run import Placement
-from nemo_rl.config.layout import Device, Layout, make_layout, make_policy_layout
+from nemo_rl.config.layout import Layout, make_layout, make_policy_layout
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.distributed.devices import ALL_DEVICES, choose_device
 from nemo_rl.generation.engines import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.rollouts import Inputs
@@ -42,25 +42,26 @@ class Workers:
 
 
 def find_layout(config: TrainingRunConfig | SFTRunConfig) -> Layout:
-    """Return the layout on the available device, without engines where nothing is sampled; raises ConfigError.
+    """Return the layout on the device that the installed engine can use; raises ConfigError.
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
     """
-    device = _resolve_device_type(config.policy)
+    engine_devices = ALL_DEVICES if isinstance(config, SFTRunConfig) else config.policy.generation.devices
+    wanted = config.policy.device
+    device = choose_device("auto", engine_devices) if wanted == "auto" else wanted
     if isinstance(config, SFTRunConfig):
         layout = make_policy_layout(config.policy, config.cluster, device)
     else:
         layout = make_layout(config, device)
         choose_transport(config.weight_sync.transport, layout)
     if not layout.needs_cluster:
-        resolve_device(device)
+        choose_device(device, engine_devices)
     return layout
 
 
-def _resolve_device_type(policy: PolicyConfig) -> Device:
-    if policy.device != "auto":
-        return policy.device
-    return "cuda" if resolve_device("auto").type == "cuda" else "cpu"
+def check_engine_build(config: TrainingRunConfig, layout: Layout) -> None:
+    """Raise ConfigError where the installed engine cannot run on the layout's device, wherever that is."""
+    choose_device(layout.device, config.policy.generation.devices, is_remote=True)
 
 
 def check_model(policy: PolicyConfig, model_path: str) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn, RequiredScores, TokenScores, TopK
 from nemo_rl.policy.hf_model import train_flops

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from nemo_rl.data.tokenizer import load_tokenizer_with_template
-from nemo_rl.distributed.machine import resolve_device
+from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.registry import messages_to_dicts
 from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig

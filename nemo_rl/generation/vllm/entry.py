@@ -8,6 +8,7 @@ from pydantic import Field
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.policy import GenerationConfig, SamplingConfig
 from nemo_rl.config.section import Section
+from nemo_rl.distributed.devices import Device, vllm_devices
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Generation
 
@@ -49,6 +50,11 @@ class VllmGenerationConfig(GenerationConfig):
     def max_model_len(self) -> int | None:
         """Return the context length that the section asks for; None: the policy's."""
         return self.vllm_cfg.max_model_len
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that the installed build of vLLM runs on."""
+        return vllm_devices()
 
     @property
     def can_sleep(self) -> bool:

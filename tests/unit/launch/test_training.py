@@ -79,7 +79,7 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
         async with open_run(config):
             raise AssertionError("opened")
 
-    with pytest.raises(ConfigError, match=r"env\.other\.type.*cannot be made"):
+    with pytest.raises(ConfigError, match=r"env\.other\.type.*cannot be constructed"):
         asyncio.run(main())
     assert Closing.closed == ["closed"]
     assert not (tmp_path / "runs").exists()

