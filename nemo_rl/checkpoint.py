@@ -1,14 +1,13 @@
-"""Checkpoints on disk: complete or absent, kept by a metric, and found again.
+"""Checkpoints on disk: complete or absent, ranked by a metric, and found on resume.
 
-A checkpoint is written to `tmp_step_N` and renamed to `step_N` once it is whole and on the disk, so that a process
-killed at any point leaves the old or the new one. Where `step_N` exists already, it waits as `old_step_N` between the
-two renames. Inside:
+A checkpoint is written to `tmp_step_N` and renamed to `step_N` once it is complete and on disk, so that a process
+killed at any point leaves the old or the new one. An existing `step_N` is `old_step_N` between the two renames. Inside:
 
     training_info.json   TrainingInfo; written last
     config.yaml          the run's resolved configuration
     policy/              weights/, tokenizer/, optimizer/: what `Policy.save` writes
     train_dataloader.pt  the source's state
-    replay_buffer.pt     of an asynchronous run: complete groups, and prompts whose rollouts ran
+    replay_buffer.pt     of an asynchronous run: complete groups, and prompts whose rollouts were running
     rng_state.pt         the driver's random states
 """
 
@@ -46,7 +45,7 @@ _DIRECTORY = re.compile(r"(tmp_|old_|)step_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class TrainingInfo:
-    """How far training has come."""
+    """Training progress at a checkpoint."""
 
     step: int  # optimizer batches done
     consumed_prompts: int
@@ -63,6 +62,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Return the number of steps trained."""
         return self.info.step
 
 
@@ -84,17 +84,17 @@ class CheckpointStore:
         self._deadline = SaveDeadline(parse_duration_s(must_save_by), clock) if must_save_by else None
 
     def should_save(self, step: int, *, is_last: bool = False) -> bool:
-        """Whether to save now; to be asked once after each step, since it measures how long steps take."""
+        """Return whether to save now; call it once after each step, since it measures how long steps take."""
         deadline_reached = self._deadline is not None and self._deadline.is_due()
         return self._config.enabled and (is_last or deadline_reached or step % self._config.save_period == 0)
 
     @property
     def deadline_reached(self) -> bool:
-        """Whether `checkpoint_must_save_by` has asked for a save."""
+        """Return whether `checkpoint_must_save_by` has requested a save."""
         return self._deadline is not None and self._deadline.has_fired
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint of `step` into; what interrupted saves left is removed."""
+        """Create an empty directory for the checkpoint of `step`; leftovers of interrupted saves are removed."""
         with _raise_checkpoint_error(f"the checkpoint of step {step} cannot be begun in {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._recover_interrupted()
@@ -103,7 +103,7 @@ class CheckpointStore:
         return path
 
     def commit(self, path: Path, info: TrainingInfo) -> Checkpoint:
-        """Make what was written under `path` the checkpoint of its step, then drop those not to be kept.
+        """Make the files under `path` the checkpoint of its step, then delete checkpoints that are not to be kept.
 
         Raises CheckpointError when the disk fails, and ConfigError for a metric that this run does not have; the
         checkpoint is complete then.
@@ -123,27 +123,27 @@ class CheckpointStore:
         return Checkpoint(final, info)
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """All complete checkpoints, oldest step first."""
+        """Return all complete checkpoints, oldest step first."""
         if not self.directory.is_dir():
             return ()
         found: dict[int, Checkpoint] = {}
-        for kind in ("old_", ""):  # the plain name wins
-            for step, path in self._directories_by_step(kind).items():
+        for prefix in ("old_", ""):  # the final name takes precedence
+            for step, path in self._directories_by_step(prefix).items():
                 checkpoint = _read_checkpoint(path)
                 if checkpoint is not None:
                     found[step] = checkpoint
         return tuple(found[step] for step in sorted(found))
 
     def latest(self) -> Checkpoint | None:
-        """The complete checkpoint with the most steps."""
+        """Return the complete checkpoint with the most steps."""
         return max(self.checkpoints(), key=lambda c: c.step, default=None)
 
     def best(self) -> Checkpoint | None:
-        """The checkpoint that `metric_name` ranks first; the newest where there is no metric."""
+        """Return the checkpoint that `metric_name` ranks first; the newest without a metric."""
         return next(iter(self._ranked()), None)
 
     def _ranked(self) -> list[Checkpoint]:
-        """Best first: by the metric, then the newer; a checkpoint without the metric is worse than any with it."""
+        """Return checkpoints best first: by the metric, then the newer; those without the metric come last."""
         name, sign = self._config.metric_name, 1 if self._config.higher_is_better else -1
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
@@ -165,26 +165,26 @@ class CheckpointStore:
                 shutil.rmtree(trash_path)
 
     def _check_metric(self, checkpoints: list[Checkpoint], committed: TrainingInfo) -> None:
-        """A metric no checkpoint has is unknown, once the committed one has others of its kind (val: or train:).
+        """Raise ConfigError for a metric that no checkpoint has, once the committed one has others of its split.
 
-        A validation without a survivor measures nothing but its failures.
+        A validation whose rollouts all failed has no metric but `num_failed`.
         """
         name = self._config.metric_name
         if name is None or any(name in c.info.metrics for c in checkpoints):
             return
-        kind = name.split(":")[0] + ":"
-        known = [metric for metric in committed.metrics if metric.startswith(kind)]
+        split = name.split(":")[0] + ":"
+        known = [metric for metric in committed.metrics if metric.startswith(split)]
         if known and known != ["val:num_failed"]:
             raise ConfigError("checkpointing.metric_name", name, f"unknown metric; known: {', '.join(sorted(known))}")
         logger.warning("%s was not measured at step %d: its checkpoint ranks last", name, committed.step)
 
-    def _directories_by_step(self, kind: str) -> dict[int, Path]:
-        """Directories by step; kind is "tmp_", "old_" or "" (final)."""
+    def _directories_by_step(self, prefix: str) -> dict[int, Path]:
+        """Return directories by step; `prefix` is "tmp_", "old_" or "" (final)."""
         matches = ((_DIRECTORY.fullmatch(path.name), path) for path in self.directory.iterdir() if path.is_dir())
-        return {int(match[2]): path for match, path in matches if match is not None and match[1] == kind}
+        return {int(match[2]): path for match, path in matches if match is not None and match[1] == prefix}
 
     def _recover_interrupted(self) -> None:
-        """Finish what an interrupted commit left: bring an old step back where the new one is missing."""
+        """Finish an interrupted commit: restore an old step whose replacement is missing."""
         for step, path in self._directories_by_step("old_").items():
             final = self.directory / f"step_{step}"
             if final.exists():
@@ -196,20 +196,20 @@ class CheckpointStore:
 
 
 class SaveDeadline:
-    """Asks once for a save, when another step might not end before the deadline."""
+    """Deadline that requests one save when another step might not end in time."""
 
     def __init__(self, must_save_by_s: float, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last = clock()
         self._deadline = self._last + must_save_by_s
-        self._longest_s = 0.0  # of a step, all that lies between two calls included
+        self._longest_s = 0.0  # of a step, including everything between two calls
         self._calls = 0
         self.has_fired = False
 
     def is_due(self) -> bool:
-        """To be called after each step. True once: when now plus the longest step so far is past the deadline.
+        """Return True once: when now plus the longest step so far is past the deadline. Call it after each step.
 
-        What came before the first call holds the start of the engine; it counts only until there is another step.
+        Time before the first call includes the start of the engine; it counts only until there is another step.
         """
         now = self._clock()
         elapsed_s, self._last = now - self._last, now
@@ -222,7 +222,7 @@ class SaveDeadline:
 
 
 def parse_duration_s(text: str) -> float:
-    """Seconds of `[DD:]HH:MM:SS`.
+    """Return the seconds of `[DD:]HH:MM:SS`.
 
     Example: "00:03:30:00" is 12600.
     """
@@ -260,7 +260,7 @@ def save_rng_state(path: Path) -> None:
 
 
 def restore_rng_state(path: Path) -> None:
-    """Go on from what `save_rng_state` wrote; devices that this machine lacks are left out."""
+    """Restore what `save_rng_state` wrote; states of devices that this machine lacks are ignored."""
     state = load_state(path)
     numpy_state = state["numpy"]
     key = np.asarray(numpy_state["state"]["key"], dtype=np.uint32)
@@ -287,19 +287,19 @@ def _to_json(info: TrainingInfo) -> str:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None, with a warning, where it is not whole."""
+    """Return the checkpoint in a directory; None, with a warning, if it is incomplete."""
     try:
         content = json.loads((path / INFO_FILE).read_text())
         metrics = {name: float(value) for name, value in content["metrics"].items()}
         info = TrainingInfo(content["step"], content["consumed_prompts"], content["epoch"], metrics)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s is no complete checkpoint and is ignored: %r", path, error)
+        logger.warning("ignoring incomplete checkpoint %s: %r", path, error)
         return None
     return Checkpoint(path, info)
 
 
 def _fsync_tree(root: Path) -> None:
-    """Bring all files and directories below `root` onto the disk."""
+    """Sync all files and directories below `root` to disk."""
     for directory, _, files in os.walk(root):
         for name in files:
             _fsync(Path(directory) / name)

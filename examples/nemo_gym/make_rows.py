@@ -17,7 +17,7 @@ import reasoning_gym
 
 from nemo_rl.data.rows import read_jsonl, to_jsonable
 from nemo_rl.errors import DataError
-from nemo_rl.quickstart.words import quickstart_prompts
+from nemo_rl.quickstart.words import load_quickstart_prompts
 from nemo_rl.types import Prompt
 
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def make_quickstart(parsed: argparse.Namespace) -> None:
     """Return the quickstart's words, alternating between two environments; no validation word is trained on."""
-    for prompt_set, name in zip(quickstart_prompts(), ("train", "validation"), strict=True):
+    for prompt_set, name in zip(load_quickstart_prompts(), ("train", "validation"), strict=True):
         rows = ((spelling_row, choice_row)[i % 2](prompt) for i, prompt in enumerate(prompt_set.prompts))
         write(parsed.folder / f"quickstart_{name}.jsonl", rows)
 

@@ -1,9 +1,10 @@
 """Sections about the run itself: `rollout`, `weight_sync`, `checkpointing`, `logger`, `cluster`, `gateway`."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
+from nemo_rl.config.registries import LOGGERS
 from nemo_rl.config.section import Section
 
 
@@ -46,20 +47,51 @@ class CheckpointingConfig(Section):
     checkpoint_must_save_by: str | None = Field(default=None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$")
 
 
+class MetricsLoggerConfig(Section):
+    """Base of the sections of loggers, which record a run's metrics."""
+
+    type: str | None = None  # the name of an entry, or a dotted path; None: the logger's own name
+
+
+class CustomLoggerConfig(MetricsLoggerConfig):
+    """A logger of your own, by dotted path."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # arguments after run_dir and config
+
+
 class WandbConfig(Section):
+    """`logger.wandb`: the W&B run."""
+
     project: str = "nemo-rl"
     name: str | None = None
     entity: str | None = None
     tags: list[str] = Field(default_factory=list)
 
 
+class WandbLoggerConfig(WandbConfig, MetricsLoggerConfig):
+    """W&B as one of `logger.loggers`."""
+
+
 class LoggerConfig(Section):
+    """`logger`: where metrics go, and what the terminal shows."""
+
     log_dir: str = "runs"  # a run's directory is made in it: exp_001, exp_002, ...
     wandb_enabled: bool = False  # offline where no key is set
     tensorboard_enabled: bool = False
     progress: bool = True  # the display in the terminal
     num_val_samples_to_print: int = Field(default=3, ge=0)
     wandb: WandbConfig = WandbConfig()
+    loggers: Annotated[dict[str, SerializeAsAny[MetricsLoggerConfig]], LOGGERS] = Field(default_factory=dict)
+
+    @property
+    def enabled(self) -> dict[str, MetricsLoggerConfig]:
+        """Return the sections of the enabled loggers by name; `jsonl` always, and those of `loggers`."""
+        enabled: dict[str, MetricsLoggerConfig] = {"jsonl": MetricsLoggerConfig(type="jsonl")}
+        if self.wandb_enabled:
+            enabled["wandb"] = WandbLoggerConfig(type="wandb", **self.wandb.model_dump())
+        if self.tensorboard_enabled:
+            enabled["tensorboard"] = MetricsLoggerConfig(type="tensorboard")
+        return enabled | self.loggers
 
 
 class ClusterConfig(Section):

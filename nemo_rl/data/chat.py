@@ -1,8 +1,8 @@
-"""Conversations as tokens that are only ever appended to.
+"""Chat encoding: conversations as token sequences that are only ever appended to.
 
 The past is never rendered again: a template may drop or rewrite it (thinking of earlier turns, white space), and its
 text need not tokenize into what was sampled. A turn's new tokens, the bridge, are cut out of a rendering of the new
-messages behind a stand-in for the sampled one.
+messages after a stand-in for the sampled one.
 """
 
 import json
@@ -19,6 +19,7 @@ from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
 
 
 def to_openai_message(message: Message) -> dict[str, Any]:
+    """Return a message in OpenAI's shape."""
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         body["tool_calls"] = [to_openai_tool_call(call) for call in message.tool_calls]
@@ -28,16 +29,16 @@ def to_openai_message(message: Message) -> dict[str, Any]:
 
 
 def to_openai_tool_call(call: ToolCall) -> dict[str, Any]:
-    """Its arguments are text."""
+    """Return a tool call in OpenAI's shape; its arguments are text."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class ChatTemplateError(Exception):
-    """The template did not render these messages; the text says why."""
+    """Failure of a template to render messages; the text says why."""
 
 
 class ChatTemplate:
-    """The tokenizer's own template, or `text`, with the variables that a recipe gives it."""
+    """The tokenizer's own chat template, or `text`, with the variables of a recipe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str | None, variables: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -46,13 +47,13 @@ class ChatTemplate:
 
     @property
     def name(self) -> str:
-        """For errors: whose template it is, or how its text begins."""
+        """Return whose template it is, or how its text begins, for errors."""
         return f"template of {self._tokenizer.name_or_path}" if self._text is None else self._text[:60]
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
     ) -> str:
-        """The conversation's text. Most templates want a call's arguments as an object, some as text."""
+        """Return the conversation's text. Most templates take a call's arguments as an object, some as text."""
         try:
             return self._render(messages, tools, add_generation_prompt, arguments_as_text=False)
         except ChatTemplateError:
@@ -85,7 +86,7 @@ class ChatTemplate:
 
 
 def _to_template_message(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, Any]:
-    """The message as templates expect it; a tool's answer is told the name of its call."""
+    """Return the message as templates expect it; a tool's result gets the name of its call."""
     fields = to_openai_message(message)
     if not arguments_as_text:
         for call in fields.get("tool_calls", ()):
@@ -96,7 +97,7 @@ def _to_template_message(message: Message, names: Mapping[str, str], arguments_a
 
 
 def _parse_arguments(text: str) -> Any:
-    """The object that the text describes; a model's broken JSON stays text."""
+    """Return the object that the text describes; a model's invalid JSON stays text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -111,7 +112,7 @@ PLACEHOLDER_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits
 
 
 def flat_token_ids(message_log: MessageLog) -> tuple[int, ...]:
-    """All tokens of a history in order."""
+    """Return all tokens of a history in order."""
     return tuple(token_id for message in message_log for token_id in message.token_ids)
 
 
@@ -137,16 +138,17 @@ class ChatEncoder:
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
         self._special = re.compile(f"(?:{alternatives})" if special else r"(?!)")
         self._special_run = re.compile(rf"(?:{self._special.pattern}\s*)+")
-        self._supported_roles: set[str] = set()  # roles that the template is known to render behind a sampled message
+        self._supported_roles: set[str] = set()  # roles that the template is known to render after a sampled message
         self._supported_first_roles: set[str] = set()  # and at the start of a conversation
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of tokens of the tokenizer."""
         return len(self._tokenizer)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """What ends a turn: the end-of-sequence token and, where it is another, the template's turn terminator."""
+        """Return the tokens that end a turn: end of sequence and, if different, the template's turn terminator."""
         terminator = self._encode(self._terminator) if self._terminator else ()
         ids = [self._tokenizer.eos_token_id, *(terminator if len(terminator) == 1 else ())]
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
@@ -160,11 +162,11 @@ class ChatEncoder:
             raise ConfigError("policy.tokenizer.name", self._tokenizer.name_or_path, "no token is known to end a turn")
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
-        """The rendered conversation with the opening of the assistant's turn; raises ConfigError when refused."""
+        """Return the rendered conversation with the opening of the assistant's turn; raises ConfigError if refused."""
         return _to_message_log(messages, self._encode(self._prompt_text(messages, tools)))
 
     def prompt_fits(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> bool:
-        """Whether `encode_prompt` gives at most `max_tokens` tokens; raises as it does.
+        """Return whether `encode_prompt` gives at most `max_tokens` tokens; raises as it does.
 
         Tokenizing takes ten times as long as rendering, and most prompts need none: no token stands for less than a
         byte, but for the space that some tokenizers put before the text. Tokenizers that first write a character in
@@ -176,8 +178,9 @@ class ChatEncoder:
     def encode_turn(
         self, message_log: MessageLog, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> MessageLog:
-        """What to append to a history that ends with a sampled message: the new messages and the opening of the next
-        turn. A sampled message that was cut before its terminator gets it here, as context.
+        """Return what to append to a history that ends with a sampled message: new messages and the turn's opening.
+
+        A sampled message that was cut before its terminator gets it here, as context.
 
         Raises ConfigError when the template refuses, or silently drops, a role of the new messages.
         """
@@ -194,13 +197,13 @@ class ChatEncoder:
         return _to_message_log(new_messages, token_ids)
 
     def encode_answer(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
-        """The tokens that the model is to write for an assistant's message in a turn that has been opened.
+        """Return the tokens that the model should write for an assistant's message in a turn that has been opened.
 
         They are the template's text of the message, up to the token that ends its turn; where the template ends turns
         by text alone, the end-of-sequence token stands for that.
 
-        Raises ConfigError when the template refuses the message, leaves its text out, or renders it otherwise than
-        behind the opening of a turn.
+        Raises ConfigError when the template refuses the message, drops its text, or renders it differently from the
+        opening of a turn.
         """
         try:
             text, is_ended = self._answer(message, tools if message.tool_calls else ())
@@ -209,7 +212,7 @@ class ChatEncoder:
         return self._encode(text) if is_ended else (*self._encode(text), self.stop_token_ids[0])
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """The text of sampled tokens, without the stop token at their end and, unless kept, other special tokens."""
+        """Return the text of sampled tokens, without a final stop token and, unless kept, other special tokens."""
         if token_ids and token_ids[-1] in self.stop_token_ids:
             token_ids = token_ids[:-1]
         text = self._tokenizer.decode(
@@ -237,31 +240,31 @@ class ChatEncoder:
 
     @cached_property
     def _text_after_answer(self) -> str:
-        """What the template puts behind an assistant's text at the end of a conversation."""
+        """Return what the template renders after an assistant's text at the end of a conversation."""
         past = (QUESTION, Message("assistant", SENTINEL))
         _, found, tail = self._template.render(past, (), add_generation_prompt=False).rpartition(SENTINEL)
         if not found:
-            raise ChatTemplateError("the assistant's text is not rendered, so that nothing of it can be learnt")
+            raise ChatTemplateError("the assistant's text is not rendered, so it cannot be trained on")
         return tail
 
     def _answer(self, message: Message, tools: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-        """The text of a message behind the opening of its turn, and whether a special token ends it."""
+        """Return the text of a message after the opening of its turn, and whether a special token ends it."""
         text = self._template.render((QUESTION, message), tools, add_generation_prompt=False)
         opening = self._template.render((QUESTION,), tools, add_generation_prompt=True) if tools else self._opening
         if not text.startswith(opening):
             raise ChatTemplateError(f"its turn does not begin as the generation prompt opens it: {opening[-40:]!r}")
-        text, behind = text[len(opening) :], self._text_after_answer
+        text, closing = text[len(opening) :], self._text_after_answer
         end = text.rfind(self._terminator) if self._terminator else -1
         if end >= 0:
             return text[: end + len(self._terminator)], True
         *_, last = (None, *self._special_run.finditer(text))
         if last is not None and last.end() == len(text):
-            return text.rstrip(), True  # another token than that behind a plain text: the end of a call, say
-        return text.removesuffix(behind), False
+            return text.rstrip(), True  # another token than after plain text, e.g. the end of a call
+        return text.removesuffix(closing), False
 
     @cached_property
     def _terminator(self) -> str:
-        """The special token that the template puts behind an assistant's text; empty where there is none."""
+        """Return the special token that the template renders after an assistant's text; empty if there is none."""
         past, following = Message("assistant", ""), (Message("user", "next"),)
         try:
             tail = self._text_after_sentinel(past, following, ())
@@ -274,7 +277,7 @@ class ChatEncoder:
         return first.group() if first else ""
 
     def _bridge(self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The text from the sampled turn's terminator on."""
+        """Return the text from the sampled turn's terminator on."""
         sampled = _add_missing_calls(sampled, new_messages)
         try:
             tail = self._text_after_sentinel(sampled, new_messages, tools)
@@ -288,7 +291,7 @@ class ChatEncoder:
     def _text_after_sentinel(
         self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """What the template renders behind the sampled message, whose text or last argument is a stand-in here."""
+        """Return what the template renders after the sampled message, whose text or last argument is the sentinel."""
         sentinel = SENTINEL
         while any(sentinel in message.content for message in new_messages):
             sentinel += "n"
@@ -300,7 +303,7 @@ class ChatEncoder:
         return tail
 
     def _from_terminator(self, tail: str, *, after_call: bool) -> str:
-        """The tail without what closes the sampled text itself: a space, or the end of a tool call's syntax."""
+        """Return the tail without what closes the sampled text itself: a space, or the end of a tool call's syntax."""
         run = self._special_run.search(tail)
         if run is None or (not after_call and tail[: run.start()].strip()):
             return tail  # no special token ends the turn: its text does
@@ -310,7 +313,7 @@ class ChatEncoder:
     def _bridge_by_difference(
         self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """The bridge as what a longer rendering adds to a shorter one, from the terminator at the seam on."""
+        """Return what a longer rendering adds to a shorter one, from the terminator between them on."""
         past = (QUESTION, Message("assistant", sampled.content or "answer", sampled.tool_calls))
         shorter = self._template.render(past, tools, add_generation_prompt=False)
         longer = self._template.render((*past, *new_messages), tools, add_generation_prompt=True)
@@ -346,7 +349,7 @@ def _to_message_log(messages: Sequence[Message], token_ids: tuple[int, ...]) -> 
 
 
 def _add_missing_calls(sampled: Message, new_messages: Sequence[Message]) -> Message:
-    """The sampled message with the calls that the new messages answer, where only its text tells of them."""
+    """Return the sampled message with the calls that the new messages answer, if only its text has them."""
     answers = [message for message in new_messages if message.role == "tool"]
     if not answers or new_messages[0].role != "tool" or sampled.tool_calls:
         return sampled
@@ -364,12 +367,12 @@ def _with_sentinel(sampled: Message, sentinel: str) -> Message:
 
 
 class TextOnlyChatEncoder(ChatEncoder):
-    """Stands where an encoder stands: every message is text alone, and only the server knows what fits."""
+    """An encoder for servers that render messages themselves: messages have no tokens here, and every prompt fits."""
 
     is_rendered_by_server = True
 
     def __init__(self) -> None:
-        """Needs no tokenizer."""
+        """Make an encoder without a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -377,11 +380,11 @@ class TextOnlyChatEncoder(ChatEncoder):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The server ends turns."""
+        """Return no tokens: the server ends turns."""
         return ()
 
     def check(self, roles: Iterable[str] = ()) -> None:
-        """Nothing is known of the template."""
+        """Accept every role: the server's template is not known."""
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
         return tuple(TokenizedMessage(message, ()) for message in messages)
@@ -395,5 +398,5 @@ class TextOnlyChatEncoder(ChatEncoder):
         return tuple(TokenizedMessage(message, ()) for message in new_messages)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Responses come as text."""
+        """Raise ValueError: responses come as text."""
         raise ValueError("the tokens of this server are not known")

@@ -1,4 +1,4 @@
-"""Preference pairs: a prompt, an answer and a worse one."""
+"""Preference pairs for reward models: a prompt with a chosen and a rejected answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Preference:
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """The whole conversation with the chosen answer, and that with the rejected one."""
+        """Return the conversation with the chosen answer and the one with the rejected answer."""
         better, worse = (Message("assistant", answer) for answer in (self.chosen, self.rejected))
         return (*self.messages, better), (*self.messages, worse)
 
 
 def read_preferences(path: Path) -> list[Preference]:
-    """The rows of a JSON Lines file: `prompt` (a text) or `messages` (role and content), `chosen`, `rejected`.
+    """Return the pairs of a JSON Lines file: `prompt` (a text) or `messages` (role and content), `chosen`, `rejected`.
 
     Raises DataError naming the file and the row that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Tokens as bytes, and spans of two tokenizations that stand for the same text (cross-tokenizer distillation)."""
+"""Token alignment for cross-tokenizer distillation: tokens as bytes, and spans of two tokenizations with equal text."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from nemo_rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of the student and of the teacher, start to end (exclusive), whose bytes are the same."""
+    """Ranges of student and teacher tokens, start to end (exclusive), with the same bytes."""
 
     student_start: int
     student_end: int
@@ -24,13 +24,14 @@ class Span:
 
     @property
     def is_one_to_one(self) -> bool:
+        """Return whether the span is one token on each side."""
         return self.student_end - self.student_start == 1 == self.teacher_end - self.teacher_start
 
 
 def align(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[Span, ...]:
-    """The shortest spans that partition both sequences and hold the same bytes on both sides.
+    """Return the shortest spans that partition both sequences and have the same bytes on both sides.
 
-    A token without bytes belongs to the span of the token behind it, at the end to the last span; a side without any
+    A token without bytes belongs to the span of the next token, at the end to the last span; a side without any
     bytes is one span. Raises ValueError unless the bytes of all pieces are equal.
 
     Example: pieces `ab c d` and `a b cd` give (0, 1, 0, 2) and (1, 3, 2, 3).
@@ -47,7 +48,7 @@ def align(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[Span, ...
 
 
 def _token_counts_by_end(pieces: Sequence[bytes]) -> dict[int, int]:
-    """Number of tokens up to each byte at which a token with bytes ends."""
+    """Return the number of tokens up to each byte at which a token with bytes ends."""
     ends: dict[int, int] = {}
     offset = 0
     for number, piece in enumerate(pieces, start=1):
@@ -58,7 +59,7 @@ def _token_counts_by_end(pieces: Sequence[bytes]) -> dict[int, int]:
 
 
 def valid_utf8_prefix(data: bytes) -> bytes:
-    """The bytes before the first that are not UTF-8: a response may end, or go wrong, inside a character."""
+    """Return the longest valid UTF-8 prefix: a response may end, or become invalid, inside a character."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -86,9 +87,9 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]) -> "Vocabulary":
-        """`stop_token_ids` as ChatEncoder orders them, the template's own last.
+        """Return the vocabulary of a tokenizer; `stop_token_ids` as ChatEncoder orders them, the template's own last.
 
-        Raises ConfigError for a tokenizer without a fast implementation: its way of writing is not known.
+        Raises ConfigError for a tokenizer without a fast implementation, whose byte encoding is not known.
         """
         if not tokenizer.is_fast:
             raise ConfigError(
@@ -110,7 +111,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The token of a piece; of several the first, of those that end a turn the template's."""
+        """Return the token of each piece: the first of several, for turn ends the template's."""
         first = {piece: token_id for token_id, piece in reversed(list(enumerate(self.pieces))) if piece}
         return {**first, TURN_END: self.turn_end}
 
@@ -119,7 +120,7 @@ class Vocabulary:
         return max(map(len, self.pieces), default=0)
 
     def beginning(self, text: bytes) -> int | None:
-        """The longest token that `text` begins with; for a special piece the token of that piece alone."""
+        """Return the longest token that `text` begins with; for a special piece the token of exactly that piece."""
         if text.startswith(SPECIAL):
             return self.ids.get(text)
         for length in range(min(len(text), self._longest), 0, -1):
@@ -128,7 +129,7 @@ class Vocabulary:
         return None
 
     def response_pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """What sampled tokens add to the text: nothing where they are special, but for TURN_END at their end."""
+        """Return what sampled tokens add to the text: nothing if special, except a final TURN_END."""
         last = len(token_ids) - 1
         pieces = [b"" if i > len(self.pieces) - 1 else self.pieces[i] for i in token_ids]
         for index, piece in enumerate(pieces):
@@ -142,7 +143,7 @@ class Vocabulary:
 def encode_with_pieces(
     tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, text: str
 ) -> tuple[tuple[int, ...], list[bytes]]:
-    """The tokens of a text and the part of it that each stands for; together the pieces are the text.
+    """Return the tokens of a text and the part of the text that each stands for; the parts concatenate to the text.
 
     The name of a special token is read as text. Where the tokens' own bytes are not the text (a normalizer rewrote it,
     a space was put before it), the parts are those that the tokenizer says it read, a character that several tokens
@@ -161,7 +162,7 @@ def encode_with_pieces(
 
 
 def _detect_token_encoding(backend: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
-    """How a token's name becomes bytes, and whether decoding drops a space at the start of a text."""
+    """Return the function from a token's name to bytes, and whether decoding drops a space at the start of a text."""
     decoder = backend.get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     kinds = {step.get("type") for step in steps}
@@ -179,7 +180,7 @@ def _replaces_spaces(step: dict[str, Any]) -> bool:
 
 
 def _from_byte_alphabet(token: str) -> bytes:
-    """GPT-2's alphabet; a token with other characters was added as the text it is."""
+    """Decode GPT-2's byte alphabet; a token with other characters was added as plain text."""
     try:
         return bytes(BYTE_OF[character] for character in token)
     except KeyError:
@@ -193,7 +194,7 @@ def _from_sentencepiece(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Printable bytes stand for themselves, the others, in their order, for the characters from 256 on (GPT-2)."""
+    """Return GPT-2's alphabet: printable bytes map to themselves, the others in order to characters from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

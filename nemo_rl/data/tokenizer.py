@@ -11,7 +11,7 @@ from nemo_rl.errors import ConfigError
 def load_tokenizer(
     config: TokenizerConfig, model_name: str, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config.name`, or of the model, with the configured chat template if there is one.
+    """Load the tokenizer of `config.name`, or of the model, with the configured chat template if there is one.
 
     Raises ConfigError naming the key when it cannot be found, or has no chat template.
     """
@@ -28,7 +28,7 @@ def load_tokenizer(
 def load_tokenizer_with_template(
     name: str, chat_template: str | None, *, name_key: str, template_key: str, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face name or folder, with `chat_template` (a Jinja text or a file) or its own.
+    """Load the tokenizer of a Hugging Face name or directory, with `chat_template` (Jinja text or a file) or its own.
 
     Raises ConfigError under `name_key` when it cannot be found, under `template_key` when there is no such template.
     """
@@ -38,14 +38,14 @@ def load_tokenizer_with_template(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(name_key, name, f"no tokenizer can be loaded from it: {reason}") from error
     if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template, template_key)
+        tokenizer.chat_template = _read_template(chat_template, template_key)
     if not tokenizer.chat_template:
         raise ConfigError(template_key, None, f"the tokenizer of {name} has none: give a Jinja text or a file")
     return tokenizer
 
 
-def _template_text(text_or_file: str, key: str) -> str:
-    """A Jinja text has braces, a file's path has none."""
+def _read_template(text_or_file: str, key: str) -> str:
+    """Return the template's text; a Jinja text contains braces, a file's path does not."""
     if "{" in text_or_file:
         return text_or_file
     try:

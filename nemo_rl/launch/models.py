@@ -33,7 +33,7 @@ from nemo_rl.quickstart.models import (
     student,
     teacher,
 )
-from nemo_rl.quickstart.words import quickstart_prompts
+from nemo_rl.quickstart.words import load_quickstart_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interr
     """Train fresh weights and return their directory. Raises Interrupted soon after a stop is requested."""
     tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
     make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
-    train, _ = quickstart_prompts()
+    train, _ = load_quickstart_prompts()
     _check(interrupt)
     conversation_set = ConversationSet("spellings", spellings(train.prompts, recipe))
     encoder = ChatEncoder(tokenizer)

@@ -35,7 +35,7 @@ from nemo_rl.observability.loggers import METRICS_FILE
 from nemo_rl.observability.progress import make_progress
 from nemo_rl.policy.optim import make_optimizer
 from nemo_rl.quickstart.models import make_classifier, make_tokenizer
-from nemo_rl.quickstart.words import quickstart_preferences
+from nemo_rl.quickstart.words import make_quickstart_preferences
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: Conversatio
 
 def _load_preferences(name: str, dataset: PreferenceDatasetConfig) -> Sequence[Preference]:
     if dataset.dataset_name == "spell_backward":
-        train, validation = quickstart_preferences()
+        train, validation = make_quickstart_preferences()
         return train if name == "train" else validation
     return read_preferences(Path(dataset.data_path or ""))
 

@@ -53,7 +53,7 @@ from nemo_rl.losses.make import LossContext, make_loss
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
 from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
 from nemo_rl.observability.progress import make_progress
-from nemo_rl.observability.summary import summarize_rewards, summary
+from nemo_rl.observability.summary import format_summary, summarize_rewards
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.optim import check_optimizer
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -103,7 +103,7 @@ def write_summary(
     if run.checkpoints is not None and latest is not None and (overrides := resume_overrides(latest.step)) is not None:
         resume_command = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}{overrides}"
     path, checkpoint = run.run_dir / METRICS_FILE, latest.path if latest else None
-    text = summary(results(path), metrics_path=path, checkpoint=checkpoint, continue_command=resume_command)
+    text = format_summary(results(path), metrics_path=path, checkpoint=checkpoint, continue_command=resume_command)
     sys.stdout.write(text + "\n")
 
 

@@ -1,1 +1,1 @@
-"""What a run tells: loggers (JSON lines, W&B, TensorBoard), timers, the terminal's display, the names of metrics."""
+"""Observability of a run: loggers (JSON Lines, W&B, TensorBoard), timers, progress display, closing summary."""

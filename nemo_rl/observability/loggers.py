@@ -1,4 +1,8 @@
-"""All places where a run's metrics go, behind one `interfaces.Logger`."""
+"""Loggers: where a run's metrics and tables go. metrics.jsonl always; W&B, TensorBoard and a user's own if configured.
+
+An entry of the kind is made with its section, the run directory and the resolved configuration. Loaded with the
+configuration, so large libraries are imported when a logger starts.
+"""
 
 import json
 import logging
@@ -8,22 +12,94 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nemo_rl.config.run import LoggerConfig, WandbConfig
-from nemo_rl.interfaces import Logger
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.registries import LOGGERS
+from nemo_rl.config.run import CustomLoggerConfig, LoggerConfig, MetricsLoggerConfig, WandbConfig, WandbLoggerConfig
+from nemo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_rl.interfaces import Logger
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TABLES_DIRECTORY = "tables"
+RUN_ID_FILE = "wandb_run_id"
+
+TRAIN_STEP = "train/step"
+VALIDATION_STEP = "validation/step"
+STEP_METRIC_BY_PATTERN = {  # the x axis of each chart
+    "train/*": TRAIN_STEP,
+    "timing/train/*": TRAIN_STEP,
+    "performance/*": TRAIN_STEP,
+    "efficiency/*": TRAIN_STEP,
+    "env/*": TRAIN_STEP,
+    "validation/*": VALIDATION_STEP,
+    "timing/validation/*": VALIDATION_STEP,
+}
+
+
+def make_logger(section: LoggerConfig, run_dir: Path, config: Mapping[str, object]) -> "Logger":
+    """Return a logger that forwards to every enabled one; one that cannot start is left out with a warning."""
+    loggers: dict[str, Logger] = {}
+    for name, logger_section in section.enabled.items():
+        entry = LOGGERS.entry(logger_section.type or name, key=f"logger.loggers.{name}.type")
+        try:
+            loggers[name] = entry.make(logger_section, run_dir, config)
+        except Exception as error:
+            logger.warning("the %s logger cannot start; training continues without it: %r", name, error)
+    return CompositeLogger(loggers)
+
+
+def adapt_logger(key: str, path: str, target: Any) -> Entry[CustomLoggerConfig]:
+    """Return an entry for a user's class or function, called with run_dir, config and the section's kwargs."""
+    if not callable(target):
+        problem = f"must be a class or function (run_dir, config, **kwargs) -> Logger, not {type(target).__name__}"
+        raise ConfigError(key, path, problem)
+    return Entry(CustomLoggerConfig, make=lambda section, run_dir, config: target(run_dir, config, **section.kwargs))
+
+
+class CompositeLogger:
+    """Forwards every call to each of its loggers. An exception of one is logged once and does not reach the others."""
+
+    def __init__(self, loggers: "Mapping[str, Logger]") -> None:
+        self._loggers = dict(loggers)
+        self._failed: set[str] = set()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics of one step."""
+        self._call_each(lambda each: each.log_metrics(metrics, step))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Log a table of one step."""
+        self._call_each(lambda each: each.log_table(name, columns, rows, step))
+
+    def close(self) -> None:
+        """Close every logger."""
+        self._call_each(lambda each: each.close())
+
+    def _call_each(self, call: "Callable[[Logger], None]") -> None:
+        for name, each in self._loggers.items():
+            try:
+                call(each)
+            except Exception as error:  # a full disk or a lost network is no reason to lose the training
+                if name not in self._failed:
+                    logger.warning(
+                        "the %s logger failed; training continues, and its later failures are not shown: %r",
+                        name,
+                        error,
+                    )
+                self._failed.add(name)
 
 
 class JsonlLogger:
-    """`metrics.jsonl`: one object a call, `{"step": 3, "train/loss": 0.5}`, on the disk when the call returns.
+    """`metrics.jsonl`: one object per call, `{"step": 3, "train/loss": 0.5}`, flushed to disk before the call returns.
 
-    What JSON cannot say is the string "NaN", "Infinity" or "-Infinity", which Python's `float` and JavaScript's
-    `Number` read. Tables are `tables/<name>_step<N>.jsonl`, one object a row. An existing file is appended to.
+    Numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity", which Python's `float` and JavaScript's
+    `Number` read. Tables are `tables/<name>_step<N>.jsonl`, one object per row. An existing file is appended to.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -31,37 +107,25 @@ class JsonlLogger:
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        line = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
+        """Append one line."""
+        line = {"step": step, **{name: _to_json_number(value) for name, value in metrics.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Write the table to a file of its own."""
         tables_directory = self._directory / TABLES_DIRECTORY
         tables_directory.mkdir(exist_ok=True)
         lines = [
-            json.dumps({c: _cell(v) for c, v in zip(columns, row, strict=True)}, ensure_ascii=False) for row in rows
+            json.dumps({c: _to_json_cell(v) for c, v in zip(columns, row, strict=True)}, ensure_ascii=False)
+            for row in rows
         ]
         path = tables_directory / f"{name.replace('/', '_')}_step{step}.jsonl"
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
-
-
-def _number(value: float) -> int | float | str:
-    """A JSON number; numpy's and torch's scalars become Python's."""
-    if isinstance(value, int):
-        return value
-    number = float(value)
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
-def _cell(value: object) -> object:
-    if value is None or isinstance(value, str | bool):
-        return value
-    return _number(value) if isinstance(value, int | float) else str(value)
 
 
 class TensorboardLogger:
@@ -74,46 +138,27 @@ class TensorboardLogger:
         self._writer.add_text("config", f"```json\n{json.dumps(dict(config), indent=2, default=str)}\n```", 0)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Write the table as Markdown."""
         lines = [columns, ["---"] * len(columns), *rows]
-        self._writer.add_text(
-            name, "\n".join(f"| {' | '.join(map(_cell_of_tensorboard, line))} |" for line in lines), step
-        )
+        text = "\n".join(f"| {' | '.join(map(_to_markdown_cell, line))} |" for line in lines)
+        self._writer.add_text(name, text, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the writer."""
         self._writer.close()
 
 
-def _cell_of_tensorboard(value: object) -> str:
-    """Text that stays inside its Markdown cell."""
-    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-    return text.replace("\n", "<br>")
-
-
-RUN_ID_FILE = "wandb_run_id"
-
-TRAIN_STEP = "train/step"
-VALIDATION_STEP = "validation/step"
-STEP_METRIC_BY_PATTERN = {  # what each chart has on its x axis
-    "train/*": TRAIN_STEP,
-    "timing/train/*": TRAIN_STEP,
-    "performance/*": TRAIN_STEP,
-    "efficiency/*": TRAIN_STEP,
-    "env/*": TRAIN_STEP,
-    "validation/*": VALIDATION_STEP,
-    "timing/validation/*": VALIDATION_STEP,
-}
-
-
 class WandbLogger:
-    """One W&B run. Offline, under `wandb/` in the run directory, where no key is known; `wandb sync` sends it later.
+    """One W&B run: offline, under `wandb/` in the run directory, if no API key is found; `wandb sync` uploads it later.
 
-    The run's id is kept in the run directory, so that a run that goes on there is one run in W&B too.
+    The run's id is kept in the run directory, so that a run that resumes there is one run in W&B too.
     """
 
     def __init__(self, section: WandbConfig, run_dir: Path, config: Mapping[str, object]) -> None:
@@ -129,29 +174,32 @@ class WandbLogger:
             tags=section.tags,
             config=dict(config),
             dir=str(run_dir),
-            id=_run_id(run_dir),
+            id=_load_run_id(run_dir),
             resume=None if is_offline else "allow",  # an offline run cannot ask; the same id joins at `wandb sync`
             mode=mode,
             settings=wandb.Settings(console="off", silent=True),
         )
         for pattern, step_metric in STEP_METRIC_BY_PATTERN.items():
             self._run.define_metric(pattern, step_metric=step_metric)
-        where = f"offline in {run_dir / 'wandb'} (wandb leet shows it, wandb sync sends it)"
+        where = f"offline in {run_dir / 'wandb'} (wandb leet shows it, wandb sync uploads it)"
         logger.info("W&B: %s", where if is_offline else self._run.url)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics over the step metrics of their charts."""
         self._run.log({**_step_metrics(metrics, step), **metrics})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Log a W&B table."""
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
         self._run.log({**_step_metrics([name], step), name: table})
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 def has_api_key() -> bool:
-    """Whether WANDB_API_KEY or the netrc file holds a key for W&B's server."""
+    """Return whether WANDB_API_KEY or the netrc file has a key for W&B's server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
@@ -165,7 +213,7 @@ def has_api_key() -> bool:
     return False
 
 
-def _run_id(run_dir: Path) -> str:
+def _load_run_id(run_dir: Path) -> str:
     path = run_dir / RUN_ID_FILE
     if not path.exists():
         path.write_text(secrets.token_hex(4))
@@ -173,52 +221,33 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _step_metrics(names: Iterable[str], step: int) -> dict[str, int]:
-    """The x values that these metrics are drawn over."""
+    """Return the x values of these metrics' charts."""
     prefixes = ("validation/", "timing/validation/")
     return {VALIDATION_STEP if name.startswith(prefixes) else TRAIN_STEP: step for name in names}
 
 
-class CompositeLogger:
-    """Hands everything to each of its loggers. What one of them raises is logged once and stops nobody."""
-
-    def __init__(self, loggers: Mapping[str, Logger]) -> None:
-        self._loggers = dict(loggers)
-        self._failed: set[str] = set()
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._call_each(lambda each: each.log_metrics(metrics, step))
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        self._call_each(lambda each: each.log_table(name, columns, rows, step))
-
-    def close(self) -> None:
-        self._call_each(lambda each: each.close())
-
-    def _call_each(self, call: Callable[[Logger], None]) -> None:
-        for name, each in self._loggers.items():
-            try:
-                call(each)
-            except Exception as error:  # a full disk or a lost network is no reason to lose the training
-                if name not in self._failed:
-                    logger.warning(
-                        "the %s logger failed; training goes on, and later failures of it are not shown: %r",
-                        name,
-                        error,
-                    )
-                self._failed.add(name)
+def _to_json_number(value: float) -> int | float | str:
+    """Return a JSON number; scalars of numpy and torch become Python's."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def make_logger(section: LoggerConfig, run_dir: Path, config: Mapping[str, object]) -> Logger:
-    """JSON lines always, W&B and TensorBoard as configured; one that cannot start is left out with a warning."""
-    makers: dict[str, Callable[[], Logger]] = {"jsonl": lambda: JsonlLogger(run_dir)}
-    if section.wandb_enabled:
-        makers["wandb"] = lambda: WandbLogger(section.wandb, run_dir, config)
-    if section.tensorboard_enabled:
-        makers["tensorboard"] = lambda: TensorboardLogger(run_dir, config)
-    loggers: dict[str, Logger] = {}
-    for name, make in makers.items():
-        try:
-            loggers[name] = make()
-        except Exception as error:
-            logger.warning("the %s logger cannot start; training goes on without it: %r", name, error)
-    return CompositeLogger(loggers)
+def _to_json_cell(value: object) -> object:
+    if value is None or isinstance(value, str | bool):
+        return value
+    return _to_json_number(value) if isinstance(value, int | float) else str(value)
+
+
+def _to_markdown_cell(value: object) -> str:
+    """Return text that stays inside its Markdown cell."""
+    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return text.replace("\n", "<br>")
+
+
+JSONL = Entry(MetricsLoggerConfig, make=lambda section, run_dir, config: JsonlLogger(run_dir))
+WANDB = Entry(WandbLoggerConfig, make=lambda section, run_dir, config: WandbLogger(section, run_dir, config))
+TENSORBOARD = Entry(MetricsLoggerConfig, make=lambda section, run_dir, config: TensorboardLogger(run_dir, config))

@@ -1,4 +1,4 @@
-"""What the terminal shows while a run trains: a live panel on a terminal, log lines elsewhere."""
+"""Progress display of training runs and collections: a live panel on a terminal, log lines elsewhere."""
 
 import io
 import logging
@@ -19,21 +19,21 @@ from nemo_rl.types import Trajectory
 logger = logging.getLogger(__name__)
 
 MAX_CELL_CHARS = 400
-FILE_WIDTH = 120  # columns where the output is no terminal
+FILE_WIDTH = 120  # columns when the output is not a terminal
 
 
-def sample_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
-    """Long text is cut in its middle; markup is not read, control characters are spelled out."""
+def make_sample_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> Table:
+    """Return a table of samples; long text is cut in its middle, markup is ignored, control characters are escaped."""
     table = Table(title=Text(title), show_lines=True)
     for column in columns:
         table.add_column(Text(column), overflow="fold")
     for row in rows:
-        table.add_row(*(Text(shown(str(cell))) for cell in row))
+        table.add_row(*(Text(escape_control_chars(str(cell))) for cell in row))
     return table
 
 
-def shown(text: str, max_chars: int = MAX_CELL_CHARS) -> str:
-    """Text that a terminal may be sent.
+def escape_control_chars(text: str, max_chars: int = MAX_CELL_CHARS) -> str:
+    """Return text that is safe to send to a terminal.
 
     Example: with `max_chars` 5, "abcdefgh" is "ab…gh"; an escape character is spelled "\\x1b".
     """
@@ -45,22 +45,22 @@ def shown(text: str, max_chars: int = MAX_CELL_CHARS) -> str:
 
 
 def render_table(table: Table, width: int = FILE_WIDTH) -> str:
-    """The table without colour, for a log file; begins on a line of its own."""
+    """Return the table without colour, for a log file; it begins on a line of its own."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return "\n" + capture.get().rstrip()
 
 
-ROLLOUT_LOG_PERIOD_S = 30.0  # log lines inside a step, where rollouts take long
-ETA_WINDOW_STEPS = 20  # the time left is judged by the last so many steps
+ROLLOUT_LOG_PERIOD_S = 30.0  # between log lines inside a long step
+ETA_WINDOW_STEPS = 20  # steps from which the remaining time is estimated
 
 STEP_METRICS = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
 PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
 
 
 class Progress:
-    """The progress of one run as log lines. Metric names come without their prefix."""
+    """Progress of a training run as log lines; metric names have no prefix."""
 
     def __init__(self, *, rollouts_per_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._rollouts_per_step = rollouts_per_step
@@ -71,14 +71,14 @@ class Progress:
         self._step_durations_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS)
 
     def start(self, *, step: int, total: int | None) -> None:
-        """Training begins after `step` steps, of `total` (None: not known)."""
+        """Begin after `step` steps of `total` (None: not known)."""
         self._step, self._total = step, total or 0
         self._last_step_at = self._last_rollout_log_at = self._clock()
         if step:
-            logger.info("going on after step %s", self._position())
+            logger.info("resuming after step %s", self._position())
 
     def rollout(self, rollout: object = None) -> None:
-        """One rollout of the step under way has ended; the callback of the rollout layer."""
+        """Count a finished rollout of the current step; the callback of the rollout layer."""
         self._rollouts += 1
         if self._clock() - self._last_rollout_log_at >= ROLLOUT_LOG_PERIOD_S:
             self._last_rollout_log_at = self._clock()
@@ -86,7 +86,7 @@ class Progress:
             logger.info("step %d: %d%s rollouts", self._step + 1, self._rollouts, total)
 
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """A training step has ended."""
+        """Report a training step."""
         self._advance(step)
         parts = (format_step_metrics(metrics), format_step_seconds(seconds), self._rate(metrics))
         logger.info("step %s | %s", self._position(), " | ".join(part for part in parts if part))
@@ -94,14 +94,14 @@ class Progress:
     def validation(
         self, step: int, *, metrics: Mapping[str, float], columns: Sequence[str], rows: Sequence[Sequence[object]]
     ) -> None:
-        """A validation has ended; `rows` are a few of its rollouts."""
+        """Report a validation; `rows` are a few of its rollouts."""
         self._rollouts = 0
         logger.info("validation after step %d | %s", step, format_metrics(metrics))
         if rows:
-            self._show(sample_table(columns, rows, title=f"validation after step {step}"))
+            self._show(make_sample_table(columns, rows, title=f"validation after step {step}"))
 
     def close(self) -> None:
-        """The terminal is free again."""
+        """Release the terminal."""
 
     def _advance(self, step: int) -> None:
         now = self._clock()
@@ -126,7 +126,7 @@ class Progress:
 
 
 class LiveProgress(Progress):
-    """The same on a terminal: a panel that stays below the log records of the same console."""
+    """Progress on a terminal: a panel that stays below the log records of the same console."""
 
     def __init__(
         self, console: Console, *, rollouts_per_step: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -181,28 +181,34 @@ class LiveProgress(Progress):
 
 
 def make_progress(section: LoggerConfig, console: Console, *, rollouts_per_step: int | None = None) -> Progress:
-    """The live panel where `logger.progress` is on and `console` is a terminal."""
+    """Return the live panel if `logger.progress` is on and `console` is a terminal, else log lines."""
     if section.progress and console.is_terminal:
         return LiveProgress(console, rollouts_per_step=rollouts_per_step)
     return Progress(rollouts_per_step=rollouts_per_step)
 
 
 def format_step_metrics(metrics: Mapping[str, float]) -> str:
+    """Return those metrics of a step that are shown while training."""
     return format_metrics({name: metrics[name] for name in STEP_METRICS if name in metrics})
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics as one line."""
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 def format_step_seconds(seconds: Mapping[str, float]) -> str:
-    """Example: "1.92 s (generation 0.91, policy_training 0.85)"."""
+    """Return a step's seconds.
+
+    Example: "1.92 s (generation 0.91, policy_training 0.85)"."""
     phases = ", ".join(f"{name} {seconds[name]:.2f}" for name in PHASES if name in seconds)
     return f"{seconds.get('total_step_time', sum(seconds.values())):.2f} s" + (f" ({phases})" if phases else "")
 
 
 def format_duration(seconds: float) -> str:
-    """Example: 75 is "1:15", 3675 is "1:01:15"."""
+    """Return a duration as text.
+
+    Example: 75 is "1:15", 3675 is "1:01:15"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -212,15 +218,15 @@ def _select(lines: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: lines[name] for name in names if name in lines}
 
 
-LINE_PERIOD_S = 10.0  # of log lines, where there is no terminal
-WINDOW_S = 30.0  # the rate is that of about so many last seconds
+LINE_PERIOD_S = 10.0  # between log lines, without a terminal
+WINDOW_S = 30.0  # the rate is measured over about this many seconds
 
 
 class CollectionProgress:
-    """Counts rollouts as they end, and says so in the log."""
+    """Progress of a collection as log lines."""
 
     def __init__(self, *, total: int, num_finished: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`num_finished` of `total` are there from an earlier start."""
+        """`num_finished` of `total` were finished before this start."""
         self.total = total
         self.num_finished = num_finished
         self.num_new = 0
@@ -233,18 +239,20 @@ class CollectionProgress:
 
     @property
     def mean_reward(self) -> float | None:
-        """Of the rollouts of this start."""
+        """Return the mean reward of the rollouts of this start; None without any."""
         return self._rewards / self.num_new if self.num_new else None
 
     @property
     def seconds(self) -> float:
+        """Return the seconds since the start."""
         return self._clock() - self._started_at
 
     def start(self) -> None:
-        """Rollouts begin; what was read before takes no part in the rate."""
+        """Begin: time before this call does not count in the rate."""
         self._started_at = self._last_log_at = self._window_started_at = self._clock()
 
     def rollout(self, trajectory: Trajectory) -> None:
+        """Count a finished attempt."""
         if trajectory.failure is None:
             self.num_new += 1
             self.num_finished += 1
@@ -254,10 +262,12 @@ class CollectionProgress:
         self._report()
 
     def close(self) -> None:
-        """The terminal is free again."""
+        """Release the terminal."""
 
     def line(self) -> str:
-        """Example: "31% | 215/s | ETA 0:13 | reward 0.263 | 3 failed attempts"."""
+        """Return the current state as one line.
+
+        Example: "31% | 215/s | ETA 0:13 | reward 0.263 | 3 failed attempts"."""
         share = 100 * self.num_finished // max(self.total, 1)
         rate = self._rate()
         left = format_duration((self.total - self.num_finished) / rate) if rate else "unknown"
@@ -266,7 +276,7 @@ class CollectionProgress:
         return f"{share}% | {rate:,.3g}/s | ETA {left}{reward}{failures}"
 
     def _rate(self) -> float:
-        """Finished rollouts a second, of the window under way and the one before it."""
+        """Return finished rollouts per second, over the current window and the one before it."""
         now = self._clock()
         if now - self._window_started_at >= WINDOW_S:
             self._previous_rate = (self.num_new - self._window_start_count) / (now - self._window_started_at)
@@ -285,7 +295,7 @@ class CollectionProgress:
 
 
 class LiveCollectionProgress(CollectionProgress):
-    """The same as a bar on a terminal, below the log records of the same console."""
+    """Progress of a collection as a bar on a terminal, below the log records of the same console."""
 
     def __init__(self, console: Console, *, total: int, num_finished: int) -> None:
         super().__init__(total=total, num_finished=num_finished)
@@ -318,7 +328,7 @@ class LiveCollectionProgress(CollectionProgress):
 
 
 def make_collection_progress(console: Console, *, wanted: bool, total: int, num_finished: int) -> CollectionProgress:
-    """The bar where it is wanted and `console` is a terminal."""
+    """Return the bar if it is wanted and `console` is a terminal, else log lines."""
     if wanted and console.is_terminal:
         return LiveCollectionProgress(console, total=total, num_finished=num_finished)
     return CollectionProgress(total=total, num_finished=num_finished)

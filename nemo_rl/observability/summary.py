@@ -1,4 +1,4 @@
-"""What a run shows when it has ended: its reward curve, where its files are, how to continue."""
+"""Closing summary of a run: its reward curve, where its files are, how to continue."""
 
 import json
 import math
@@ -18,9 +18,9 @@ def plot_reward_curve(
     width: int = CURVE_WIDTH,
     height: int = CURVE_HEIGHT,
 ) -> str:
-    """The mean reward of each training step, and validation accuracies, over steps; plain text without colour.
+    """Return a plain-text plot of the mean reward of each training step and of validation accuracies.
 
-    Values that are not finite are left out. With fewer than two points there is no curve: "".
+    Values that are not finite are dropped; with fewer than two points the result is "".
     """
     rewards = _drop_nonfinite(rewards)
     accuracies = _drop_nonfinite(accuracies or {})
@@ -38,7 +38,7 @@ def plot_reward_curve(
             figure.draw(signal.lines() if mark == LINE_MARK else signal)
     if all(0 <= value <= 1 for value in [*rewards.values(), *accuracies.values()]):
         figure.ruler("y").lim(0, 1)
-    figure.ruler("x").ticks(_ticks({*rewards, *accuracies}))
+    figure.ruler("x").ticks(_choose_ticks({*rewards, *accuracies}))
     legend = [f"{LINE_MARK} training reward"] * bool(rewards) + [f"{ACCURACY_MARK} validation accuracy"] * bool(
         accuracies
     )
@@ -49,10 +49,10 @@ def plot_reward_curve(
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
-def summary(
+def format_summary(
     results: str, *, metrics_path: Path, checkpoint: Path | None = None, continue_command: str | None = None
 ) -> str:
-    """The text at the end of a run; `continue_command` is shown as it is."""
+    """Return the text at the end of a run; `continue_command` is shown unchanged."""
     lines = [
         *([results] if results else []),
         f"Metrics     {metrics_path}",
@@ -63,14 +63,14 @@ def summary(
 
 
 def summarize_rewards(metrics_path: Path) -> str:
-    """The curve, and the first and the last of the rewards and accuracies in `metrics.jsonl`; "" without any."""
+    """Return the curve and the first and last of the rewards and accuracies in `metrics.jsonl`; "" without any."""
     rewards, accuracies = (read_metric(metrics_path, name) for name in ("train/reward", "validation/accuracy"))
     parts = [plot_reward_curve(rewards, accuracies), _format_first_and_last("Training reward", rewards)]
     return "\n".join(filter(None, [*parts, _format_first_and_last("Validation accuracy", accuracies)]))
 
 
 def summarize_losses(metrics_path: Path) -> str:
-    """The same of a run that has losses and no rewards."""
+    """Return the first and last of the losses in `metrics.jsonl`; "" without any."""
     losses, validation_losses = (read_metric(metrics_path, name) for name in ("train/loss", "validation/loss"))
     parts = [
         _format_first_and_last("Training loss", losses),
@@ -80,7 +80,7 @@ def summarize_losses(metrics_path: Path) -> str:
 
 
 def read_metric(metrics_path: Path, name: str) -> dict[int, float]:
-    """One metric by step, what was logged last for a step; nothing where there is no such file."""
+    """Return a metric by step, the value logged last for a step; empty where there is no such file."""
     values: dict[int, float] = {}
     for line in metrics_path.read_text(encoding="utf-8").splitlines() if metrics_path.exists() else ():
         try:
@@ -92,8 +92,8 @@ def read_metric(metrics_path: Path, name: str) -> dict[int, float]:
     return dict(sorted(values.items()))
 
 
-def _ticks(steps: set[int]) -> list[int]:
-    """At most eight whole steps, a round number apart."""
+def _choose_ticks(steps: set[int]) -> list[int]:
+    """Return at most eight steps, a round number apart."""
     first, last = min(steps), max(steps)
     magnitude = 10 ** max(0, math.floor(math.log10((last - first) / 7)))
     apart = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude * 7 >= last - first)

@@ -1,4 +1,4 @@
-"""Seconds that the phases of one step took."""
+"""Timer: the seconds that each phase of a step took."""
 
 import contextlib
 import time
@@ -14,10 +14,10 @@ class _Phase:
 
 
 class StepTimer:
-    """Measures named blocks; for one event loop.
+    """Timer of named blocks; for one event loop.
 
-    A name's time is that during which at least one block of the name was open: blocks that follow each other add up,
-    blocks that overlap (in tasks, or inside each other) count once.
+    A name's time is that during which at least one block of the name was open: consecutive blocks add up, and
+    overlapping ones (in tasks, or nested) count once.
 
     Example: `with timer("policy_training"): ...`, then `timer.seconds()` is `{"policy_training": 0.42}`.
     """
@@ -25,13 +25,14 @@ class StepTimer:
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, *, on_enter: Callable[[str], None] | None = None
     ) -> None:
-        """`on_enter` is told each name as its block begins."""
+        """`on_enter` is called with each name as its block begins."""
         self._clock = clock
         self._on_enter = on_enter
         self._phases: dict[str, _Phase] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Time a block under a name."""
         phase = self._phases.setdefault(name, _Phase())
         if phase.open_blocks == 0:
             phase.opened_at = self._clock()
@@ -46,6 +47,6 @@ class StepTimer:
                 phase.closed_s += self._clock() - phase.opened_at
 
     def seconds(self) -> dict[str, float]:
-        """By name, in the order of first use; a block that is still open counts until now."""
+        """Return seconds by name, in the order of first use; an open block counts until now."""
         now = self._clock()
         return {name: p.closed_s + (now - p.opened_at if p.open_blocks else 0.0) for name, p in self._phases.items()}

@@ -23,12 +23,12 @@ from nemo_rl.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that the weights depend on, beside the words."""
+    """Everything that the weights depend on, apart from the words."""
 
     seed: int = 0  # of the first weights and of the spellings
     num_steps: int = 280
     batch_size: int = 64  # spellings of one step
-    peak_learning_rate: float = 2e-3  # the line that it falls along begins here, at step 0
+    peak_learning_rate: float = 2e-3  # start of the linear decay, at step 0
     warmup_steps: int = 30
     right_share: float = 0.35  # of the spellings
     hidden_size: int = 192
@@ -37,7 +37,7 @@ class Recipe:
 
     @property
     def text(self) -> str:
-        """Different wherever another recipe or other words give other weights."""
+        """Return a text that differs whenever the recipe or the words give different weights."""
         named = asdict(self)
         if self.tokenizer == "characters":
             del named["tokenizer"]
@@ -47,22 +47,22 @@ class Recipe:
 
 
 def student(seed: int) -> Recipe:
-    """An imperfect speller that explores: what GRPO begins with."""
+    """Return the recipe of an imperfect speller that explores: the model that GRPO starts from."""
     return Recipe(seed=seed)
 
 
 def teacher(seed: int) -> Recipe:
-    """A good speller of the same family."""
+    """Return the recipe of a good speller of the same family."""
     return Recipe(seed=seed, right_share=1.0)
 
 
 def pairs_teacher(seed: int) -> Recipe:
-    """A good speller with another tokenizer, in which two letters may be one token; these take longer to learn."""
+    """Return the recipe of a good speller whose tokenizer has two-letter tokens, which take longer to learn."""
     return Recipe(seed=seed, right_share=1.0, num_steps=600, tokenizer="pairs")
 
 
 def spellings(prompts: Sequence[Prompt], recipe: Recipe) -> list[Conversation]:
-    """Every conversation of the training in its order, `batch_size` a step; a function of prompts and recipe."""
+    """Return every training conversation in order, `batch_size` per step; a function of prompts and recipe."""
     rng, words = random.Random(recipe.seed), extract_words(prompts)
     conversations = []
     for _ in range(recipe.num_steps):
@@ -73,7 +73,7 @@ def spellings(prompts: Sequence[Prompt], recipe: Recipe) -> list[Conversation]:
 
 
 def sample_spelling(word: str, rng: random.Random, *, right_share: float) -> str:
-    """The word backward with that probability; else forward, or backward with two letters swapped."""
+    """Return the word backward with probability `right_share`, else forward, or backward with two letters swapped."""
     backward = word[::-1]
     if rng.random() < right_share:
         return backward
@@ -112,7 +112,7 @@ PAIRS_CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A ChatML tokenizer of about 120 tokens; characters beyond printable ASCII are one unknown token."""
+    """Return a ChatML tokenizer of about 120 tokens; characters beyond printable ASCII are one unknown token."""
     return _tokenizer(
         (PADDING, TURN_START, TURN_END, UNKNOWN),
         (*QUESTION_TOKENS, *ROLE_TOKENS),
@@ -125,7 +125,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_pair_tokenizer() -> PreTrainedTokenizerFast:
-    """Another family's: tokens of two letters beside those of one, other special tokens, another template."""
+    """Return a tokenizer of another family: also two-letter tokens, other special tokens, another template."""
     return _tokenizer(
         (PAIRS_PADDING, *PAIRS_TURN_STARTS, PAIRS_TURN_END, PAIRS_UNKNOWN),
         (*QUESTION_TOKENS, *ROLE_TOKENS, *LETTER_PAIRS),
@@ -140,7 +140,7 @@ def make_pair_tokenizer() -> PreTrainedTokenizerFast:
 def _tokenizer(
     special: Sequence[str], multi_char_tokens: Sequence[str], *, unk_token: str, **options: Any
 ) -> PreTrainedTokenizerFast:
-    """Pieces where the text has them, the longest first; else single characters."""
+    """Return a tokenizer that splits a text into the longest tokens of several characters, else single characters."""
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys((*special, *multi_char_tokens, *CHARACTERS)))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unk_token))
     longest_first = "|".join(_escape_parentheses(piece) for piece in sorted(multi_char_tokens, key=len, reverse=True))
@@ -160,9 +160,9 @@ def _escape_parentheses(piece: str) -> str:
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> LlamaForCausalLM:
-    """Fresh weights, 0.7M of the student's, float32; a function of the recipe's sizes and seed.
+    """Return a model with fresh float32 weights (0.7M for the student), a function of the recipe's sizes and seed.
 
-    Not a Qwen2: transformers 5.19 gives a folder of that model type the Qwen2 tokenizer, whatever the folder holds.
+    Not a Qwen2: transformers 5.19 gives a directory of that model type the Qwen2 tokenizer, whatever is in it.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -170,7 +170,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> LlamaForCa
 
 
 def make_classifier(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForSequenceClassification:
-    """The student's body with a head of one label, for a reward model; a function of the seed alone."""
+    """Return the student's body with a head of one label, for a reward model; a function of the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForSequenceClassification(_config(tokenizer, student(seed), num_labels=1)).float()

@@ -1,4 +1,4 @@
-"""The quickstart's data: words to spell backward, some to learn from and others to measure on.
+"""Quickstart data: words to spell backward, for training and for validation, and preference pairs of spellings.
 
 examples/configs/quickstart.yaml states the same validation set, so that the warm start never sees what the run
 validates on; its training set may be drawn from another seed.
@@ -25,8 +25,8 @@ QUICKSTART_VALIDATION = DatasetConfig(
 
 
 @functools.cache
-def quickstart_prompts() -> tuple[PromptSet, PromptSet]:
-    """Training and validation prompts; no question is in both."""
+def load_quickstart_prompts() -> tuple[PromptSet, PromptSet]:
+    """Return training and validation prompts; no question is in both."""
     train, (validation,) = load_datasets(
         DataConfig(train=QUICKSTART_TRAIN, validation=QUICKSTART_VALIDATION), run_seed=0
     )
@@ -34,31 +34,31 @@ def quickstart_prompts() -> tuple[PromptSet, PromptSet]:
 
 
 def extract_words(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """The word that each prompt asks about."""
+    """Return the word that each prompt asks about."""
     return tuple(prompt.env_state["entry"]["metadata"]["word"] for prompt in prompts)
 
 
 SEED = 7
 
 
-def quickstart_preferences() -> tuple[list[Preference], list[Preference]]:
-    """Pairs to train on and pairs to measure on; no question is in both."""
-    train, validation = quickstart_prompts()
+def make_quickstart_preferences() -> tuple[list[Preference], list[Preference]]:
+    """Return training and validation pairs; no question is in both."""
+    train, validation = load_quickstart_prompts()
     return make_preference_pairs(train.prompts, seed=SEED), make_preference_pairs(validation.prompts, seed=SEED + 1)
 
 
 def make_preference_pairs(prompts: Iterable[Prompt], *, seed: int) -> list[Preference]:
-    """One pair a prompt, in its order; a function of prompts and seed."""
+    """Return one pair per prompt, in order; a function of prompts and seed."""
     prompts, rng = list(prompts), random.Random(seed)
     words = extract_words(prompts)
     return [
-        Preference(prompt.messages, word[::-1], misspelling(word, rng))
+        Preference(prompt.messages, word[::-1], misspell(word, rng))
         for prompt, word in zip(prompts, words, strict=True)
     ]
 
 
-def misspelling(word: str, rng: random.Random) -> str:
-    """Anything that a poor speller writes, and never the word backward."""
+def misspell(word: str, rng: random.Random) -> str:
+    """Return a misspelling of the word backward, as a poor speller writes it."""
     while True:
         wrong = rng.choice(MISTAKES)(word[::-1], rng)
         if wrong != word[::-1]:

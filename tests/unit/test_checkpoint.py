@@ -93,7 +93,7 @@ def test_unfinished_and_incomplete_checkpoints_are_ignored(tmp_path: Path, caplo
     (tmp_path / "step_4" / "training_info.json").write_text('{"step": 4, "cons')
     (tmp_path / "step_five").mkdir()
     assert steps(store) == [1]
-    assert "step_3 is no complete checkpoint" in caplog.text
+    assert f"ignoring incomplete checkpoint {tmp_path / 'step_3'}" in caplog.text
 
 
 def test_begin_removes_what_interrupted_saves_left(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.launch import models as quickstart
 from nemo_rl.launch.models import OnStep, prepare_model
 from nemo_rl.quickstart.models import Recipe, sample_spelling
-from nemo_rl.quickstart.words import quickstart_prompts
+from nemo_rl.quickstart.words import load_quickstart_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -118,10 +118,10 @@ def test_a_stop_is_obeyed_before_the_first_step_too(tmp_path, monkeypatch):
     def words():
         begun.set()
         asked.wait()
-        return quickstart_prompts()
+        return load_quickstart_prompts()
 
     monkeypatch.setattr(quickstart, "Interrupt", Told)
-    monkeypatch.setattr(quickstart, "quickstart_prompts", words)
+    monkeypatch.setattr(quickstart, "load_quickstart_prompts", words)
     steps: list[int] = []
 
     async def make() -> None:

@@ -1,10 +1,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from nemo_rl.config.run import LoggerConfig
+from nemo_rl.errors import ConfigError
 from nemo_rl.observability import loggers
 from nemo_rl.observability.loggers import CompositeLogger, make_logger
 
@@ -48,6 +50,39 @@ def test_json_lines_are_always_written(tmp_path: Path) -> None:
     logger.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+class CountingLogger(Recorder):
+    """A user's own, found by its dotted path."""
+
+    made: ClassVar[list["CountingLogger"]] = []
+
+    def __init__(self, run_dir: Path, config: Mapping[str, object], *, label: str) -> None:
+        super().__init__()
+        self.arguments = (run_dir, dict(config), label)
+        self.made.append(self)
+
+
+def test_a_logger_of_ones_own_is_named_by_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountingLogger, "made", [])
+    section = LoggerConfig.model_validate(
+        {"loggers": {"counts": {"type": f"{__name__}:CountingLogger", "kwargs": {"label": "x"}}}}
+    )
+    logger = make_logger(section, tmp_path, {"grpo": {}})
+    logger.log_metrics({"train/loss": 0.5}, 1)
+    (own,) = CountingLogger.made
+    assert own.arguments == (tmp_path, {"grpo": {}}, "x")
+    assert own.calls == ["metrics 1 {'train/loss': 0.5}"]
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("logger_type", "problem"),
+    [("tensorbord", r"unknown logger, .*did you mean tensorboard\?"), ("string.digits", "must be a class or function")],
+)
+def test_an_unknown_logger_is_refused_with_the_configuration(logger_type: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        LoggerConfig.model_validate({"loggers": {"own": {"type": logger_type}}})
 
 
 def test_a_logger_that_cannot_start_is_left_out(

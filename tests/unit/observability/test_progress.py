@@ -50,7 +50,7 @@ def test_time_left_counts_from_where_the_run_goes_on(caplog: pytest.LogCaptureFi
         progress.start(step=30, total=40)
         clock.now += 10.0
         progress.step(31, metrics=METRICS, seconds=SECONDS)
-    assert caplog.messages[0] == "going on after step 30/40"
+    assert caplog.messages[0] == "resuming after step 30/40"
     assert caplog.messages[-1].endswith("ETA 1:30")
 
 

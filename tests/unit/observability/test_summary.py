@@ -5,10 +5,10 @@ from pathlib import Path
 from nemo_rl.observability.summary import (
     ACCURACY_MARK,
     LINE_MARK,
+    format_summary,
     plot_reward_curve,
     read_metric,
     summarize_rewards,
-    summary,
 )
 
 
@@ -74,7 +74,7 @@ def test_results_are_the_curve_and_the_first_and_last_values(tmp_path: Path) -> 
 
 
 def test_summary_says_where_things_are_and_how_to_continue() -> None:
-    text = summary(
+    text = format_summary(
         "results",
         metrics_path=Path("runs/exp_001/metrics.jsonl"),
         checkpoint=Path("runs/exp_001/checkpoints/step_2"),
@@ -90,7 +90,7 @@ def test_summary_says_where_things_are_and_how_to_continue() -> None:
 
 def test_summary_of_a_run_without_steps() -> None:
     path = Path("no/metrics.jsonl")
-    text = summary(summarize_rewards(path), metrics_path=path)
+    text = format_summary(summarize_rewards(path), metrics_path=path)
     assert text.splitlines() == [
         "Metrics     no/metrics.jsonl",
         "Checkpoint  none (checkpointing.enabled=true saves one)",

@@ -7,13 +7,13 @@ from transformers import AutoTokenizer
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.quickstart.models import make_tokenizer
-from nemo_rl.quickstart.words import quickstart_prompts
+from nemo_rl.quickstart.words import load_quickstart_prompts
 from nemo_rl.types import Message
 
 
 @pytest.fixture(scope="module")
 def prompt_sets():
-    return quickstart_prompts()
+    return load_quickstart_prompts()
 
 
 @pytest.mark.parametrize("text", ["", "nus", " a  b\n\nC", "Spell this word (user: sun)", string.printable[:95]])
