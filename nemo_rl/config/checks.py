@@ -9,7 +9,7 @@ from nemo_rl.config.data import check_file, resolve_dataset
 from nemo_rl.config.environment_checks import check_environments, check_scorers
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
-from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_lora
+from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
 from nemo_rl.config.registries import ENGINES, PROCESSORS
 from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError, suggest_name
@@ -40,6 +40,7 @@ def check_batching(policy: PolicyConfig) -> None:
 def check_teacher_batching(config: TrainingRunConfig) -> None:
     """Check the micro-batches of each teacher."""
     for key, teacher in config.teacher_sections.items():
+        check_backend(teacher, key=key)
         _check_section(key, teacher, config.policy.max_total_sequence_length)
         for name in (PACKING, DYNAMIC):
             section = getattr(teacher, name)
@@ -177,7 +178,7 @@ def check_micro_batch(policy: PolicyConfig) -> None:
             "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
         )
     check_batching(policy)
-    check_lora(policy)
+    check_backend(policy, key="policy")
 
 
 def _check_groups(config: TrainingRunConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nemo_rl.config.keys import Path, dotted
+from nemo_rl.config.policy import AUTO, BACKEND_SECTIONS
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
 def choose_backend(config: dict[str, Any]) -> None:
     """Remove, in place, the keys of the backend that is off; NeMo-RL's recipes have both sections.
 
-    With `megatron_cfg.enabled` it is Megatron, whatever `dtensor_cfg.enabled` says.
+    Without a `backend` it is Megatron where `megatron_cfg.enabled`, whatever `dtensor_cfg.enabled` says.
     """
     teachers = config.get("teachers")
     task_teachers = teachers.values() if isinstance(teachers, dict) else ()
@@ -157,7 +158,9 @@ def choose_backend(config: dict[str, Any]) -> None:
         if not isinstance(model, dict):
             continue
         megatron, dtensor = model.get("megatron_cfg"), model.get("dtensor_cfg")
-        if not isinstance(megatron, dict) or not megatron.get("enabled"):
+        chosen = model.get("backend", AUTO)
+        is_on = isinstance(megatron, dict) and megatron.get("enabled")
+        if not (is_on if chosen == AUTO else BACKEND_SECTIONS.get(chosen) == "megatron_cfg"):
             model.pop("megatron_cfg", None)
         elif isinstance(dtensor, dict):
             dtensor.pop("enabled", None)

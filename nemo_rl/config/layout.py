@@ -59,11 +59,9 @@ def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *
 def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
     """Check that every rank has a GPU, and that the ranks that share a layer are on one node."""
     owner = "the policy" if key == "policy" else "the teacher"
-    section = f"{key}.megatron_cfg" if model.megatron_cfg.enabled else f"{key}.dtensor_cfg"
-    tensor_key = (
-        f"{section}.tensor_model_parallel_size" if model.megatron_cfg.enabled else f"{section}.tensor_parallel_size"
-    )
-    pipeline_key = f"{section}.pipeline_model_parallel_size"
+    section, parallelism = f"{key}.{model.backend_key}", model.parallelism
+    tensor_key = f"{section}.{parallelism.TENSOR_PARALLEL_KEY}"
+    pipeline_key = f"{section}.{parallelism.PIPELINE_PARALLEL_KEY or parallelism.TENSOR_PARALLEL_KEY}"
     data, tensor, stages = model.data_parallel_size, model.tensor_parallel_size, model.pipeline_parallel_size
     if len(pool.gpus) % tensor:
         raise ConfigError(tensor_key, tensor, f"must divide the {len(pool.gpus)} GPUs that {owner} has on a node")
@@ -76,7 +74,8 @@ def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
             f"at most {pool.num_gpus // tensor}",
         )
     if data is not None and data * model.model_parallel_size > pool.num_gpus:
-        sizes = f"{tensor_key} = {tensor}" + (f" and {pipeline_key} = {stages}" if model.megatron_cfg.enabled else "")
+        has_stages = parallelism.PIPELINE_PARALLEL_KEY is not None
+        sizes = f"{tensor_key} = {tensor}" + (f" and {pipeline_key} = {stages}" if has_stages else "")
         raise ConfigError(
             f"{section}.data_parallel_size",
             data,
@@ -221,10 +220,10 @@ def make_policy_layout(policy: PolicyConfig, cluster: ClusterConfig, device: Dev
 def _needs_cluster(
     models: Iterable[ParallelModelConfig], cluster: ClusterConfig, processes: Iterable[tuple[DeviceSlot, ...]]
 ) -> bool:
-    """Return whether there are several processes, or one of Megatron's, which needs its own."""
+    """Return whether there are several processes, or a model that needs a process of its own."""
     several = any(len(places) > 1 for places in processes)
-    is_megatron = any(model.megatron_cfg.enabled for model in models)
-    return several or is_megatron or cluster.num_nodes > 1 or cluster.address is not None
+    needs_own_process = any(model.parallelism.NEEDS_OWN_PROCESS for model in models)
+    return several or needs_own_process or cluster.num_nodes > 1 or cluster.address is not None
 
 
 def _check_gpus_of_layout(cluster: ClusterConfig, device: Device) -> None:

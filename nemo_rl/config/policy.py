@@ -1,20 +1,29 @@
 """`policy`: the model, its optimizer and how it is trained, under NeMo-RL's names."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, ValidationError
 
-from nemo_rl.config.registries import ENGINES
+from nemo_rl.config.kinds import Kind
+from nemo_rl.config.registries import ENGINES, POLICY_BACKENDS, TEACHER_BACKENDS
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from nemo_rl.config.collect import ServerConfig
     from nemo_rl.config.layout import Layout
 
 PackingAlgorithm = Literal[
     "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
 ]
+
+
+# The sections of NeMo-RL's two backends always stand under a model; each is read by its own entry.
+FSDP2_POLICY, MEGATRON_POLICY = (replace(POLICY_BACKENDS, default=name) for name in ("fsdp2", "megatron"))
+FSDP2_TEACHER, MEGATRON_TEACHER = (replace(TEACHER_BACKENDS, default=name) for name in ("fsdp2", "megatron"))
 
 
 class _TokenBudgetConfig(Section):
@@ -36,108 +45,129 @@ class DynamicBatchingConfig(_TokenBudgetConfig):
     sequence_length_round: int = Field(default=64, gt=0)  # the padded length is a multiple of it
 
 
-class LoraAdapterConfig(Section):
-    """W + alpha / dim * B A of every adapted layer (LoRA, arXiv 2106.09685): B and A are trained, W is frozen.
+class BackendConfig(Section):
+    """Options of a policy backend: how it spreads a model over ranks, and what else it has of its own.
 
-    A name of a layer is its last part (`q_proj`), its whole name, or a pattern of the whole one (`*.layers.0.*`).
+    The base of the sections of all backends (policy/). What the layout, the launch and the placement plan need to know
+    of a backend they ask here.
     """
 
-    enabled: bool = False
-    target_modules: list[str] = Field(default_factory=list)  # names of linear layers; none: all but the output layer
-    exclude_modules: list[str] = Field(default_factory=list)  # of those, the ones that are left out
-    match_all_linear: bool = False  # says in words what empty target_modules mean
-    dim: int = Field(default=8, gt=0)  # the rank of B A
-    alpha: int = Field(default=32, gt=0)
-    lora_A_init: Literal["xavier", "kaiming"] = "xavier"  # normal or uniform values; B begins with zeros
-    save_merged: bool = True  # checkpoints hold the merged model in weights/ too; false: the adapter alone
+    TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
+    PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
+    NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
 
-
-class MegatronOptimizerConfig(Section):
-    """What NeMo-RL writes in the place of `policy.optimizer`. Biases and norms are not decayed, as Megatron-LM does."""
-
-    optimizer: Literal["adam", "sgd"] = "adam"
-    lr: float = Field(default=5e-6, gt=0)
-    min_lr: float = Field(default=0.0, ge=0)  # where a schedule ends
-    weight_decay: float = Field(default=0.01, ge=0)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_eps: float = Field(default=1e-8, gt=0)
-    sgd_momentum: float = Field(default=0.9, ge=0)
-
-
-class MegatronSchedulerConfig(Section):
-    """The learning rate over training steps: a linear warm-up, then a decay to `optimizer.min_lr`."""
-
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    lr_decay_iters: int | None = Field(default=None, gt=0)  # the step at which the decay ends, warm-up included
-    lr_warmup_iters: int = Field(default=0, ge=0)
-    lr_warmup_init: float = Field(default=0.0, ge=0)
-
-
-class MegatronDDPConfig(Section):
-    """How gradients are added up over data parallel ranks."""
-
-    grad_reduce_in_fp32: bool = True
-    overlap_grad_reduce: bool = False  # while the backward pass still runs
-
-
-class MegatronConfig(Section):
-    """Megatron-core in the place of FSDP2; its ranks are tensor x pipeline x data parallel."""
-
-    enabled: bool = False
-    tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer
-    pipeline_model_parallel_size: int = Field(default=1, gt=0)  # stages, each with some of the layers
-    data_parallel_size: int | None = Field(default=None, gt=0)  # None: all of the model's GPUs; on a CPU 1
-    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
-    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
-    pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # what stages send each other; None: the precision
-
-
-class TrainedMegatronConfig(MegatronConfig):
-    activation_checkpointing: bool = False
-    optimizer: MegatronOptimizerConfig | None = None  # None: policy.optimizer
-    scheduler: MegatronSchedulerConfig | None = None  # None: policy.scheduler
-    distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
-
-
-class DTensorConfig(Section):
-    """FSDP2, and tensor parallelism by DTensor."""
-
-    enabled: bool = True
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
-    # Ranks that share the samples and the weights. None: all of the model's GPUs; on a CPU 1.
+    backend: str = Field(default="", exclude=True)  # the entry that this section belongs to
+    enabled: bool = False  # read where the model's `backend` is "auto"
+    # Ranks that share the samples. None: all of the model's GPUs; on a CPU 1.
     data_parallel_size: int | None = Field(default=None, gt=0)
+
+    @property
+    def title(self) -> str:
+        """Return the backend's name in the placement plan."""
+        return self.backend
+
+    @property
+    def num_tensor_parallel_ranks(self) -> int:
+        """Return the number of ranks that share every layer."""
+        return 1
+
+    @property
+    def num_pipeline_stages(self) -> int:
+        """Return the number of stages, each with some of the layers."""
+        return 1
+
+    @property
+    def adapters(self) -> str | None:
+        """Return a description of the adapters that are trained; None: all weights are."""
+        return None
+
+    def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
+        """Raise ConfigError for a model that this section, whose key is `key`, does not allow; needs no weights."""
+
+
+BackendConfigT = TypeVar("BackendConfigT", bound=BackendConfig)
+
+AUTO = "auto"
+BACKEND_SECTIONS = {"megatron": "megatron_cfg", "fsdp2": "dtensor_cfg"}  # "auto" is the first enabled, else the last
+OWN_BACKEND_SECTION = "backend_cfg"
 
 
 class ParallelModelConfig(Section):
-    """A model on ranks of the backend that is enabled."""
+    """A model on ranks of a policy backend."""
 
-    dtensor_cfg: DTensorConfig = DTensorConfig()
-    megatron_cfg: MegatronConfig = MegatronConfig()  # before dtensor_cfg
+    BACKENDS: ClassVar[Kind] = POLICY_BACKENDS
+
+    # An entry of BACKENDS, whatever `enabled` says; "auto": Megatron where megatron_cfg.enabled, else FSDP2; or the
+    # dotted path of an entry or a worker class, whose options are those of backend_cfg.
+    backend: str = AUTO
+    backend_cfg: dict[str, Any] = Field(default_factory=dict)
+    dtensor_cfg: Annotated[SerializeAsAny[BackendConfig], FSDP2_POLICY] = Field(default_factory=FSDP2_POLICY.new)
+    megatron_cfg: Annotated[SerializeAsAny[BackendConfig], MEGATRON_POLICY] = Field(default_factory=MEGATRON_POLICY.new)
+
+    @property
+    def backend_key(self) -> str:
+        """Return the key of the section of the chosen backend."""
+        if self.backend != AUTO:
+            return BACKEND_SECTIONS.get(self.backend, OWN_BACKEND_SECTION)
+        keys = list(BACKEND_SECTIONS.values())
+        return next((key for key in keys if getattr(self, key).enabled), keys[-1])
+
+    @property
+    def parallelism(self) -> BackendConfig:
+        """Return the section of the chosen backend."""
+        if self.backend_key != OWN_BACKEND_SECTION:
+            return getattr(self, self.backend_key)
+        return self.BACKENDS.read({**self.backend_cfg, self.BACKENDS.name_key: self.backend})
+
+    def section_of(self, section: type[BackendConfigT]) -> BackendConfigT:
+        """Return the section of the chosen backend, for the workers of that backend."""
+        chosen = self.parallelism
+        assert isinstance(chosen, section)
+        return chosen
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share every layer."""
-        if self.megatron_cfg.enabled:
-            return self.megatron_cfg.tensor_model_parallel_size
-        return self.dtensor_cfg.tensor_parallel_size
+        """Return the number of ranks that share every layer."""
+        return self.parallelism.num_tensor_parallel_ranks
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Stages, each with some of the layers."""
-        return self.megatron_cfg.pipeline_model_parallel_size if self.megatron_cfg.enabled else 1
+        """Return the number of stages, each with some of the layers."""
+        return self.parallelism.num_pipeline_stages
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model between them; they work on the same samples."""
+        """Return the number of ranks that hold one copy of the model together and work on the same samples."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def data_parallel_size(self) -> int | None:
-        """None: all of the model's GPUs, on a CPU 1."""
-        return (self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg).data_parallel_size
+        """Return the number of ranks that share the samples; None: all of the model's GPUs, on a CPU 1."""
+        return self.parallelism.data_parallel_size
+
+
+def check_backend(model: ParallelModelConfig, *, key: str) -> None:
+    """Raise ConfigError for an unknown backend, and for options of a backend that exclude each other."""
+    if model.backend_key == OWN_BACKEND_SECTION:
+        model.BACKENDS.entry(model.backend, key=f"{key}.backend")
+        _read_own_section(model, key)
+    elif model.backend_cfg:
+        problem = f"read only where {key}.backend is a dotted path; it is {model.backend}"
+        raise ConfigError(f"{key}.{OWN_BACKEND_SECTION}", model.backend_cfg, problem)
+    sections = {name: getattr(model, name) for name in BACKEND_SECTIONS.values()}
+    for name, section in (sections | {model.backend_key: model.parallelism}).items():
+        check = model.BACKENDS.entry(section.backend, key=f"{key}.backend").check
+        if check is not None:
+            check(f"{key}.{name}", section, model)
+
+
+def _read_own_section(model: ParallelModelConfig, key: str) -> None:
+    try:
+        _ = model.parallelism
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in (key, OWN_BACKEND_SECTION, *details["loc"]))
+        raise ConfigError(where, details["input"], details["msg"]) from error
 
 
 class ResourcesConfig(Section):
@@ -223,10 +253,6 @@ class TokenizerConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class TrainedDTensorConfig(DTensorConfig):
-    lora_cfg: LoraAdapterConfig = LoraAdapterConfig()
-
-
 class OptimizerConfig(Section):
     name: str = "torch.optim.AdamW"  # a dotted path
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]})
@@ -272,9 +298,6 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
-
-    dtensor_cfg: TrainedDTensorConfig = TrainedDTensorConfig()
-    megatron_cfg: TrainedMegatronConfig = TrainedMegatronConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerStageConfig | list[SchedulerStageConfig] | None = None
 
@@ -283,25 +306,6 @@ class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):
     """A model that is sampled, and trained on what becomes of it."""
 
     generation: Annotated[SerializeAsAny[GenerationConfig], ENGINES] = Field(default_factory=ENGINES.new)
-
-
-KEY = "policy.dtensor_cfg.lora_cfg"
-
-
-def check_lora(policy: PolicyConfig) -> None:
-    """Raise ConfigError for what adapters cannot be combined with; nothing where they are off."""
-    section, tensor_parallel = policy.dtensor_cfg.lora_cfg, policy.dtensor_cfg.tensor_parallel_size
-    if not section.enabled:
-        return
-    if policy.megatron_cfg.enabled:
-        problem = "policy.megatron_cfg.enabled is true, which trains all weights; allowed: one of the two"
-        raise ConfigError(f"{KEY}.enabled", True, problem)
-    if tensor_parallel > 1:
-        problem = f"policy.dtensor_cfg.tensor_parallel_size is {tensor_parallel}: adapters are not split; allowed: 1"
-        raise ConfigError(f"{KEY}.enabled", True, problem)
-    if section.match_all_linear and section.target_modules:
-        problem = f"{KEY}.match_all_linear is true; allowed: one of the two"
-        raise ConfigError(f"{KEY}.target_modules", section.target_modules, problem)
 
 
 class EndpointLimitsConfig(Section):
@@ -325,8 +329,15 @@ class ServedModelConfig(Section):
 
 
 class TeacherConfig(ParallelModelConfig):
-    """A model that is asked and never trained, on a backend and ranks of its own. NeMo-RL writes a whole policy section
+    """A frozen model that scores tokens, on a backend and ranks of its own. NeMo-RL writes a whole policy section
     here."""
+
+    BACKENDS: ClassVar[Kind] = TEACHER_BACKENDS
+
+    dtensor_cfg: Annotated[SerializeAsAny[BackendConfig], FSDP2_TEACHER] = Field(default_factory=FSDP2_TEACHER.new)
+    megatron_cfg: Annotated[SerializeAsAny[BackendConfig], MEGATRON_TEACHER] = Field(
+        default_factory=MEGATRON_TEACHER.new
+    )
 
     model_name: str  # a Hugging Face name or a folder; with `server` its tokenizer alone is loaded from there
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -46,9 +46,20 @@ WEIGHT_TRANSPORTS = Kind(
 POLICY_BACKENDS = Kind(
     noun="a policy backend",
     name_key="backend",
-    built_in={},
+    built_in={
+        "fsdp2": "nemo_rl.policy.fsdp2.backend:FSDP2",
+        "megatron": "nemo_rl.policy.megatron.backend:MEGATRON",
+    },
     adapter="nemo_rl.policy.backends:adapt_backend",
-    default="auto",
+)
+TEACHER_BACKENDS = Kind(
+    noun="a teacher's backend",
+    name_key="backend",
+    built_in={
+        "fsdp2": "nemo_rl.policy.fsdp2.backend:FSDP2_TEACHER",
+        "megatron": "nemo_rl.policy.megatron.backend:MEGATRON_TEACHER",
+    },
+    adapter="nemo_rl.policy.backends:adapt_backend",
 )
 ENVIRONMENTS = Kind(
     noun="an environment",

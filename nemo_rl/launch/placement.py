@@ -77,8 +77,8 @@ def _policy_lines(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> l
 
 
 def _describe_adapters(config: TrainingRunConfig | SFTRunConfig) -> str:
-    section = config.policy.dtensor_cfg.lora_cfg
-    return f", LoRA of dim {section.dim}" if section.enabled else ""
+    adapters = config.policy.parallelism.adapters
+    return f", {adapters}" if adapters else ""
 
 
 def _describe_reference(config: TrainingRunConfig) -> str:
@@ -95,10 +95,10 @@ def _describe_cluster(config: TrainingRunConfig | SFTRunConfig, layout: Layout) 
 
 def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[DeviceSlot]) -> str:
     """Return e.g. "Megatron, 4 ranks (1 data x 2 pipeline x 2 tensor parallel) on cpu"."""
-    is_megatron = model.megatron_cfg.enabled
-    text = f"{'Megatron' if is_megatron else 'FSDP2'}, {_pluralize(len(slots), 'rank')}"
+    parallelism = model.parallelism
+    text = f"{parallelism.title}, {_pluralize(len(slots), 'rank')}"
     if model.model_parallel_size > 1:
-        stages = f"{model.pipeline_parallel_size} pipeline x " if is_megatron else ""
+        stages = f"{model.pipeline_parallel_size} pipeline x " if parallelism.PIPELINE_PARALLEL_KEY else ""
         data = len(slots) // model.model_parallel_size
         text += f" ({data} data x {stages}{model.tensor_parallel_size} tensor parallel)"
     return f"{text} on {_format_devices(layout, slots)}"

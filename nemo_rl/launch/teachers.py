@@ -30,10 +30,8 @@ from nemo_rl.interfaces import Teacher
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.rollouts import Inputs, make_validator
 from nemo_rl.losses.make import LossContext
-from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.local import LocalTeacher
-from nemo_rl.policy.megatron.backend import check_model
 from nemo_rl.policy.served_teacher import ServedTeacher
 
 if TYPE_CHECKING:
@@ -64,10 +62,7 @@ def check_teachers_fit(config: TrainingRunConfig, inputs: Inputs, teacher_paths:
             check_same_vocabulary(key, section, path, inputs.tokenizer)
         if section.server is None:
             model = load_config(path, section.hf_config_overrides, section=key)
-            if section.megatron_cfg.enabled:
-                check_model(section.megatron_cfg, model, key=f"{key}.megatron_cfg")
-            else:
-                check_tensor_parallel(section.dtensor_cfg.tensor_parallel_size, model, section=key)
+            section.parallelism.check_model(model, key=f"{key}.{section.backend_key}")
             sizes[key] = model.get_text_config().vocab_size
             if not uses_cross_tokenizer(config):  # with it, what exceeds the teacher's context is left out
                 _check_context_length(key, section, model, config.policy.max_total_sequence_length)

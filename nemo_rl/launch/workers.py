@@ -20,11 +20,8 @@ from nemo_rl.generation.engines import make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.rollouts import Inputs
 from nemo_rl.launch.teachers import open_teachers
-from nemo_rl.policy.fsdp2.lora import check_modules
-from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.local import LocalPolicy
-from nemo_rl.policy.megatron.backend import check_megatron
 from nemo_rl.weight_sync.transports import choose_transport
 
 if TYPE_CHECKING:
@@ -67,11 +64,7 @@ def check_engine_build(config: TrainingRunConfig, layout: Layout) -> None:
 def check_model(policy: PolicyConfig, model_path: str) -> None:
     """Raise ConfigError for a model that cannot be split or adapted as the configuration asks; needs no weights."""
     model_config = load_config(model_path, policy.hf_config_overrides)
-    if policy.megatron_cfg.enabled:
-        check_megatron(policy, model_config)
-    else:
-        check_tensor_parallel(policy.dtensor_cfg.tensor_parallel_size, model_config)
-        check_modules(policy.dtensor_cfg.lora_cfg, model_config)
+    policy.parallelism.check_model(model_config, key=f"policy.{policy.backend_key}")
 
 
 async def open_policy(

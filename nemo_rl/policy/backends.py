@@ -1,54 +1,44 @@
-"""Choosing the backend of a model: the workers of the policy and of teachers are made here."""
+"""Choosing the backend of a model: its entry makes the worker. Backends of one's own are adapted here."""
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from pydantic import Field
+
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig
+from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_rl.policy.worker import PolicyWorker, TeacherWorker
 
 
 def make_policy_worker(config: PolicyConfig, **arguments: Any) -> "PolicyWorker":
-    """Return a policy worker of the configured backend; `arguments` are those of `PolicyWorker`."""
-    if config.megatron_cfg.enabled:
-        import_megatron()
-        from nemo_rl.policy.megatron.worker import MegatronPolicyWorker
-
-        return MegatronPolicyWorker(config, **arguments)
-    from nemo_rl.policy.fsdp2.worker import FSDP2PolicyWorker
-
-    return FSDP2PolicyWorker(config, **arguments)
+    """Return a policy worker of the chosen backend; `arguments` are those of `PolicyWorker` but `config`."""
+    section = config.parallelism
+    return config.BACKENDS.entry(section.backend, key="policy.backend").make(section, config, **arguments)
 
 
-def make_teacher_worker(config: TeacherConfig, **arguments: Any) -> "TeacherWorker":
-    """Return a teacher worker of the configured backend; `arguments` are those of `TeacherWorker`."""
-    if config.megatron_cfg.enabled:
-        import_megatron()
-        from nemo_rl.policy.megatron.worker import MegatronTeacherWorker
-
-        return MegatronTeacherWorker(config, **arguments)
-    from nemo_rl.policy.fsdp2.worker import FSDP2TeacherWorker
-
-    return FSDP2TeacherWorker(config, **arguments)
+def make_teacher_worker(config: TeacherConfig, *, section: str, **arguments: Any) -> "TeacherWorker":
+    """Return a teacher worker of the chosen backend; `arguments` are those of `TeacherWorker` but `config`."""
+    chosen = config.parallelism
+    entry = config.BACKENDS.entry(chosen.backend, key=f"{section}.backend")
+    return entry.make(chosen, config, section=section, **arguments)
 
 
-def import_megatron() -> None:
-    """Import the workers on Megatron-core, which takes seconds; to be called before CUDA is used.
+class CustomBackendConfig(BackendConfig):
+    """Options of a worker class that is named by dotted path; it runs on data-parallel ranks alone."""
 
-    Megatron warns of optional kernels that are not installed. With a single hardware queue on CUDA, communication
-    starts before the computation that it overlaps with.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with _ignore_warnings():
-        import nemo_rl.policy.megatron.worker  # noqa: F401
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # of the class, besides the arguments of every worker
 
 
-@contextmanager
-def _ignore_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def adapt_backend(key: str, path: str, target: Any) -> Entry[CustomBackendConfig]:
+    """Return the entry of a user's worker class, or of a function that returns a worker."""
+    if not callable(target):
+        raise ConfigError(key, path, "is neither an Entry nor a worker class")
+    make: Callable[..., Any] = target
+
+    def make_worker(options: CustomBackendConfig, /, config: Any, **arguments: Any) -> Any:
+        return make(config, **arguments, **options.kwargs)
+
+    return Entry(CustomBackendConfig, make=make_worker)

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.config.policy import KEY, LoraAdapterConfig
 from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.policy.fsdp2.backend import LORA_KEY, LoraAdapterConfig
 from nemo_rl.policy.fsdp2.sharding import gather_full_tensor
 
 DIRECTORY = "adapter"  # of a checkpoint
@@ -170,8 +170,8 @@ def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     allowed = [name for name, module in linear.items() if module is not output]
-    _check_patterns(f"{KEY}.target_modules", section.target_modules, allowed)
-    _check_patterns(f"{KEY}.exclude_modules", section.exclude_modules, list(linear))
+    _check_patterns(f"{LORA_KEY}.target_modules", section.target_modules, allowed)
+    _check_patterns(f"{LORA_KEY}.exclude_modules", section.exclude_modules, list(linear))
     names = [
         name
         for name in allowed
@@ -180,7 +180,7 @@ def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -
     ]
     if not names:
         kind = model.config.model_type
-        raise ConfigError(f"{KEY}.enabled", True, f"no linear layer of this {kind!r} model is left to adapt")
+        raise ConfigError(f"{LORA_KEY}.enabled", True, f"no linear layer of this {kind!r} model is left to adapt")
     return names
 
 

@@ -15,36 +15,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import PreTrainedConfig
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.errors import ConfigError
+from nemo_rl.policy.fsdp2.backend import DTensorConfig
 from nemo_rl.policy.hf_model import decoder_layers
 from nemo_rl.policy.ranks import RankLayout, device_mesh, join
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _HEADS_DIM = 2  # of [B, T, heads, width of a head], which the norms of Qwen3's queries and keys see
-
-
-def check_tensor_parallel(size: int, model_config: PreTrainedConfig, *, section: str = "policy") -> None:
-    """Refuse a `tensor_parallel_size` of `section` that the model cannot be split by; needs no weights.
-
-    Raises:
-        ConfigError: names the sizes that are possible, or the models that are.
-    """
-    if size == 1:
-        return
-    key = f"{section}.dtensor_cfg.tensor_parallel_size"
-    if model_config.model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(key, size, f"no plan for models of type {model_config.model_type!r}; supported: {supported}")
-    widths = {name: getattr(model_config, name) for name in _DIVIDED}
-    allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
-    if size not in allowed:
-        shown = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise ConfigError(key, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -77,7 +54,7 @@ def needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, dev
 
 def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
     """Return whether FSDP2 is of use for a frozen model: on a single rank only if its weights are offloaded."""
-    return layout.world_size > 1 or (device.type == "cuda" and config.dtensor_cfg.cpu_offload)
+    return layout.world_size > 1 or (device.type == "cuda" and config.section_of(DTensorConfig).cpu_offload)
 
 
 def shard(module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> None:
@@ -92,7 +69,8 @@ def shard(module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankL
         split_layers(module, mesh)
     param_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.dtensor_cfg.cpu_offload else OffloadPolicy()
+    is_offloaded = config.section_of(DTensorConfig).cpu_offload
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
     for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
     fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)

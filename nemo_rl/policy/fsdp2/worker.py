@@ -8,14 +8,17 @@ bare model. Dropout is always off, so that the same weights always give the same
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.interfaces import RequiredScores, TokenScores
+from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled
-from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel, frozen_needs_sharding, needs_sharding, shard
+from nemo_rl.policy.fsdp2.sharding import frozen_needs_sharding, needs_sharding, shard
 from nemo_rl.policy.fsdp2.training import FSDP2Trainer, score_micro_batches
 from nemo_rl.policy.fsdp2.weights import load_weights, named_weights
 from nemo_rl.policy.hf_model import decoder_layers, load_config, load_model, matmul_parameters, recompute_activations
@@ -27,6 +30,16 @@ from nemo_rl.policy.worker import PolicyWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
 
+def make_policy_worker(options: TrainedDTensorConfig, /, config: PolicyConfig, **arguments: Any) -> "FSDP2PolicyWorker":
+    """Return a policy worker; the factory of the entry `FSDP2`."""
+    return FSDP2PolicyWorker(config, **arguments)
+
+
+def make_teacher_worker(options: DTensorConfig, /, config: TeacherConfig, **arguments: Any) -> "FSDP2TeacherWorker":
+    """Return a teacher worker; the factory of the entry `FSDP2_TEACHER`."""
+    return FSDP2TeacherWorker(config, **arguments)
+
+
 class FSDP2PolicyWorker(PolicyWorker):
     """The policy on one rank, by FSDP2 and DTensor.
 
@@ -35,14 +48,14 @@ class FSDP2PolicyWorker(PolicyWorker):
     """
 
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
-        config, layout = self.config, self.layout
+        config, layout, section = self.config, self.layout, self.config.section_of(TrainedDTensorConfig)
         if layout.tensor_parallel_size > 1:
             check_tensor_parallel(layout.tensor_parallel_size, load_config(model_path, config.hf_config_overrides))
         model = load_model(model_path, config.hf_config_overrides)
         self._model = model
         self._adapters = None
-        if config.dtensor_cfg.lora_cfg.enabled:
-            self._adapters = Adapters(model, config.dtensor_cfg.lora_cfg, base=model_path, seed=seed)
+        if section.lora_cfg.enabled:
+            self._adapters = Adapters(model, section.lora_cfg, base=model_path, seed=seed)
         self._num_matmul_parameters = matmul_parameters(model)
         self.module = CausalLogprobs(
             model,
@@ -51,7 +64,7 @@ class FSDP2PolicyWorker(PolicyWorker):
             packing_key="policy.sequence_packing.enabled" if config.sequence_packing.enabled else None,
         )
         self._reference = self._make_reference() if needs_reference else None
-        if config.dtensor_cfg.activation_checkpointing:
+        if section.activation_checkpointing:
             recompute_activations(decoder_layers(model))
         if needs_sharding(config, layout, self.device):
             shard(self.module, config, layout, self.device)  # moves it to the device, unless weights are offloaded
@@ -95,7 +108,7 @@ class FSDP2PolicyWorker(PolicyWorker):
             copies = copy_weights_to_cpu(self._adapters.tensors(), is_rank0=self._is_rank0)
             if self._is_rank0:
                 self._saving.begin_files(self._adapters.save, copies, path / ADAPTER_DIRECTORY)
-            if not self.config.dtensor_cfg.lora_cfg.save_merged:
+            if not self.config.section_of(TrainedDTensorConfig).lora_cfg.save_merged:
                 return
         super()._start_weights_save(path)
 
@@ -112,7 +125,7 @@ class FSDP2PolicyWorker(PolicyWorker):
         load_optimizer(self.module, self._optimizer, directory)
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or self.config.dtensor_cfg.cpu_offload:
+        if self.device.type == "cpu" or self.config.section_of(DTensorConfig).cpu_offload:
             return
         for module in (self.module, self._reference):
             if module is not None:
@@ -131,7 +144,7 @@ class FSDP2TeacherWorker(TeacherWorker):
         config, layout, section = self.config, self.layout, self._section
         if layout.tensor_parallel_size > 1:
             model_config = load_config(model_path, config.hf_config_overrides, section=section)
-            check_tensor_parallel(layout.tensor_parallel_size, model_config, section=section)
+            check_tensor_parallel(layout.tensor_parallel_size, model_config, key=f"{section}.dtensor_cfg")
         self._model = load_model(model_path, config.hf_config_overrides, section=section)
         module = CausalLogprobs(
             self._model,
@@ -154,7 +167,7 @@ class FSDP2TeacherWorker(TeacherWorker):
         return score_micro_batches(module, batch, wanted, size=size, device=self.device, layout=self.layout)
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or self.config.dtensor_cfg.cpu_offload:
+        if self.device.type == "cpu" or self.config.section_of(DTensorConfig).cpu_offload:
             return
         self.module.to(device)
         torch.cuda.empty_cache()

@@ -1,26 +1,191 @@
-"""Checks of models and options that Megatron-core cannot compute or train; needs neither weights nor Megatron."""
+"""The entries of the Megatron backend: their sections and checks, and Megatron's optimizer options in torch's names.
+
+Imports neither torch nor Megatron.
+"""
 
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from transformers import PreTrainedConfig
+from pydantic import Field
 
-from nemo_rl.config.policy import (
-    MegatronConfig,
-    MegatronOptimizerConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    SchedulerStageConfig,
-    TrainedMegatronConfig,
-)
+from nemo_rl.config.kinds import Entry, factory_at
+from nemo_rl.config.policy import BackendConfig, OptimizerConfig, PolicyConfig, SchedulerStageConfig
+from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.fsdp2.backend import check_divides_widths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
+SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
+
+
+class MegatronOptimizerConfig(Section):
+    """NeMo-RL's replacement of `policy.optimizer`. Biases and norms are not decayed, as in Megatron-LM."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = Field(default=5e-6, gt=0)
+    min_lr: float = Field(default=0.0, ge=0)  # at the end of a schedule
+    weight_decay: float = Field(default=0.01, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    sgd_momentum: float = Field(default=0.9, ge=0)
+
+
+class MegatronSchedulerConfig(Section):
+    """The learning rate over training steps: a linear warm-up, then a decay to `optimizer.min_lr`."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_iters: int | None = Field(default=None, gt=0)  # the step at which the decay ends, warm-up included
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+
+
+class MegatronDDPConfig(Section):
+    """How gradients are summed over data-parallel ranks."""
+
+    grad_reduce_in_fp32: bool = True
+    overlap_grad_reduce: bool = False  # with the backward pass
+
+
+class MegatronConfig(BackendConfig):
+    """Megatron-core; its ranks are tensor x pipeline x data parallel."""
+
+    TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_model_parallel_size"
+    PIPELINE_PARALLEL_KEY: ClassVar[str | None] = "pipeline_model_parallel_size"
+    NEEDS_OWN_PROCESS: ClassVar[bool] = True  # its process groups are those of the whole process
+
+    backend: str = Field(default="megatron", exclude=True)
+    tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer
+    pipeline_model_parallel_size: int = Field(default=1, gt=0)  # stages, each with some of the layers
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # of hidden states between stages; None: the precision
+
+    @property
+    def title(self) -> str:
+        return "Megatron"
+
+    @property
+    def num_tensor_parallel_ranks(self) -> int:
+        return self.tensor_model_parallel_size
+
+    @property
+    def num_pipeline_stages(self) -> int:
+        return self.pipeline_model_parallel_size
+
+    def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
+        check_model(self, model, key=key)
+
+
+class TrainedMegatronConfig(MegatronConfig):
+    """Megatron-core for a model that is trained."""
+
+    activation_checkpointing: bool = False
+    optimizer: MegatronOptimizerConfig | None = None  # None: policy.optimizer
+    scheduler: MegatronSchedulerConfig | None = None  # None: policy.scheduler
+    distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
+
+
+def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfig) -> None:
+    """Raise ConfigError for an optimizer or schedule that Megatron's ranks cannot use, where they train the policy."""
+    if policy.parallelism is not section:
+        return
+    if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
+        raise ConfigError(
+            "policy.optimizer.name",
+            policy.optimizer.name,
+            "on Megatron an optimizer sees shards of weights, so it must treat each entry by itself; allowed: "
+            + ", ".join(SUPPORTED_OPTIMIZERS),
+        )
+    if section.scheduler is not None and section.optimizer is None and not policy.optimizer.kwargs.get("lr"):
+        problem = f"{key}.scheduler starts from it; allowed: above 0"
+        raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
+    _check_scheduler(section, key)
+
+
+def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str) -> None:
+    """Raise ConfigError for a model that Megatron cannot compute; `key` is that of `section`, for errors."""
+    if importlib.util.find_spec("megatron") is None:
+        raise ConfigError(f"{key}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
+    _check_architecture(model, key)
+    _check_tensor_parallel(section.tensor_model_parallel_size, model, f"{key}.tensor_model_parallel_size")
+    _check_stages(section, model.num_hidden_layers, key)
+
+
+def _check_scheduler(section: TrainedMegatronConfig, key: str) -> None:
+    schedule = section.scheduler
+    if schedule is None or schedule.lr_decay_style == "constant":
+        return
+    if schedule.lr_decay_iters is None or schedule.lr_decay_iters <= schedule.lr_warmup_iters:
+        raise ConfigError(
+            f"{key}.scheduler.lr_decay_iters",
+            schedule.lr_decay_iters,
+            f"a {schedule.lr_decay_style} decay ends after the warm-up; allowed: above lr_warmup_iters, "
+            f"{schedule.lr_warmup_iters}",
+        )
+
+
+def _check_architecture(model: "PreTrainedConfig", key: str) -> None:
+    kind = model.model_type
+    if kind not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(f"{key}.enabled", True, f"no weights are mapped for type {kind!r}; supported: {supported}")
+    rotary = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in SUPPORTED_ROTARY_EMBEDDINGS:
+        allowed = ", ".join(SUPPORTED_ROTARY_EMBEDDINGS)
+        raise ConfigError(f"{key}.enabled", True, f"no rotary embedding of type {rotary!r}; supported: {allowed}")
+    unsupported: dict[str, Any] = {
+        "mlp_bias": getattr(model, "mlp_bias", False),
+        "layer_types": "sliding_attention" in (getattr(model, "layer_types", None) or ()),
+        "hidden_act": model.hidden_act != "silu",
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            problem = f"the model's {name} is {getattr(model, name)!r}, which is not mapped to Megatron"
+            raise ConfigError(f"{key}.enabled", True, problem)
+
+
+def _check_tensor_parallel(size: int, model: "PreTrainedConfig", key: str) -> None:
+    check_divides_widths(size, model, key=key)
+    rows = -(-model.vocab_size // size)
+    if rows * (size - 1) >= model.vocab_size:
+        raise ConfigError(key, size, f"leaves the last rank no token of the model's vocab_size {model.vocab_size}")
+
+
+def _check_stages(section: MegatronConfig, num_layers: int, key: str) -> None:
+    """Require the same number of layers in each stage, except in the first and last where one is configured."""
+    size, size_key = section.pipeline_model_parallel_size, f"{key}.pipeline_model_parallel_size"
+    ends = {
+        "num_layers_in_first_pipeline_stage": section.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": section.num_layers_in_last_pipeline_stage,
+    }
+    given = {name: number for name, number in ends.items() if number is not None}
+    for name, number in given.items():
+        if size == 1:
+            raise ConfigError(f"{key}.{name}", number, f"there is one stage; {size_key} is 1")
+    left, stages = num_layers - sum(given.values()), size - len(given)
+    if stages == 0 and left == 0:
+        return
+    if stages <= 0 or left < stages or left % stages:
+        shown = "".join(f", {number} of them in {name}" for name, number in given.items())
+        raise ConfigError(
+            size_key,
+            size,
+            f"the model's {num_layers} layers{shown}, must fall into stages of the same number"
+            if shown
+            else f"must divide the model's {num_layers} layers, or set {key}.num_layers_in_first_pipeline_stage",
+        )
 
 
 def to_torch_config(config: PolicyConfig) -> PolicyConfig:
-    """`policy.optimizer` and `policy.scheduler` that do what `policy.megatron_cfg` asks for, where it does."""
-    section = config.megatron_cfg
+    """Return the policy's section with Megatron's own optimizer and schedule, if set, in torch's names."""
+    section = config.section_of(TrainedMegatronConfig)
     if section.optimizer is None and section.scheduler is None:
         return config
     changes: dict[str, Any] = {}
@@ -36,10 +201,10 @@ def to_torch_config(config: PolicyConfig) -> PolicyConfig:
 
 
 def learning_rate_factor(section: TrainedMegatronConfig, lr: float) -> Callable[[int], float]:
-    """What the learning rate is multiplied by in each training step, from 0.
+    """Return the factor of the learning rate in each training step, counted from 0.
 
     Warm-up: from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps. Then, up to `lr_decay_iters`, from `lr` to
-    `min_lr` in a line or half a cosine, or constant.
+    `min_lr` linearly or along half a cosine, or constant.
     """
     schedule = section.scheduler
     assert schedule is not None
@@ -71,106 +236,9 @@ def _torch_optimizer(section: MegatronOptimizerConfig) -> OptimizerConfig:
     return OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs)
 
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
-SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
-
-KEY = "policy.megatron_cfg"
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-
-
-def check_megatron(policy: PolicyConfig, model: PreTrainedConfig) -> None:
-    """Raises ConfigError, with the key and what is allowed, for what cannot be trained; nothing where it is off."""
-    section = policy.megatron_cfg
-    if not section.enabled:
-        return
-    check_model(section, model, key=KEY)
-    if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
-        raise ConfigError(
-            "policy.optimizer.name",
-            policy.optimizer.name,
-            "on Megatron an optimizer sees parts of weights, so it must treat each entry by itself; allowed: "
-            + ", ".join(SUPPORTED_OPTIMIZERS),
-        )
-    if section.scheduler is not None and section.optimizer is None and not policy.optimizer.kwargs.get("lr"):
-        problem = f"{KEY}.scheduler starts from it; allowed: above 0"
-        raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
-    _check_scheduler(section)
-
-
-def check_model(section: MegatronConfig, model: PreTrainedConfig, *, key: str) -> None:
-    """The same of a model that need not be trained; `key` is that of `section`, for errors."""
-    if importlib.util.find_spec("megatron") is None:
-        raise ConfigError(f"{key}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
-    _check_architecture(model, key)
-    _check_tensor_parallel(section.tensor_model_parallel_size, model, f"{key}.tensor_model_parallel_size")
-    _check_stages(section, model.num_hidden_layers, key)
-
-
-def _check_scheduler(section: TrainedMegatronConfig) -> None:
-    schedule = section.scheduler
-    if schedule is None or schedule.lr_decay_style == "constant":
-        return
-    if schedule.lr_decay_iters is None or schedule.lr_decay_iters <= schedule.lr_warmup_iters:
-        raise ConfigError(
-            f"{KEY}.scheduler.lr_decay_iters",
-            schedule.lr_decay_iters,
-            f"a {schedule.lr_decay_style} decay ends after the warm-up; allowed: above lr_warmup_iters, "
-            f"{schedule.lr_warmup_iters}",
-        )
-
-
-def _check_architecture(model: PreTrainedConfig, key: str) -> None:
-    kind = model.model_type
-    if kind not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(f"{key}.enabled", True, f"no weights are mapped for type {kind!r}; supported: {supported}")
-    rotary = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rotary not in SUPPORTED_ROTARY_EMBEDDINGS:
-        allowed = ", ".join(SUPPORTED_ROTARY_EMBEDDINGS)
-        raise ConfigError(f"{key}.enabled", True, f"no rotary embedding of type {rotary!r}; supported: {allowed}")
-    unsupported: dict[str, Any] = {
-        "mlp_bias": getattr(model, "mlp_bias", False),
-        "layer_types": "sliding_attention" in (getattr(model, "layer_types", None) or ()),
-        "hidden_act": model.hidden_act != "silu",
-    }
-    for name, is_set in unsupported.items():
-        if is_set:
-            problem = f"the model's {name} is {getattr(model, name)!r}, which is not mapped to Megatron"
-            raise ConfigError(f"{key}.enabled", True, problem)
-
-
-def _check_tensor_parallel(size: int, model: PreTrainedConfig, key: str) -> None:
-    widths = {name: getattr(model, name) for name in _DIVIDED}
-    allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
-    if size not in allowed:
-        shown = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise ConfigError(key, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
-    rows = -(-model.vocab_size // size)
-    if rows * (size - 1) >= model.vocab_size:
-        raise ConfigError(key, size, f"leaves the last rank no token of the model's vocab_size {model.vocab_size}")
-
-
-def _check_stages(section: MegatronConfig, num_layers: int, key: str) -> None:
-    """As many layers in each stage as in any other, but for the first and the last where that is asked for."""
-    size, size_key = section.pipeline_model_parallel_size, f"{key}.pipeline_model_parallel_size"
-    ends = {
-        "num_layers_in_first_pipeline_stage": section.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": section.num_layers_in_last_pipeline_stage,
-    }
-    given = {name: number for name, number in ends.items() if number is not None}
-    for name, number in given.items():
-        if size == 1:
-            raise ConfigError(f"{key}.{name}", number, f"there is one stage; {size_key} is 1")
-    left, stages = num_layers - sum(given.values()), size - len(given)
-    if stages == 0 and left == 0:
-        return
-    if stages <= 0 or left < stages or left % stages:
-        shown = "".join(f", {number} of them in {name}" for name, number in given.items())
-        raise ConfigError(
-            size_key,
-            size,
-            f"the model's {num_layers} layers{shown}, must fall into stages of the same number"
-            if shown
-            else f"must divide the model's {num_layers} layers, or set {key}.num_layers_in_first_pipeline_stage",
-        )
+MEGATRON: Entry[Any] = Entry(
+    TrainedMegatronConfig, make=factory_at("nemo_rl.policy.megatron.loading:make_policy_worker"), check=check_training
+)
+MEGATRON_TEACHER: Entry[Any] = Entry(
+    MegatronConfig, make=factory_at("nemo_rl.policy.megatron.loading:make_teacher_worker")
+)

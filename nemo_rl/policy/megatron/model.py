@@ -26,6 +26,7 @@ from nemo_rl.policy import logprobs as token_scores
 from nemo_rl.policy.attention import PackedSequences, has_varlen_kernel, varlen_attention
 from nemo_rl.policy.logprobs import LOGPROBS_ONLY, ScoreQuery, scatter_scores, score_in_chunks
 from nemo_rl.policy.megatron import mapping, parallel
+from nemo_rl.policy.megatron.backend import MegatronConfig
 from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, vocab_rows_per_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,7 +41,7 @@ def transformer_config(
     Weights are not initialised, since all are loaded. Losses are sums over micro-batches and ranks (a "per-token loss"
     that nothing divides), so gradients are added up, not averaged.
     """
-    section = config.megatron_cfg
+    section = config.section_of(MegatronConfig)
     dtype = DTYPES[config.precision]
     is_cpu = device.type == "cpu"
     return TransformerConfig(

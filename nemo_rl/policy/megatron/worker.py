@@ -13,7 +13,7 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.hf_model import load_config, load_model, matmul_parameters, recompute_activations
-from nemo_rl.policy.megatron.backend import check_megatron, check_model, to_torch_config
+from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig, to_torch_config
 from nemo_rl.policy.megatron.model import Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.parallel import make_groups
@@ -68,8 +68,8 @@ class MegatronPolicyWorker(PolicyWorker):
     """
 
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
-        config, layout = self.config, self.layout
-        check_megatron(config, load_config(model_path, config.hf_config_overrides))
+        config, layout, section = self.config, self.layout, self.config.section_of(TrainedMegatronConfig)
+        section.check_model(load_config(model_path, config.hf_config_overrides), key="policy.megatron_cfg")
         make_groups(layout, self.device)
         model = load_model(model_path, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
@@ -81,13 +81,13 @@ class MegatronPolicyWorker(PolicyWorker):
         self._reference = None
         if needs_reference:
             self._reference = frozen_stage(model, config, temperature=temperature, device=self.device)
-        if config.megatron_cfg.activation_checkpointing:
+        if section.activation_checkpointing:
             recompute_activations(stage.decoder.layers)
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
         self.module = stage
         self._distributed = _data_parallel(stage, config)
         torch_names = to_torch_config(config)
-        groups = self._main.groups(with_decay_of_all=config.megatron_cfg.optimizer is None)
+        groups = self._main.groups(with_decay_of_all=section.optimizer is None)
         self._optimizer = make_optimizer(torch_names, groups)
         self._scheduler = make_scheduler(torch_names, self._optimizer)
         self._state = OptimizerState(self._optimizer, self._main, self._weights, layout)
@@ -151,7 +151,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
 
 def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParallel:
-    section = config.megatron_cfg.distributed_data_parallel_config
+    section = config.section_of(TrainedMegatronConfig).distributed_data_parallel_config
     distributed = DistributedDataParallel(
         stage.config,
         DistributedDataParallelConfig(
@@ -174,7 +174,7 @@ class MegatronTeacherWorker(TeacherWorker):
     def _build_model(self, model_path: str, *, temperature: float) -> None:
         config, section = self.config, self._section
         model_config = load_config(model_path, config.hf_config_overrides, section=section)
-        check_model(config.megatron_cfg, model_config, key=f"{section}.megatron_cfg")
+        config.section_of(MegatronConfig).check_model(model_config, key=f"{section}.megatron_cfg")
         make_groups(self.layout, self.device)
         model = load_model(model_path, config.hf_config_overrides, section=section)
         self.module = frozen_stage(model, config, temperature=temperature, device=self.device)

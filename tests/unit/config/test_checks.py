@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.checks import check_async
-from nemo_rl.config.policy import PolicyConfig, check_lora
+from nemo_rl.config.policy import PolicyConfig, check_backend
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.metrics import rollout_metrics
 from nemo_rl.metric_names import ranking_metrics
@@ -288,10 +288,10 @@ def test_what_adapters_cannot_be_combined_with_is_refused(
     lora: dict[str, Any], sections: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_lora(policy({"enabled": True, **lora}, **sections))
-    check_lora(policy({"enabled": False, **lora}, **sections))
+        check_backend(policy({"enabled": True, **lora}, **sections), key="policy")
+    check_backend(policy({"enabled": False, **lora}, **sections), key="policy")
 
 
 def test_adapters_of_some_or_of_all_layers_are_accepted() -> None:
-    check_lora(policy({"enabled": True, "match_all_linear": True}))
-    check_lora(policy({"enabled": True, "target_modules": ["q_proj"], "exclude_modules": ["*.0.*"]}))
+    check_backend(policy({"enabled": True, "match_all_linear": True}), key="policy")
+    check_backend(policy({"enabled": True, "target_modules": ["q_proj"], "exclude_modules": ["*.0.*"]}), key="policy")

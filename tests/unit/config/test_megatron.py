@@ -3,6 +3,7 @@ import logging
 import pytest
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.megatron.backend import TrainedMegatronConfig
 from tests.unit.config.conftest import Load
 
 # What NeMo-RL's recipes for Megatron say.
@@ -84,7 +85,7 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
         "use_precision_aware_optimizer",
         "overlap_param_gather",
     ]
-    section = policy.megatron_cfg
+    section = policy.section_of(TrainedMegatronConfig)
     assert policy.model_parallel_size == 4
     assert section.pipeline_dtype == "bfloat16"
     assert section.optimizer is not None

@@ -113,7 +113,7 @@ def test_a_whole_policy_section_of_nemo_rl_is_a_teacher(
         config = load(whole)
     assert caplog.messages == []
     assert config.teacher is not None
-    assert config.teacher.dtensor_cfg.tensor_parallel_size == 4
+    assert config.teacher.tensor_parallel_size == 4
     assert config.teachers["math"] == config.teacher
 
 

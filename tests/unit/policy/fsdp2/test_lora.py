@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, Qwen2Config
 
-from nemo_rl.config.policy import LoraAdapterConfig
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.fsdp2.backend import LoraAdapterConfig
 from nemo_rl.policy.fsdp2.lora import (
     Adapters,
     LazyMergedWeight,

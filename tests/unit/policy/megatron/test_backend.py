@@ -3,9 +3,8 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, check_backend
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.megatron.backend import check_megatron
 from tests.unit.policy.tiny import SIZES
 
 KEY = r"policy\.megatron_cfg"
@@ -14,7 +13,8 @@ KEY = r"policy\.megatron_cfg"
 def check(model: PreTrainedConfig | None = None, **sections: Any) -> None:
     megatron = {"enabled": True, **sections.pop("megatron_cfg", {})}
     policy = PolicyConfig.model_validate({"model_name": "m", **sections, "megatron_cfg": megatron})
-    check_megatron(policy, model or Qwen3Config(**SIZES))
+    policy.parallelism.check_model(model or Qwen3Config(**SIZES), key=f"policy.{policy.backend_key}")
+    check_backend(policy, key="policy")
 
 
 @pytest.mark.parametrize(

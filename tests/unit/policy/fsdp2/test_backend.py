@@ -2,7 +2,7 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.fsdp2.sharding import check_tensor_parallel
+from nemo_rl.policy.fsdp2.backend import check_tensor_parallel
 
 KEY = r"policy\.dtensor_cfg\.tensor_parallel_size"
 

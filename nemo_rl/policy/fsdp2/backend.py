@@ -1,0 +1,115 @@
+"""The entries of the FSDP2 backend: their sections and checks. Imports no torch."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.kinds import Entry, factory_at
+from nemo_rl.config.policy import AUTO, BackendConfig, PolicyConfig
+from nemo_rl.config.section import Section
+from nemo_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # of tensor parallelism
+LORA_KEY = "policy.dtensor_cfg.lora_cfg"
+
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+class LoraAdapterConfig(Section):
+    """W + alpha / dim * B A of every adapted layer (LoRA, arXiv 2106.09685): B and A are trained, W is frozen.
+
+    A layer is named by its last part (`q_proj`), its full name, or a pattern of the full name (`*.layers.0.*`).
+    """
+
+    enabled: bool = False
+    target_modules: list[str] = Field(default_factory=list)  # linear layers; empty: all but the output layer
+    exclude_modules: list[str] = Field(default_factory=list)  # layers without an adapter
+    match_all_linear: bool = False  # the explicit form of empty target_modules
+    dim: int = Field(default=8, gt=0)  # the rank of B A
+    alpha: int = Field(default=32, gt=0)
+    lora_A_init: Literal["xavier", "kaiming"] = "xavier"  # normal or uniform values; B is initially 0
+    save_merged: bool = True  # checkpoints also hold the merged model in weights/; false: the adapter alone
+
+
+class DTensorConfig(BackendConfig):
+    """FSDP2, and tensor parallelism by DTensor; the ranks that share the samples also share the weights."""
+
+    backend: str = Field(default="fsdp2", exclude=True)
+    enabled: bool = True
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
+
+    @property
+    def title(self) -> str:
+        return "FSDP2"
+
+    @property
+    def num_tensor_parallel_ranks(self) -> int:
+        return self.tensor_parallel_size
+
+    def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
+        check_tensor_parallel(self.tensor_parallel_size, model, key=key)
+
+
+class TrainedDTensorConfig(DTensorConfig):
+    """FSDP2 of a model that is trained, all weights or adapters alone."""
+
+    lora_cfg: LoraAdapterConfig = LoraAdapterConfig()
+
+    @property
+    def adapters(self) -> str | None:
+        return f"LoRA of dim {self.lora_cfg.dim}" if self.lora_cfg.enabled else None
+
+    def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
+        super().check_model(model, key=key)
+        if self.lora_cfg.enabled:
+            from nemo_rl.policy.fsdp2.lora import check_modules  # loads torch
+
+            check_modules(self.lora_cfg, model)
+
+
+def check_tensor_parallel(size: int, model: "PreTrainedConfig", *, key: str = "policy.dtensor_cfg") -> None:
+    """Raise ConfigError for a `tensor_parallel_size`, in the section `key`, that the model cannot be split by."""
+    if size == 1:
+        return
+    key = f"{key}.tensor_parallel_size"
+    if model.model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(key, size, f"no plan for models of type {model.model_type!r}; supported: {supported}")
+    check_divides_widths(size, model, key=key)
+
+
+def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> None:
+    """Raise ConfigError for a number of tensor-parallel ranks that does not divide the model's heads and MLP."""
+    widths = {name: getattr(model, name) for name in _DIVIDED}
+    allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
+    if size not in allowed:
+        shown = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise ConfigError(key, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
+
+
+def check_lora(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) -> None:
+    """Raise ConfigError for options that adapters cannot be combined with."""
+    lora, lora_key = section.lora_cfg, f"{key}.lora_cfg"
+    if not lora.enabled:
+        return
+    if policy.parallelism is not section:
+        is_auto = policy.backend == AUTO
+        other = f"policy.{policy.backend_key}.enabled is true" if is_auto else f"policy.backend is {policy.backend}"
+        raise ConfigError(f"{lora_key}.enabled", True, f"{other}, which trains all weights; allowed: one of the two")
+    if section.tensor_parallel_size > 1:
+        problem = f"{key}.tensor_parallel_size is {section.tensor_parallel_size}: adapters are not split; allowed: 1"
+        raise ConfigError(f"{lora_key}.enabled", True, problem)
+    if lora.match_all_linear and lora.target_modules:
+        problem = f"{lora_key}.match_all_linear is true; allowed: one of the two"
+        raise ConfigError(f"{lora_key}.target_modules", lora.target_modules, problem)
+
+
+FSDP2: Entry[Any] = Entry(
+    TrainedDTensorConfig, make=factory_at("nemo_rl.policy.fsdp2.worker:make_policy_worker"), check=check_lora
+)
+FSDP2_TEACHER: Entry[Any] = Entry(DTensorConfig, make=factory_at("nemo_rl.policy.fsdp2.worker:make_teacher_worker"))
