@@ -24,8 +24,9 @@ from nemo_rl.algorithms.cross_tokenizer_targets import (
     identical_targets,
     prefix_targets,
 )
-from nemo_rl.algorithms.distillation import BatchRow, Teachers
+from nemo_rl.algorithms.distillation import Teachers
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.experience.assembly import BatchRow
 from nemo_rl.interfaces import Teacher, TopK
 from nemo_rl.types import TrainingBatch
 

@@ -10,31 +10,14 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.run import Placement
 from nemo_rl.algorithms.stages import batch_metrics
 from nemo_rl.config.master import DistillationRunConfig
-from nemo_rl.experience.assembly import assemble_batch, iter_kept_trajectories
+from nemo_rl.experience.assembly import BatchRow, assemble_batch
 from nemo_rl.experience.supervision import gather_or_cancel
 from nemo_rl.interfaces import CollectedGroups, LossFn, Teacher, TopK
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.policy.micro_batches import trim
-from nemo_rl.types import MessageLog, Prompt, TrainingBatch, TrajectoryGroup
+from nemo_rl.types import TrainingBatch
 
 AnswerT = TypeVar("AnswerT")
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """Where one row of a batch came from."""
-
-    prompt: Prompt
-    message_log: MessageLog
-
-
-def rows_in_batch_order(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> list[BatchRow]:
-    """One a row of the batch that `assemble_batch` makes of the same groups, in its order."""
-    return [
-        BatchRow(trajectory.prompt, log)
-        for _, trajectory in iter_kept_trajectories(groups, min_group_size)
-        for log in trajectory.chains
-    ]
 
 
 class TeacherStage(Protocol):
@@ -142,10 +125,8 @@ class Distillation:
     placement: Placement
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
-        min_group_size = self.config.min_group_size
         with timer("data_processing"):
-            batch = assemble_batch(collected.groups, min_group_size=min_group_size)
-            rows = rows_in_batch_order(collected.groups, min_group_size=min_group_size)
+            batch, rows = assemble_batch(collected.groups, min_group_size=self.config.min_group_size)
         with timer("teacher_logprobs"):
             async with self.placement.teacher_phase():
                 metrics = await self.teacher_stage(batch, rows)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_rl.algorithms.distillation import TeacherStage, rows_in_batch_order
+from nemo_rl.algorithms.distillation import TeacherStage
 from nemo_rl.algorithms.rewards import Penalties
 from nemo_rl.algorithms.run import Placement
 from nemo_rl.algorithms.stages import (
@@ -35,10 +35,9 @@ class GRPO:
         with timer("reward_calculation"):
             rewards = compute_train_rewards(self.config, self.penalties, collected)
         with timer("data_processing"):
-            batch = assemble_train_batch(self.config, collected, rewards)
+            batch, rows = assemble_train_batch(self.config, collected, rewards)
         if self.teacher_stage is not None:
             with timer("teacher_logprobs"):
-                rows = rows_in_batch_order(collected.groups, min_group_size=self.config.min_group_size)
                 async with self.placement.teacher_phase():
                     await self.teacher_stage(batch, rows)
         with timer("policy_and_reference_logprobs"):

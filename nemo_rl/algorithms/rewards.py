@@ -13,7 +13,7 @@ import torch
 from nemo_rl import batch as keys
 from nemo_rl.config.algorithm import GRPOConfig, RewardPenaltiesConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.assembly import TrajectoryKey, iter_kept_trajectories, trajectory_key
+from nemo_rl.experience.assembly import BatchRow, TrajectoryKey, trajectory_key
 from nemo_rl.types import MessageLog, TokenizedMessage, TrainingBatch, Trajectory, TrajectoryGroup
 
 
@@ -155,25 +155,17 @@ class StepFaults:
             metrics["num_malformed_thinking"] = float(sum(reply.malformed_thinking for reply in replies))
         return metrics
 
-    def advantage_override(
-        self, groups: Sequence[TrajectoryGroup], *, min_group_size: int, shape: Sequence[int]
-    ) -> torch.Tensor | None:
-        """Advantages that replace the estimator's, NaN elsewhere: [B, T] in the order of the batch of `groups`.
-
-        None where there is none.
-        """
+    def advantage_override(self, rows: Sequence[BatchRow], *, shape: Sequence[int]) -> torch.Tensor | None:
+        """Return advantages that replace the estimator's, NaN elsewhere: [B, T]; None where there is none."""
         if self.penalties is None or not self.penalties.overwrites_advantages:
             return None
         override = torch.full(tuple(shape), math.nan)
-        row = 0
-        for _, trajectory in iter_kept_trajectories(groups, min_group_size):
-            faults = self.rollouts[trajectory_key(trajectory)]
-            for log, chain in zip(trajectory.chains, faults.chains, strict=True):
-                for (start, stop), reply in zip(_reply_spans(log), chain, strict=True):
-                    value = self.penalties.advantage_for(reply)
-                    if value is not None:
-                        override[row, start:stop] = value
-                row += 1
+        for index, row in enumerate(rows):
+            replies = self.rollouts[row.trajectory_key].chains[row.chain_index]
+            for (start, stop), reply in zip(_reply_spans(row.message_log), replies, strict=True):
+                value = self.penalties.advantage_for(reply)
+                if value is not None:
+                    override[index, start:stop] = value
         return override
 
 

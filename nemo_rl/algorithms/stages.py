@@ -9,7 +9,7 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantages import TrajectoryIndex, clip_advantages
 from nemo_rl.algorithms.rewards import Penalties, StepFaults, filter_overlong, transform_rewards
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.experience.assembly import TrajectoryKey, assemble_batch
+from nemo_rl.experience.assembly import BatchRow, TrajectoryKey, assemble_batch
 from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, Policy
 from nemo_rl.types import TrainingBatch
 
@@ -116,17 +116,17 @@ def compute_train_rewards(
     return TrainRewards(rewards, faults)
 
 
-def assemble_train_batch(config: GRPORunConfig, collected: CollectedGroups, rewards: TrainRewards) -> TrainingBatch:
+def assemble_train_batch(
+    config: GRPORunConfig, collected: CollectedGroups, rewards: TrainRewards
+) -> tuple[TrainingBatch, tuple[BatchRow, ...]]:
     """Assemble the batch; truncated rollouts lose their gradient where asked."""
-    groups, min_group_size = collected.groups, config.min_group_size
-    batch = assemble_batch(groups, rewards.by_trajectory, min_group_size=min_group_size)
+    batch, rows = assemble_batch(collected.groups, rewards.by_trajectory, min_group_size=config.min_group_size)
     if config.grpo.overlong_filtering:
         filter_overlong(batch)
-    shape = batch[keys.TOKEN_IDS].shape
-    override = rewards.faults.advantage_override(groups, min_group_size=min_group_size, shape=shape)
+    override = rewards.faults.advantage_override(rows, shape=batch[keys.TOKEN_IDS].shape)
     if override is not None:
         batch[keys.ADVANTAGE_OVERRIDE] = override
-    return batch
+    return batch, rows
 
 
 async def add_logprobs(batch: TrainingBatch, policy: Policy, needed: RequiredLogprobs) -> None:

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import RolloutError
-from nemo_rl.types import MessageLog, StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
+from nemo_rl.types import MessageLog, Prompt, StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())
 
@@ -23,6 +23,16 @@ TrajectoryKey: TypeAlias = tuple[str, int]  # group_id, generation_index
 
 def trajectory_key(trajectory: Trajectory) -> TrajectoryKey:
     return trajectory.group_id, trajectory.generation_index
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """The origin of one row of a batch: a chain of a trajectory."""
+
+    prompt: Prompt
+    message_log: MessageLog
+    trajectory_key: TrajectoryKey
+    chain_index: int  # of `message_log` in `Trajectory.chains`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +65,29 @@ def assemble_batch(
     rewards: Mapping[TrajectoryKey, float] | None = None,
     *,
     min_group_size: int,
-) -> TrainingBatch:
-    """Make the batch of all survivors in groups of at least `min_group_size` of them.
+) -> tuple[TrainingBatch, tuple[BatchRow, ...]]:
+    """Make the batch of all survivors in groups of at least `min_group_size` of them, and the origin of each row.
 
-    Rows follow the order of the groups, then the generation index. `rewards` are the scaled and shaped ones by
-    (group_id, generation_index); None takes the trajectories' own. Raises RolloutError, with the first cause, when
-    nothing is left.
+    Rows follow the order of the groups, then the generation index, then the chains of a trajectory. `rewards` are the
+    scaled and shaped ones by (group_id, generation_index); None takes the trajectories' own. Raises RolloutError with
+    the first cause when nothing is left.
     """
     trajectories: list[Trajectory] = []
     samples: list[TrainingSample] = []
-    for group_id, trajectory in iter_kept_trajectories(groups, min_group_size):
+    rows: list[BatchRow] = []
+    for group_id, trajectory in _iter_kept_trajectories(groups, min_group_size):
         reward = trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
         samples += make_training_samples(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
         trajectories.append(trajectory)
+        key = trajectory_key(trajectory)
+        rows += (BatchRow(trajectory.prompt, log, key, index) for index, log in enumerate(trajectory.chains))
     if not trajectories:
         raise RolloutError(_describe_empty_batch(groups, min_group_size))
-    return _make_batch(samples, trajectories)
+    return _make_batch(samples, trajectories), tuple(rows)
 
 
-def iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
-    """What is trained on, in the order of the batch's rows, with the group's index in the batch."""
+def _iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
+    """Yield what is trained on, in the order of the batch, with the group's index in the batch."""
     kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
     for group_id, group in enumerate(kept):
         for trajectory in sorted(group.survivors, key=lambda t: t.generation_index):

@@ -67,7 +67,7 @@ def test_a_trajectory_of_several_samples_counts_once() -> None:
 
 
 def test_failed_trajectory_is_left_out_of_baseline() -> None:
-    batch = assemble_batch([make_group([1.0, None, 3.0]), make_group([4.0, None, None])], min_group_size=1)
+    batch, _ = assemble_batch([make_group([1.0, None, 3.0]), make_group([4.0, None, None])], min_group_size=1)
     assert estimate(batch)[:, -1].tolist() == pytest.approx([-0.70711, 0.70711, 0.0], abs=1e-5)
 
 

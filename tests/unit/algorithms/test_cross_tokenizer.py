@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_rows import TeacherRenderer
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
-from nemo_rl.algorithms.distillation import BatchRow, TeacherHandle, Teachers
+from nemo_rl.algorithms.distillation import TeacherHandle, Teachers
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.token_alignment import Vocabulary
+from nemo_rl.experience.assembly import BatchRow
 from nemo_rl.interfaces import TopK
 from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Message, MessageLog, Prompt, TokenizedMessage
@@ -138,7 +139,7 @@ def target_builder(
 
 
 def row_of(log: MessageLog, task_name: str = "task") -> BatchRow:
-    return BatchRow(Prompt("prompt", task_name, (log[0].message,)), log)
+    return BatchRow(Prompt("prompt", task_name, (log[0].message,)), log, ("group", 0), 0)
 
 
 def teachers(**of_task: FixedTeacher) -> Teachers:

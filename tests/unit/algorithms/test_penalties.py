@@ -192,7 +192,7 @@ def test_advantages_of_faulty_replies_are_overwritten_and_no_others() -> None:
     )
     collected = CollectedGroups((TrajectoryGroup("g", PROMPT, (first, second)),))
     rewards = compute_train_rewards(run.config, run.penalties, collected)
-    batch = assemble_train_batch(run.config, collected, rewards)
+    batch, _ = assemble_train_batch(run.config, collected, rewards)
     estimate_advantages(run.config, run, batch)
     advantages = batch[keys.ADVANTAGES]
     assert advantages[0, :17].tolist() == [1.0] * 2 + [-5.0] * 12 + [1.0] * 3
@@ -208,7 +208,7 @@ def test_a_run_without_penalties_keeps_its_advantages() -> None:
     run = stage_run(GRPOConfig())
     collected = CollectedGroups((TrajectoryGroup("g", PROMPT, (rollout(context("a"), reply("</think>")),)),))
     rewards = compute_train_rewards(run.config, run.penalties, collected)
-    batch = assemble_train_batch(run.config, collected, rewards)
+    batch, _ = assemble_train_batch(run.config, collected, rewards)
     estimate_advantages(run.config, run, batch)
     assert batch[keys.ADVANTAGES].unique().tolist() == [1.0]
     assert rewards.faults.metrics == {}

@@ -60,7 +60,7 @@ def test_overlong_filtering_takes_the_gradient_of_truncated_trajectories_alone()
         make_trajectory(1.0, index=i, stop_reason=reason)
         for i, reason in enumerate([StopReason.DONE, StopReason.TRUNCATED, StopReason.MAX_TURNS])
     )
-    batch = assemble_batch([TrajectoryGroup("g", PROMPT, members)], min_group_size=2)
+    batch, _ = assemble_batch([TrajectoryGroup("g", PROMPT, members)], min_group_size=2)
     assert filter_overlong(batch) == 1
     assert batch[keys.SAMPLE_MASK].tolist() == [1.0, 0.0, 1.0]
     assert batch[keys.REWARD].tolist() == [1.0, 1.0, 1.0]

@@ -10,14 +10,12 @@ from tensordict import TensorDict
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantages import TeacherAdvantages, clip_advantages
 from nemo_rl.algorithms.distillation import (
-    BatchRow,
     LogprobsStage,
     TeacherHandle,
     Teachers,
     TopKStage,
-    rows_in_batch_order,
 )
-from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.experience.assembly import BatchRow, assemble_batch
 from nemo_rl.interfaces import TopK
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
 from tests.unit.algorithms.batches import make_batch
@@ -54,7 +52,7 @@ class Recording:
 
 
 def row(task_name: str) -> BatchRow:
-    return BatchRow(Prompt("p", task_name, ()), ())
+    return BatchRow(Prompt("p", task_name, ()), (), ("g", 0), 0)
 
 
 ROWS = [row("math"), row("code"), row("math")]
@@ -156,8 +154,7 @@ def trajectory(group: str, index: int, *, num_chains: int = 1) -> Trajectory:
 def test_rows_are_those_of_the_assembled_batch_also_where_a_trajectory_has_several() -> None:
     several = (trajectory("a", 1), trajectory("a", 0, num_chains=2))
     groups = [TrajectoryGroup("a", several[0].prompt, several), TrajectoryGroup("b", trajectory("b", 0).prompt, ())]
-    rows = rows_in_batch_order(groups, min_group_size=1)
-    batch = assemble_batch(groups, min_group_size=1)
+    batch, rows = assemble_batch(groups, min_group_size=1)
     assert len(rows) == len(batch) == 3
     assert [r.prompt.prompt_id for r in rows] == ["a"] * 3
 

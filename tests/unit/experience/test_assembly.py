@@ -66,7 +66,7 @@ def group(*trajectories: Trajectory) -> TrajectoryGroup:
 
 def test_message_logs_become_padded_rows() -> None:
     groups = [group(trajectory("a", 0, TWO_TURNS, score=1.0), trajectory("a", 1, score=0.0))]
-    batch = assemble_batch(groups, min_group_size=2)
+    batch, _ = assemble_batch(groups, min_group_size=2)
     assert batch[keys.TOKEN_IDS].tolist() == [[1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 0, 0]]
     assert batch[keys.TOKEN_MASK].tolist() == [[0, 0, 1, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
     torch.testing.assert_close(
@@ -78,7 +78,7 @@ def test_message_logs_become_padded_rows() -> None:
 
 
 def test_keys_shapes_and_dtypes_are_those_of_the_glossary() -> None:
-    batch = assemble_batch([group(trajectory("a", 0, score=1.0), trajectory("a", 1))], min_group_size=2)
+    batch, _ = assemble_batch([group(trajectory("a", 0, score=1.0), trajectory("a", 1))], min_group_size=2)
     expected = {
         keys.TOKEN_IDS: ((2, 4), torch.int64),
         keys.TOKEN_MASK: ((2, 4), torch.float32),
@@ -102,7 +102,8 @@ def test_order_is_groups_then_generation_index() -> None:
         group(trajectory("b", 1, score=2.0), trajectory("b", 0, score=1.0)),
         group(trajectory("a", 0, score=3.0), trajectory("a", 1, score=4.0)),
     ]
-    batch = assemble_batch(groups, min_group_size=1)
+    batch, rows = assemble_batch(groups, min_group_size=1)
+    assert [row.trajectory_key for row in rows] == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
     assert batch[keys.REWARD].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert batch[keys.GROUP_ID].tolist() == [0, 0, 1, 1]
     assert batch[keys.TRAJECTORY_ID].tolist() == [0, 1, 2, 3]
@@ -110,8 +111,8 @@ def test_order_is_groups_then_generation_index() -> None:
 
 def test_shaped_rewards_replace_the_total_but_not_the_components() -> None:
     groups = [group(trajectory("a", 0, right=1.0, format=0.5), trajectory("a", 1, right=0.0))]
-    assert assemble_batch(groups, min_group_size=2)[keys.REWARD].tolist() == [1.5, 0.0]
-    batch = assemble_batch(groups, {("a", 0): -1.0, ("a", 1): 2.0}, min_group_size=2)
+    assert assemble_batch(groups, min_group_size=2)[0][keys.REWARD].tolist() == [1.5, 0.0]
+    batch, _ = assemble_batch(groups, {("a", 0): -1.0, ("a", 1): 2.0}, min_group_size=2)
     assert batch[keys.REWARD].tolist() == [-1.0, 2.0]
     assert batch[keys.REWARD_COMPONENTS]["right"].tolist() == [1.0, 0.0]
     assert batch[keys.REWARD_COMPONENTS]["format"].tolist() == [0.5, 0.0]
@@ -124,7 +125,7 @@ def test_failures_and_groups_with_too_few_survivors_are_left_out_and_counted() -
         group(failed("c", 0), failed("c", 1)),
         group(trajectory("d", 0, score=4.0), trajectory("d", 1, score=5.0)),
     ]
-    batch = assemble_batch(groups, min_group_size=2)
+    batch, _ = assemble_batch(groups, min_group_size=2)
     assert batch[keys.REWARD].tolist() == [1.0, 2.0, 4.0, 5.0]
     assert batch[keys.GROUP_ID].tolist() == [0, 0, 1, 1]
     counts = count_assembly(groups, min_group_size=2)
@@ -143,18 +144,18 @@ def test_an_empty_batch_names_the_first_cause() -> None:
 def test_truncation_is_marked_and_running_out_of_turns_is_not() -> None:
     reasons = (StopReason.DONE, StopReason.TRUNCATED, StopReason.MAX_TURNS)
     groups = [group(*(trajectory("a", i, stop_reason=reason) for i, reason in enumerate(reasons)))]
-    assert assemble_batch(groups, min_group_size=2)[keys.TRUNCATED].tolist() == [False, True, False]
+    assert assemble_batch(groups, min_group_size=2)[0][keys.TRUNCATED].tolist() == [False, True, False]
 
 
 def test_a_trajectory_that_sampled_nothing_has_no_trained_token() -> None:
     groups = [group(trajectory("a", 0, (context(1, 2, 3),)), trajectory("a", 1, ()))]
-    batch = assemble_batch(groups, min_group_size=2)
+    batch, _ = assemble_batch(groups, min_group_size=2)
     assert batch[keys.LENGTHS].tolist() == [3, 0]
     assert not batch[keys.TOKEN_MASK].any()
 
 
 def test_the_first_token_is_never_trained() -> None:
-    batch = assemble_batch([group(trajectory("a", 0, (generated((1, -0.5), (2, -0.5)),)))], min_group_size=1)
+    batch, _ = assemble_batch([group(trajectory("a", 0, (generated((1, -0.5), (2, -0.5)),)))], min_group_size=1)
     assert batch[keys.TOKEN_MASK].tolist() == [[0, 1]]
     assert batch[keys.GENERATION_LOGPROBS].tolist() == [[0, -0.5]]
     assert batch[keys.TRAJECTORY_TOKENS].tolist() == [1]
@@ -169,7 +170,7 @@ def test_a_trajectory_yields_its_whole_log_as_one_sample() -> None:
 
 
 def test_missing_and_unknown_keys_are_named() -> None:
-    batch = assemble_batch([group(trajectory("a", 0, score=1.0))], min_group_size=1)
+    batch, _ = assemble_batch([group(trajectory("a", 0, score=1.0))], min_group_size=1)
     check_keys(batch, frozenset({keys.REWARD, keys.REWARD_COMPONENTS}))
     with pytest.raises(ValueError, match="lacks advantages, prev_logprobs"):
         check_keys(batch, frozenset({keys.ADVANTAGES, keys.PREV_LOGPROBS, keys.REWARD}))

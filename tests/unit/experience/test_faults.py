@@ -109,7 +109,7 @@ def test_no_reward_is_made_up():
 
 def test_batch_and_baselines_hold_survivors_alone():
     collected, _ = collect(max_retries=0)
-    batch = assemble_batch(collected.groups, min_group_size=2)
+    batch, _ = assemble_batch(collected.groups, min_group_size=2)
     kept = [group for group in collected.groups if len(group.survivors) >= 2]
     assert 0 < len(kept) <= NUM_PROMPTS
     assert batch.batch_size[0] == sum(len(group.survivors) for group in kept)

@@ -226,7 +226,7 @@ def test_a_masked_rollout_counts_in_the_baseline_and_has_no_gradient() -> None:
     assert [t.loss_weight for t in rollouts] == [1.0, 0.0]
     assert [t.reward for t in rollouts] == [0.0, 2.0]
     group = TrajectoryGroup("g", rollouts[0].prompt, tuple(replace(t, group_id="g") for t in rollouts))
-    batch = assemble_batch([group], min_group_size=2)
+    batch, _ = assemble_batch([group], min_group_size=2)
     assert batch[keys.SAMPLE_MASK].tolist() == [1.0, 0.0]
     assert batch[keys.REWARD].tolist() == [0.0, 2.0]
 
