@@ -43,6 +43,11 @@ class RolloutRunConfig(Section):
         raise NotImplementedError
 
     @property
+    def generation_timeout_s(self) -> float:
+        """Return the deadline of one generation request."""
+        return self.policy.generation.timeout_s
+
+    @property
     def max_rollout_turns(self) -> int:
         raise NotImplementedError
 
@@ -70,6 +75,16 @@ class TrainingRunConfig(RolloutRunConfig):
     @property
     def seed(self) -> int:
         return self.algorithm.seed
+
+    @property
+    def generation_timeout_s(self) -> float:
+        """Return the deadline of one generation request.
+
+        With background collection it may queue behind the requests of as many steps as are collected ahead.
+        """
+        background = self.algorithm.background
+        steps_ahead = background.max_trajectory_age_steps if background.enabled else 0
+        return self.policy.generation.timeout_s * (steps_ahead + 1)
 
     @property
     def max_rollout_turns(self) -> int:

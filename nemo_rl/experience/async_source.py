@@ -328,8 +328,6 @@ class AsyncSource:
             self._options.seed,
             progress=self._options.progress,
             supervision=self._get_supervision(),
-            # a request may queue in the engine behind those of as many steps as are collected ahead
-            generation_timeout_s=self._dependencies.limits.generation_timeout_s * (self._max_age + 1),
         )
         jobs = make_rollout_jobs(prompts, self._num_generations)
         trajectories = await run_training_rollouts(jobs, self._dependencies, options)

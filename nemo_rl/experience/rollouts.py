@@ -73,7 +73,6 @@ class RolloutOptions:
     seed: int  # of the run
     progress: Callable[[Trajectory], None] | None = None  # called with each finished rollout; what it raises ends all
     supervision: Supervision | None = None  # shared by concurrent calls; None: the call has its own
-    generation_timeout_s: float | None = None  # of one request; None: that of the limits
 
 
 async def run_async_multi_turn_rollout(
@@ -180,7 +179,7 @@ class _SchedulerRun:
             limits.max_total_length,
             options.sampling,
             options.seed,
-            options.generation_timeout_s or limits.generation_timeout_s,
+            limits.generation_timeout_s,
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []

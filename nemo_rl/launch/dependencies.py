@@ -75,7 +75,7 @@ async def open_gateway(
         sampling=make_sampling(config, codec.encoder.stop_token_ids),
         seed=config.seed,
         max_concurrent_calls=CALLS_PER_RUN * sum(section.max_concurrency for section in runners),
-        timeout_s=config.policy.generation.timeout_s,
+        timeout_s=config.generation_timeout_s,
     )
     manager = await GatewayManager.start(generation, codec, rules, config.gateway)
     stack.push_async_callback(manager.close)

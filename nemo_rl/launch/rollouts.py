@@ -86,7 +86,7 @@ def make_limits(config: RolloutRunConfig, *, max_retries: int | None = None) -> 
     return RolloutLimits(
         max_turns=config.max_rollout_turns,
         max_total_length=config.policy.max_total_sequence_length,
-        generation_timeout_s=config.policy.generation.timeout_s,
+        generation_timeout_s=config.generation_timeout_s,
         max_retries=config.rollout.max_retries if max_retries is None else max_retries,
         retry_backoff_s=config.rollout.retry_backoff_s,
         stall_timeout_s=config.rollout.stall_timeout_s,

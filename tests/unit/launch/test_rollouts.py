@@ -121,6 +121,12 @@ def test_a_response_without_a_limit_is_bounded_by_the_sequence(max_new_tokens: i
     assert make_sampling(config, ()).max_new_tokens == expected
 
 
+def test_request_that_queues_behind_steps_collected_ahead_has_a_deadline_for_each_of_them() -> None:
+    ahead = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 2}}
+    config = make_config(grpo=ahead, policy={"generation": {"timeout_s": 11.0}})
+    assert make_limits(config).generation_timeout_s == 33.0
+
+
 def test_limits_and_seed_are_those_of_the_configuration() -> None:
     config = make_config(
         grpo={"max_rollout_turns": 3, "seed": 5},
