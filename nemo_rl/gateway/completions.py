@@ -1,4 +1,4 @@
-"""One chat completion from a checked request to an answer: encode, sample, read, commit. Knows no HTTP."""
+"""One chat completion from a validated request to an answer: encode, sample, parse, commit. Knows no HTTP."""
 
 import asyncio
 import itertools
@@ -22,15 +22,15 @@ from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 
-MAX_CHARACTERS_PER_TOKEN = 32  # of a conversation that is encoded at all: a longer one cannot fit into the context
-MAX_LOGGED_FIELDS = 100  # names of ignored fields; what is noted more often would be a client's noise
+MAX_CHARACTERS_PER_TOKEN = 32  # a conversation with more per token of context cannot fit and is not encoded
+MAX_LOGGED_FIELDS = 100  # distinct names of ignored fields; more would be a client's noise
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRules:
-    """What all calls of a server have in common."""
+    """Settings that all calls of a server share."""
 
     model_name: str
     max_model_len: int  # tokens of prompt and response together
@@ -41,7 +41,7 @@ class CompletionRules:
 
 
 class CompletionHandler:
-    """Answers chat requests through one engine. Raises RequestError for whatever keeps one from its answer."""
+    """Answers chat requests with one engine. Raises RequestError for any request that it cannot answer."""
 
     def __init__(self, generation: Generation, codec: Codec, rules: CompletionRules) -> None:
         self.num_running = 0
@@ -54,7 +54,8 @@ class CompletionHandler:
     async def complete_in_session(self, request: ChatRequest, live: LiveSession, *, is_named: bool = False) -> Answer:
         """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
 
-        `is_named`: by the request itself, on plain /v1, where echoed tokens tell the chain and answers carry theirs.
+        `is_named`: the request names the session itself, on plain /v1, where echoed tokens identify the chain and
+        answers carry their token ids.
         """
         try:
             return await self._complete_and_commit(request, live, is_named=is_named)
@@ -80,10 +81,10 @@ class CompletionHandler:
         return answer
 
     async def complete_without_session(self, request: ChatRequest, calls: EchoedCallStore) -> Answer:
-        """Answer a call whose chain is told by the tokens on its last assistant message."""
+        """Answer a call whose chain is identified by the tokens on its last assistant message."""
         messages = self._messages(request)
-        echo, behind = _last_echo(request, messages)
-        call = self._encode_call(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, behind=behind))
+        echo, num_known = _last_echo(request, messages)
+        call = self._encode_call(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, num_known=num_known))
         seed = _derive_seed(self._rules.seed, b"without session", next(self._call_counter))
         sampling = self._sampling(request, call, self._rules.sampling)
         answer = await self._answer(
@@ -93,7 +94,7 @@ class CompletionHandler:
         return answer
 
     def next_session_seed(self) -> int:
-        """A seed for a session that was opened without one."""
+        """Return a seed for a session that was opened without one."""
         return _derive_seed(self._rules.seed, b"session", next(self._call_counter))
 
     def _messages(self, request: ChatRequest) -> tuple[Message, ...]:
@@ -106,7 +107,7 @@ class CompletionHandler:
         return messages
 
     def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
-        """The call with its tokens; whatever a template or tokenizer raises about the messages is the client's."""
+        """Return the encoded call. An error of the template or tokenizer about the messages is the client's mistake."""
         try:
             return encode()
         except UnknownEcho as error:
@@ -116,9 +117,9 @@ class CompletionHandler:
             raise RequestError(400, f"the conversation cannot be encoded: {text}", param="messages") from error
 
     async def _answer_unless_closed(
-        self, request: ChatRequest, asked: GenerationRequest, live: LiveSession, *, with_token_ids: bool
+        self, request: ChatRequest, generation_request: GenerationRequest, live: LiveSession, *, with_token_ids: bool
     ) -> Answer:
-        task = asyncio.create_task(self._answer(request, asked, with_token_ids=with_token_ids))
+        task = asyncio.create_task(self._answer(request, generation_request, with_token_ids=with_token_ids))
         live.running.add(task)
         closed = RequestError(409, "the session was closed during this call", code="session_closed")
         try:
@@ -133,18 +134,20 @@ class CompletionHandler:
             raise closed
         return answered
 
-    async def _answer(self, request: ChatRequest, asked: GenerationRequest, *, with_token_ids: bool) -> Answer:
-        completion = await self._generate(asked)
+    async def _answer(
+        self, request: ChatRequest, generation_request: GenerationRequest, *, with_token_ids: bool
+    ) -> Answer:
+        completion = await self._generate(generation_request)
         response = self._codec.read(
             completion.token_ids,
-            call_id_seed=str(asked.seed),
-            stop_strings=asked.sampling.stop_strings,
+            call_id_seed=str(generation_request.seed),
+            stop_strings=generation_request.sampling.stop_strings,
             with_tools=bool(request.tools) and request.tool_choice != "none",
         )
         return Answer(
-            completion_id=f"chatcmpl-{asked.request_id}",
+            completion_id=f"chatcmpl-{generation_request.request_id}",
             model=self._rules.model_name,
-            prompt_token_ids=asked.token_ids,
+            prompt_token_ids=generation_request.token_ids,
             completion=completion,
             response=response,
             with_token_ids=with_token_ids,
@@ -159,53 +162,60 @@ class CompletionHandler:
         stop_strings = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
         return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings)
 
-    async def _generate(self, asked: GenerationRequest) -> Completion:
-        """What the engine samples; its cancellation cancels the request in the engine."""
+    async def _generate(self, generation_request: GenerationRequest) -> Completion:
+        """Return what the engine samples; cancelling it cancels the request in the engine."""
         if self.num_running >= self._rules.max_concurrent_calls:
             raise RequestError(429, f"{self.num_running} calls are running", code="over_capacity")
         self.num_running += 1
         try:
-            result = await self._first_result(asked)
-        except Exception as error:  # an engine that raises has failed all that it was asked
-            logger.exception("the engine raised at request %s", asked.request_id)
+            result = await self._first_result(generation_request)
+        except Exception as error:  # an engine that raises has failed the request
+            logger.exception("engine raised an exception for request %s", generation_request.request_id)
             raise EngineError(f"the engine failed: {type(error).__name__}") from error
         finally:
             self.num_running -= 1
         if isinstance(result, FailedRequest):
             code = "timeout" if result.timed_out else "engine_failed"
             raise EngineError(f"the engine failed: {result.cause}", code=code)
-        if len(result.token_ids) != len(result.logprobs) or len(result.token_ids) > asked.sampling.max_new_tokens:
+        if (
+            len(result.token_ids) != len(result.logprobs)
+            or len(result.token_ids) > generation_request.sampling.max_new_tokens
+        ):
             counts = f"{len(result.token_ids)} tokens with {len(result.logprobs)} log-probs"
             raise EngineError(f"the engine returned {counts}")
         if not all(map(math.isfinite, result.logprobs)):
             raise EngineError("the engine returned log-probs that are not finite")
         return result
 
-    async def _first_result(self, asked: GenerationRequest) -> Completion | FailedRequest:
-        async with aclosing(generate_by_deadline(self._generation, [asked])) as results:
+    async def _first_result(self, generation_request: GenerationRequest) -> Completion | FailedRequest:
+        async with aclosing(generate_by_deadline(self._generation, [generation_request])) as results:
             async for result in results:
                 return result
-        return FailedRequest(asked.request_id, "it returned no result")
+        return FailedRequest(generation_request.request_id, "it returned no result")
 
     def _log_ignored_fields(self, names: Iterable[str]) -> None:
         unlogged = sorted({name[:40] for name in names} - self._logged_fields)
         if unlogged and len(self._logged_fields) < MAX_LOGGED_FIELDS:
             self._logged_fields.update(unlogged)
-            logger.info("clients' %s are ignored: the run decides how tokens are sampled", unlogged)
+            logger.info("ignoring clients' fields %s: the run decides how tokens are sampled", unlogged)
 
 
 def _last_echo(request: ChatRequest, messages: tuple[Message, ...]) -> tuple[Echo | None, int]:
-    """What the last assistant message says about its tokens, and the index behind it."""
-    behind = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
-    return (request.messages[behind - 1].echo() if behind else None), behind
+    """Return the tokens that the last assistant message echoes, and the number of messages up to and including it."""
+    num_known = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
+    return (request.messages[num_known - 1].echo() if num_known else None), num_known
 
 
 def _begin_in_session(
-    live: LiveSession, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], echo: Echo | None, behind: int
+    live: LiveSession,
+    messages: tuple[Message, ...],
+    tools: tuple[dict[str, Any], ...],
+    echo: Echo | None,
+    num_known: int,
 ) -> PendingCall:
     if echo is None:
         return live.session.begin(messages, tools)
-    return live.session.begin_from_echo(messages, tools, echo=echo, behind=behind)
+    return live.session.begin_from_echo(messages, tools, echo=echo, num_known=num_known)
 
 
 def _make_generation_request(
@@ -217,6 +227,6 @@ def _make_generation_request(
 
 
 def _derive_seed(seed: int, identity: bytes, sample_index: int) -> int:
-    """A stable 63-bit hash, equal in every process and on every machine."""
+    """Return a stable 63-bit hash, equal in every process and on every machine."""
     text = f"{seed}\x1f{sample_index}\x1f".encode() + identity
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1

@@ -1,8 +1,8 @@
-"""Calls outside of any session, found by the tokens that a client sends back.
+"""Calls outside of any session, identified by the tokens that a client sends back.
 
-NeMo Gym and others know no session: their client keeps `prompt_token_ids` and `generation_token_ids` on the assistant's
-message and sends them with the next request. They name the call; its tokens, log-probs and weight versions are taken
-from here.
+NeMo Gym and others have no sessions: their client keeps `prompt_token_ids` and `generation_token_ids` on the
+assistant's message and sends them with the next request. They identify the call; its tokens, log-probs and weight
+versions are read from this store.
 """
 
 import math
@@ -28,12 +28,13 @@ from nemo_rl.gateway.sessions import (
 from nemo_rl.types import Completion, Message
 
 MAX_DUPLICATE_CALLS = 1024  # calls that sampled the same tokens from the same prompt
+LOGPROB_TOLERANCE = 1e-6  # absolute; what a client may lose by writing a log-prob down
 
 
 class EchoedCallStore:
-    """The last `max_calls` calls of clients without a session, each kept for `ttl_s` seconds behind its last use.
+    """The last `max_calls` calls of clients without a session, each kept for `ttl_s` seconds after its last use.
 
-    Calls that sampled the same from the same prompt, as rollouts of one group do, are kept apart as twins.
+    Calls that sampled the same tokens from the same prompt, as rollouts of one group may, are kept as duplicates.
     """
 
     def __init__(self, codec: Codec, *, max_calls: int, ttl_s: float, clock: Callable[[], float]) -> None:
@@ -41,12 +42,11 @@ class EchoedCallStore:
         self._max_calls = max_calls
         self._ttl_s = ttl_s
         self._clock = clock
-        self._calls_by_echo: OrderedDict[bytes, tuple[float, list[Node]]] = (
-            OrderedDict()
-        )  # (last use, calls), oldest first
+        # Digest of an echo -> (time of the last use, its calls); oldest first.
+        self._calls_by_echo: OrderedDict[bytes, tuple[float, list[Node]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many are kept, twins counted once."""
+        """Return the number of stored calls, duplicates counted once."""
         return len(self._calls_by_echo)
 
     def begin(
@@ -55,9 +55,9 @@ class EchoedCallStore:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         echo: Echo | None,
-        behind: int = 0,
+        num_known: int = 0,
     ) -> PendingCall:
-        """The tokens to sample from: the echoed call's and those of the messages from index `behind` on.
+        """Encode a call: the echoed call's tokens, followed by those of the messages from index `num_known` on.
 
         The echo decides: the text of earlier messages is not compared. Without one, a new chain begins.
         Raises UnknownEcho, and ConfigError for messages that the chat template refuses.
@@ -65,12 +65,12 @@ class EchoedCallStore:
         request = tools_digest(tools)
         for message in messages:
             request = history_digest(request, message)
-        if echo is None or behind >= len(messages):
+        if echo is None or num_known >= len(messages):
             return start_chain(self._codec, messages, tools, request)
         nodes = self.find(echo)
         if not nodes:
             raise UnknownEcho(echo)
-        call = continue_chain(self._codec, nodes[-1], messages[behind:], tools, request)
+        call = continue_chain(self._codec, nodes[-1], messages[num_known:], tools, request)
         return start_chain(self._codec, messages, tools, request) if call is None else call
 
     def commit(self, call: PendingCall, completion: Completion, message: Message) -> None:
@@ -86,7 +86,7 @@ class EchoedCallStore:
             self._calls_by_echo.popitem(last=False)
 
     def find(self, echo: Echo) -> tuple[Node, ...]:
-        """The calls of these tokens, in the order in which they were made; none where none is kept. They are used."""
+        """Return the calls of these tokens in the order in which they were made, and renew their time to live."""
         key = echo.digest()
         if key not in self._calls_by_echo:
             return ()
@@ -96,24 +96,21 @@ class EchoedCallStore:
         return tuple(duplicates)
 
     def forget(self, echo: Echo, node: Node) -> None:
-        """Keep a call no longer: whoever reports it a second time is refused. Its twins stay."""
+        """Drop a call, so that a second report of it is refused. Its duplicates stay."""
         key = echo.digest()
         if key not in self._calls_by_echo:
             return
         used_at, duplicates = self._calls_by_echo[key]
-        left = [twin for twin in duplicates if twin is not node]
-        if left:
-            self._calls_by_echo[key] = (used_at, left)
+        others = [each for each in duplicates if each is not node]
+        if others:
+            self._calls_by_echo[key] = (used_at, others)
         else:
             del self._calls_by_echo[key]
 
     def expire(self) -> None:
-        """Forget the calls that nobody has continued for long."""
+        """Drop the calls that were not used within their time to live."""
         while self._calls_by_echo and self._clock() - next(iter(self._calls_by_echo.values()))[0] > self._ttl_s:
             self._calls_by_echo.popitem(last=False)
-
-
-LOGPROB_TOLERANCE = 1e-6  # of a log-prob: what a client may lose by writing it down
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +122,11 @@ class Claim:
 
 
 class LogprobMismatch(Exception):
-    """A client reports other log-probs than it was sent."""
+    """A client reported other log-probs than it was sent."""
 
 
 def resolve_claims(claims: Sequence[Claim], find: Callable[[Echo], Sequence[Node]]) -> tuple[Node, ...]:
-    """The recorded call of each claim. `find` gives those of an echo, several where the same was sampled twice.
+    """Return the recorded call of each claim. `find` returns the calls of an echo: several for duplicates.
 
     Raises UnknownEcho, LogprobMismatch.
     """
@@ -137,13 +134,13 @@ def resolve_claims(claims: Sequence[Claim], find: Callable[[Echo], Sequence[Node
 
 
 def build_chains(calls: Sequence[Node]) -> tuple[Chain, ...]:
-    """The histories that calls make, in their order; a call that another one continues is part of that one's."""
+    """Return the chains of calls, in their order; a call that another one continues is part of that one's chain."""
     continued = {earlier for call in calls for earlier in call.path()[:-1]}
     return tuple(build_chain(call) for call in dict.fromkeys(calls) if call not in continued)
 
 
 def _resolve_claim(claim: Claim, candidates: Sequence[Node]) -> Node:
-    """Of calls with the same tokens the one of these log-probs; of equal ones one that was continued, else the last."""
+    """Return the call with these log-probs; of several, one that was continued, else the last."""
     if not candidates:
         raise UnknownEcho(claim.echo)
     same = [node for node in candidates if _logprobs_match(claim.logprobs, node.sampled.generation_logprobs or ())]
@@ -153,7 +150,7 @@ def _resolve_claim(claim: Claim, candidates: Sequence[Node]) -> Node:
 
 
 def _logprobs_match(reported: Sequence[float], recorded: Sequence[float]) -> bool:
-    if reported == recorded:  # tuples of what went out and came back unchanged
+    if reported == recorded:  # equal tuples: the usual case, without arithmetic
         return True
     return len(reported) == len(recorded) and all(
         abs(a - b) <= LOGPROB_TOLERANCE for a, b in zip(reported, recorded, strict=True)

@@ -1,8 +1,8 @@
-"""The gateway of a run: several servers before one engine, and sessions placed on the one with the fewest.
+"""The gateway of a run: several servers for one engine; a new session goes to the server with the fewest.
 
 A session stays on its server, whose address is its base URL, and its requests carry its id, by which an engine of
-several replicas keeps them on one. Each server is the only one that counts its sessions, so a session that ends in
-whatever way, be it a failure, its time to live or a client's DELETE, is counted no more.
+several replicas keeps them on one. Sessions end in many ways (a finished rollout, a failure, their time to live, a
+client's DELETE), so each server counts its own, and nothing else keeps a copy of that count.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class SessionHandle:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSession:
-    """What an agent's run left behind."""
+    """The record of an agent's run."""
 
     chains: tuple[Chain, ...]  # what to train on, in the order of their last calls; empty where no call went well
     rewards: Mapping[str, float]  # posted for the whole run, by name; those of one chain are the chain's
@@ -50,7 +50,7 @@ class FinishedSession:
 
 
 class GatewayManager:
-    """Opens and closes sessions. Made by `start`, ended by `close`; all calls in the event loop of the engine."""
+    """Opens and closes sessions. Created by `start`, ended by `close`; all calls in the event loop of the engine."""
 
     def __init__(self, servers: Sequence[GatewayServer]) -> None:
         """Use `start`."""
@@ -60,13 +60,13 @@ class GatewayManager:
     async def start(
         cls, generation: Generation, codec: Codec, rules: CompletionRules, section: GatewayConfig
     ) -> "GatewayManager":
-        """Servers that listen when this returns, each on a free port.
+        """Start servers, each on a free port unless `gateway.port` names that of the first; they listen on return.
 
         Raises ConfigError for a section that cannot be served, OSError for an address that cannot be bound.
         """
         async with AsyncExitStack() as started:
             servers = []
-            for settings in server_settings(section, max_connections(raise_file_limit())):
+            for settings in split_settings(section, max_connections(raise_file_limit())):
                 servers.append(await GatewayServer.start(generation, codec, rules, settings))
                 started.push_async_callback(servers[-1].close)
             started.pop_all()
@@ -74,31 +74,31 @@ class GatewayManager:
 
     @property
     def num_sessions(self) -> tuple[int, ...]:
-        """Open sessions of each server."""
+        """Return the number of open sessions of each server."""
         return tuple(server.num_sessions for server in self._servers)
 
     @property
     def default_base_url(self) -> str:
-        """Where clients without an address of their own call: the first server, ends in /v1."""
+        """Return the base URL for clients without a session's address: the first server, ends in /v1."""
         return f"{self._servers[0].base_url}/v1"
 
     @property
     def api_key(self) -> str:
-        """What such a client needs there."""
+        """Return the API key for `default_base_url`."""
         return self._servers[0].token or PLACEHOLDER_API_KEY
 
     @property
     def num_echoed_calls(self) -> int:
-        """Calls without a session that are kept to be continued."""
+        """Return the number of stored calls without a session."""
         return sum(len(server.echoed) for server in self._servers)
 
     def open_session(
         self, *, seed: int, sampling: SamplingParams | None = None, server: int | None = None
     ) -> SessionHandle:
-        """A session on the server with the fewest, or on one of them; raises RequestError 429 when that is full.
+        """Open a session on `server`, or on the one with the fewest; raises RequestError 429 when that is full.
 
-        `sampling` takes the place of the run's for all calls of this session. Clients that name their session in their
-        requests reach those of server 0 alone: `default_base_url`.
+        `sampling` replaces the run's for all calls of this session. Clients that name their session in their requests
+        reach only those of server 0: `default_base_url`.
         """
         index = server if server is not None else min(range(len(self._servers)), key=self.num_sessions.__getitem__)
         return self._open_on(index, seed, sampling)
@@ -109,7 +109,7 @@ class GatewayManager:
         return SessionHandle(session_id, server.session_url(session_id), server.token or PLACEHOLDER_API_KEY, index)
 
     async def finish(self, handle: SessionHandle) -> FinishedSession:
-        """Close a session and hand out what it holds; calls that still run are cancelled and leave no trace.
+        """Close a session and return its record; calls that still run are cancelled and leave no trace.
 
         Raises RequestError 404 or 409 for one that has ended already, by its time to live for instance.
         """
@@ -117,9 +117,9 @@ class GatewayManager:
         return FinishedSession(session.chains(), dict(session.rewards), session.last_failure)
 
     async def finish_with_claims(self, handle: SessionHandle, claims: Sequence[Claim]) -> FinishedSession:
-        """As `finish`, with the chains of the calls that a client reports alone.
+        """Close a session as `finish` does, with only the chains of the calls that a client reports.
 
-        They are looked for in the session, then among the calls without one. Raises UnknownEcho and LogprobMismatch
+        They are searched in the session, then among the calls without one. Raises UnknownEcho and LogprobMismatch
         too; the session is closed then as well.
         """
         server = self._servers[handle.server]
@@ -130,7 +130,7 @@ class GatewayManager:
         return FinishedSession(build_chains(calls), dict(session.rewards), session.last_failure)
 
     async def abandon(self, handle: SessionHandle) -> None:
-        """Close a session and forget what it holds; nothing where it has ended already."""
+        """Close a session and discard its record; does nothing where it has ended already."""
         with suppress(RequestError):
             self._servers[handle.server].close_session(handle.id)
 
@@ -139,17 +139,19 @@ class GatewayManager:
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
-def server_settings(section: GatewayConfig, max_connections: int) -> tuple[ServerSettings, ...]:
-    """The settings of each server: sessions and connections are shared out, the first ones get what is left over.
+def split_settings(section: GatewayConfig, max_connections: int) -> tuple[ServerSettings, ...]:
+    """Split sessions and connections evenly over the servers; the first ones get the remainder.
 
-    There are no more sessions than connections, so that every agent can hold one. Raises ConfigError for less than a
-    connection a server.
+    There are no more sessions than connections, so that every agent can hold one. Raises ConfigError for fewer
+    connections than servers.
     """
     if max_connections < section.num_servers:
         raise ConfigError("gateway.num_servers", section.num_servers, f"the open files allow {max_connections} servers")
     max_sessions = min(section.max_sessions, max_connections)
     if max_sessions < section.max_sessions:
-        logger.info("at most %d sessions at once, not %d: open files are few", max_sessions, section.max_sessions)
+        logger.info(
+            "limiting sessions to %d instead of %d: the limit on open files is low", max_sessions, section.max_sessions
+        )
     sessions, connections = (_split_evenly(total, section.num_servers) for total in (max_sessions, max_connections))
     return tuple(
         ServerSettings(
@@ -166,5 +168,8 @@ def server_settings(section: GatewayConfig, max_connections: int) -> tuple[Serve
 
 
 def _split_evenly(total: int, num_servers: int) -> list[int]:
-    """Example: 5 over 3 servers are [2, 2, 1]; then a server that is full and has the fewest means that all are."""
+    """Split a number; the server with the fewest sessions is then full only when all are.
+
+    Example: 5 over 3 servers is [2, 2, 1].
+    """
     return [total // num_servers + (i < total % num_servers) for i in range(num_servers)]

@@ -1,4 +1,4 @@
-"""Which sessions are alive: opened, looked up, closed, expired. No I/O; the clock is handed in."""
+"""Registry of live sessions: opened, looked up, closed, expired. No I/O; the clock is passed in."""
 
 import asyncio
 import secrets
@@ -11,13 +11,13 @@ from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.sessions import PendingCall, Session
 from nemo_rl.types import SamplingParams
 
-ID_BYTES = 24  # of randomness in a session's id, which is all that protects it
+ID_BYTES = 24  # randomness of a session's id, its only protection
 MAX_REMEMBERED_CLOSED = 10_000
 
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session with what is going on in it."""
+    """A session with its running calls."""
 
     session_id: str
     session: Session
@@ -25,23 +25,23 @@ class LiveSession:
     last_used_at: float
     sampling: SamplingParams | None = None  # of its calls; None: the run's
     is_closed: bool = False
-    running: set[asyncio.Task[object]] = field(default_factory=set)  # generations under way
+    running: set[asyncio.Task[object]] = field(default_factory=set)  # generations in flight
     _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
 
     def acquire_sample_index(self, call: PendingCall) -> int:
-        """The call's place among those that ask the same from the same point, counted from 0, for its seed."""
+        """Return the call's index among those with the same request and parent, from 0; its seed depends on it."""
         taken = self._sample_indices.setdefault((id(call.parent), call.request), set())
         sample_index = next(i for i in range(len(taken) + 1) if i not in taken)
         taken.add(sample_index)
         return sample_index
 
     def release_sample_index(self, call: PendingCall, sample_index: int) -> None:
-        """The call failed: whoever retries it draws what it would have drawn."""
+        """Free the index of a failed call, so that its retry samples what it would have sampled."""
         self._sample_indices[id(call.parent), call.request].discard(sample_index)
 
 
 class SessionRegistry:
-    """The sessions of one server. An id is answered with 404 if it never was or is long forgotten, 409 if closed."""
+    """The sessions of one server. An id is answered with 404 if it is unknown or long forgotten, 409 if closed."""
 
     def __init__(self, codec: Codec, *, max_sessions: int, ttl_s: float, clock: Callable[[], float]) -> None:
         self._codec = codec
@@ -55,7 +55,7 @@ class SessionRegistry:
         return len(self._live)
 
     def open(self, *, seed: int, sampling: SamplingParams | None = None) -> LiveSession:
-        """A new session under an id that cannot be guessed; raises RequestError 429 when there are too many."""
+        """Open a session under an id that cannot be guessed; raises RequestError 429 when there are too many."""
         self.expire()
         if len(self._live) >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open", code="too_many_sessions")
@@ -65,7 +65,7 @@ class SessionRegistry:
         return live
 
     def get(self, session_id: str) -> LiveSession:
-        """The live session of that id, used now; raises RequestError 404 or 409."""
+        """Return the live session of that id and renew its time to live; raises RequestError 404 or 409."""
         if session_id in self._closed:
             raise RequestError(409, "this session is closed", code="session_closed")
         if session_id not in self._live:
@@ -76,7 +76,7 @@ class SessionRegistry:
         return live
 
     def close(self, session_id: str) -> Session:
-        """End a session and what runs in it; the caller reads its chains. Raises RequestError 404 or 409."""
+        """Close a session, cancel its running calls and return it. Raises RequestError 404 or 409."""
         live = self.get(session_id)
         del self._live[session_id]
         live.is_closed = True
@@ -88,7 +88,7 @@ class SessionRegistry:
         return live.session
 
     def expire(self) -> list[str]:
-        """Close the sessions that nobody has used for long and in which nothing runs; returns their ids."""
+        """Close the sessions that are past their time to live and have no running call; return their ids."""
         cutoff = self._clock() - self._ttl_s
         idle = [live.session_id for live in self._live.values() if live.last_used_at < cutoff and not live.running]
         for session_id in idle:
@@ -96,6 +96,6 @@ class SessionRegistry:
         return idle
 
     def close_all(self) -> None:
-        """End everything."""
+        """Close all sessions."""
         for session_id in tuple(self._live):
             self.close(session_id)

@@ -1,4 +1,4 @@
-"""Results as OpenAI clients read them: the completion object, the same as server-sent events, a session's chains."""
+"""Response bodies: a completion object, the same as server-sent events, and a session's chains."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from nemo_rl.types import Completion
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A call that went well."""
+    """A completed call."""
 
     completion_id: str
     model: str
@@ -36,7 +36,7 @@ class Answer:
 
 
 def completion_body(answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
-    """A `chat.completion` object."""
+    """Return a `chat.completion` object."""
     choice = {
         "index": 0,
         "message": _message_body(answer),
@@ -47,7 +47,7 @@ def completion_body(answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
 
 
 def event_stream(answer: Answer, encoder: ChatEncoder, *, include_usage: bool) -> bytes:
-    """The completion as `chat.completion.chunk` events: the message whole, then why it ended, then [DONE]."""
+    """Return the completion as `chat.completion.chunk` events: the whole message, the finish reason, [DONE]."""
     delta = _message_body(answer)
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
@@ -65,7 +65,7 @@ def event_stream(answer: Answer, encoder: ChatEncoder, *, include_usage: bool) -
 
 
 def session_body(session_id: str, session: Session) -> dict[str, Any]:
-    """A session with its chains, token for token."""
+    """Return a session with its chains, token for token."""
     return {
         "id": session_id,
         "object": "session",
@@ -106,9 +106,8 @@ def _chain_body(chain: Chain) -> dict[str, Any]:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
-    spans: list[
-        tuple[int, int, int]
-    ] = []  # (version, start, end) of messages that an update cut, in the chain's tokens
+    # (version, start, end) in the chain's tokens, of messages during which weights were refitted
+    spans: list[tuple[int, int, int]] = []
     for each in chain.message_log:
         spans += ((span.version, len(ids) + span.start, len(ids) + span.end) for span in each.weight_spans)
         ids += each.token_ids

@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's chat completions as far as they are supported, and the bodies of our own endpoints.
+"""Request bodies: the supported part of OpenAI's chat completions, the gateway's own endpoints, and typed errors.
 
-Types are checked strictly and unknown fields kept, to be named in a note. What a policy that is being trained cannot
-honour is refused with 400; how tokens are drawn is the run's affair, so a client's sampling parameters are ignored.
+Types are checked strictly; unknown fields are kept, to be named in a log line. What a policy in training cannot honour
+is refused with 400. The run decides how tokens are sampled, so a client's sampling parameters are ignored.
 """
 
 import json
@@ -16,7 +16,7 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # other 4xx: inv
 
 
 class RequestError(Exception):
-    """An answer to one request that is not its result; concerns that request alone."""
+    """An error response to one request."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -57,12 +57,12 @@ class ContextLengthError(CallError):
         super().__init__(400, message, param="messages", code="context_length_exceeded")
 
 
-def unsupported(param: str, message: str) -> RequestError:
-    """A request for something that this server does not do, or that would change what is trained."""
+def make_unsupported_error(param: str, message: str) -> RequestError:
+    """Return the error of a request for something unsupported, or that would change what is trained."""
     return RequestError(400, message, param=param, code="unsupported")
 
 
-IGNORED_FIELDS = frozenset(  # without a word: they change nothing here
+IGNORED_FIELDS = frozenset(  # silently: they change nothing here
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "return_tokens_as_token_ids"}
 )
 REJECTED_FIELDS = frozenset(
@@ -70,12 +70,12 @@ REJECTED_FIELDS = frozenset(
     | {"prediction", "prompt_logprobs", "structured_outputs", "web_search_options"}
 )
 MAX_STOP_STRINGS = 16
-SESSION_FIELD = "nemo_rl_session"  # in `metadata`: the session of a client that cannot be given its address
+SESSION_FIELD = "nemo_rl_session"  # in `metadata`: the session of a client whose base URL is fixed
 ModelT = TypeVar("ModelT", bound="Body")
 
 
 class Body(BaseModel):
-    """A JSON object, strictly typed: no number for a text, no text for a number."""
+    """A JSON object, strictly typed: neither a number for a string nor a string for a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -105,9 +105,9 @@ class ChatMessage(Body):
     generation_token_ids: list[int] | None = None
 
     def message(self) -> Message:
-        """The message as templates see it; raises RequestError for images, audio and the old function calls."""
+        """Return the message as templates see it; raises RequestError for images, audio and legacy function calls."""
         if (self.model_extra or {}).get("function_call"):
-            raise unsupported("messages", "function_call is not supported; tool_calls are")
+            raise make_unsupported_error("messages", "function_call is not supported; tool_calls are")
         role: Role = "system" if self.role == "developer" else self.role
         calls = tuple(
             ToolCall(call.id, call.function.name, _arguments_to_json(call.function.arguments))
@@ -116,12 +116,12 @@ class ChatMessage(Body):
         return Message(role, self._text(), calls, self.tool_call_id)
 
     def echo(self) -> Echo | None:
-        """The tokens of the call that this message came from, where the client sent them back."""
+        """Return the tokens of the call that this message came from, where the client sent them back."""
         if self.role != "assistant" or self.prompt_token_ids is None or self.generation_token_ids is None:
             return None
         for ids in (self.prompt_token_ids, self.generation_token_ids):
             if ids and not 0 <= min(ids) <= max(ids) < 2**31:
-                raise RequestError(400, "token ids lie in 0..2**31", param="messages")
+                raise RequestError(400, "token ids must be in 0..2**31", param="messages")
         return Echo(tuple(self.prompt_token_ids), tuple(self.generation_token_ids))
 
     def _text(self) -> str:
@@ -129,7 +129,9 @@ class ChatMessage(Body):
             return self.content or ""
         for part in self.content:
             if part.type != "text" or part.text is None:
-                raise unsupported("messages", f"content of type {part.type!r} is not supported: this policy reads text")
+                raise make_unsupported_error(
+                    "messages", f"content of type {part.type!r} is not supported: this policy reads text"
+                )
         return "\n".join(part.text or "" for part in self.content)
 
 
@@ -171,43 +173,47 @@ class ChatRequest(Body):
     return_token_ids: bool | None = None  # vLLM's: the response's tokens and those of its prompt
 
     def reject_unsupported(self) -> None:
-        """Raise RequestError for what would need another policy, or another way to draw tokens."""
+        """Raise RequestError for fields that would need another policy or another way to sample."""
         if self.n not in (None, 1):
-            raise unsupported("n", "n must be 1; send the request n times")
+            raise make_unsupported_error("n", "n must be 1; send the request n times")
         if self.tool_choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", "tool_choice must be 'auto' or 'none': the policy decides what it samples")
+            raise make_unsupported_error(
+                "tool_choice", "tool_choice must be 'auto' or 'none': the policy decides what it samples"
+            )
         if self.top_logprobs:
-            raise unsupported("top_logprobs", "top_logprobs is not supported; logprobs is")
+            raise make_unsupported_error("top_logprobs", "top_logprobs is not supported; logprobs is")
         if self.response_format is not None and self.response_format.type != "text":
-            raise unsupported("response_format", "response_format must be 'text': the policy decides what it samples")
+            raise make_unsupported_error(
+                "response_format", "response_format must be 'text': the policy decides what it samples"
+            )
         if self.modalities not in (None, ["text"]):
-            raise unsupported("modalities", "modalities must be ['text']")
+            raise make_unsupported_error("modalities", "modalities must be ['text']")
         if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} texts, none of them empty", param="stop")
+            raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} non-empty strings", param="stop")
         for name in sorted(REJECTED_FIELDS & self.extra.keys()):
-            raise unsupported(name, f"{name} is not supported by this server")
+            raise make_unsupported_error(name, f"{name} is not supported by this server")
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Fields beyond the schema that carry something."""
+        """Return the fields beyond the schema that have a value."""
         return {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {})}
 
     @property
     def ignored_fields(self) -> frozenset[str]:
-        """Fields that are ignored and that the client may wonder about: sampling parameters, unknown names."""
+        """Return ignored fields that are worth a log line: sampling parameters, unknown names."""
         names = self.extra.keys() - IGNORED_FIELDS - REJECTED_FIELDS
         return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
 
     @property
     def session_id(self) -> str | None:
-        """The session that the request names itself."""
+        """Return the session that the request itself names."""
         metadata = (self.model_extra or {}).get("metadata")
         named = metadata.get(SESSION_FIELD) if isinstance(metadata, dict) else None
         return named if isinstance(named, str) else None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Not for clients that read tokens as ids: on plain /v1 their messages carry ids and log-probs already."""
+        """Return whether to add `logprobs`: clients that read token ids find log-probs on the message already."""
         return bool(self.logprobs) and not self.extra.get("return_tokens_as_token_ids")
 
     @property
@@ -219,7 +225,7 @@ class ChatRequest(Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def tool_schemas(self) -> tuple[dict[str, Any], ...]:
-        """The tools as the client wrote them, for the template."""
+        """Return the tools as the client wrote them, for the template."""
         return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
 
 
@@ -231,7 +237,7 @@ class RewardRequest(Body):
     completion_id: str | None = None  # the `id` of a completion: for the chains through that call alone
 
     def named(self) -> dict[str, float]:
-        """The rewards by name; a single one is called "reward"."""
+        """Return the rewards by name; a single one is called "reward"."""
         if (self.reward is None) == (self.rewards is None):
             raise RequestError(400, "give either reward or rewards", param="reward")
         return {"reward": float(self.reward)} if self.reward is not None else dict(self.rewards or {})
@@ -240,11 +246,13 @@ class RewardRequest(Body):
 class SessionRequest(Body):
     """The body of POST /sessions; may be empty."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # of what is sampled in it; None: from the run's seed
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = (
+        None  # of the session's samples; None: derived from the run's seed
+    )
 
 
 def parse_body(model: type[ModelT], body: bytes) -> ModelT:
-    """The request; raises RequestError that names the first field that is wrong."""
+    """Return the validated body; raises RequestError that names the first wrong field."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

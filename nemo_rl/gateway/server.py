@@ -1,15 +1,15 @@
-"""The gateway as an HTTP server on aiohttp: routes, limits and errors; what a call does is in completions.py.
+"""The gateway as an HTTP server on aiohttp: routes, limits and errors; completions.py answers a call.
 
     POST   /sessions                            {"seed"?} -> {"id", "base_url"}
     POST   /sessions/{id}/v1/chat/completions   OpenAI's chat completions, as part of the session
     POST   /sessions/{id}/reward                {"reward"} or {"rewards": {name: number}}, "completion_id"?
     GET    /sessions/{id}                       its chains, token for token
     DELETE /sessions/{id}                       the same, and the session is closed
-    POST   /v1/chat/completions                 the chain is told by echoed token ids, the session by `metadata`
+    POST   /v1/chat/completions                 echoed token ids identify the chain, `metadata` the session
     GET    /v1/models, /sessions/{id}/v1/models
     GET    /health
 
-A client that goes away cancels its generation. Nobody but this machine is listened to by default; a session's id is its
+A client that disconnects cancels its generation. The server binds to localhost by default, where a session's id is its
 secret. Bound elsewhere, every request but /health needs the server's token as its API key.
 """
 
@@ -43,8 +43,10 @@ BACKLOG = 1024  # connections that wait to be accepted
 
 
 async def accept(server: web.Server, listener: socket.socket, *, max_connections: int) -> asyncio.Server:
-    """Serve what connects to `listener`. What comes beyond `max_connections` is hung up on, for clients to try again;
-    without a limit the process would run out of files, wherever it opens the next one."""
+    """Serve connections to `listener`, and close those beyond `max_connections` at once, for clients to retry.
+
+    Without the limit the process would run out of file descriptors, wherever it opens the next file.
+    """
 
     def protocol() -> asyncio.BaseProtocol:
         return _ConnectionRejector() if len(server.connections) >= max_connections else server()
@@ -54,7 +56,7 @@ async def accept(server: web.Server, listener: socket.socket, *, max_connections
 
 class _ConnectionRejector(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        logger.warning("hung up on %s: too many connections", transport.get_extra_info("peername"))
+        logger.warning("closed connection from %s: too many connections", transport.get_extra_info("peername"))
         transport.close()
 
 
@@ -64,7 +66,7 @@ SHUTDOWN_S = 1.0  # for calls without a session that still run when the server i
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Where a server listens, and what it bears."""
+    """Address and limits of a server."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
@@ -73,13 +75,13 @@ class ServerSettings:
     max_sessions: int = 4096
     max_connections: int = 4096
     max_echoed_calls: int = 65_536  # kept for clients without a session
-    ttl_s: float = 3600.0  # until what nobody uses is forgotten
+    ttl_s: float = 3600.0  # of unused sessions and calls
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0  # for a request's body to arrive
 
 
 class GatewayServer:
-    """Serves one engine to agents. Made by `start`, ended by `close`, both in the event loop of the engine."""
+    """Serves one engine to agents. Created by `start`, ended by `close`, both in the event loop of the engine."""
 
     def __init__(
         self, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
@@ -104,14 +106,14 @@ class GatewayServer:
     async def start(
         cls, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
     ) -> "GatewayServer":
-        """A server that listens when this returns; raises OSError for an address that cannot be bound."""
+        """Start a server, which listens on return; raises OSError for an address that cannot be bound."""
         server = cls(generation, codec, rules, settings)
         await server._listen()
         return server
 
     @property
     def base_url(self) -> str:
-        """The server's root; an OpenAI client takes it with /v1 behind it."""
+        """Return the server's root; an OpenAI client's base URL is this followed by /v1."""
         host = self._settings.advertised_host or self._settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -120,23 +122,23 @@ class GatewayServer:
         return len(self._sessions)
 
     def open_session(self, *, seed: int | None = None, sampling: SamplingParams | None = None) -> str:
-        """The id of a new session; raises RequestError 429 when too many are open.
+        """Open a session and return its id; raises RequestError 429 when too many are open.
 
-        `sampling` takes the place of the rules' for this session: a greedy validation beside sampled training.
+        `sampling` replaces that of the rules for this session: a greedy validation beside sampled training.
         """
         seed = self._completions.next_session_seed() if seed is None else seed
         return self._sessions.open(seed=seed, sampling=sampling).session_id
 
     def session_url(self, session_id: str) -> str:
-        """What an agent takes as OPENAI_BASE_URL."""
+        """Return the OPENAI_BASE_URL of a session's agent."""
         return f"{self.base_url}/sessions/{session_id}/v1"
 
     def close_session(self, session_id: str) -> Session:
-        """End a session, also what still runs in it, and hand out its chains; raises RequestError 404 or 409."""
+        """Close a session, cancel its running calls and return it; raises RequestError 404 or 409."""
         return self._sessions.close(session_id)
 
     async def close(self) -> None:
-        """Cancel what runs and stop listening. May be called twice."""
+        """Cancel running calls and stop listening. May be called twice."""
         self._sessions.close_all()
         if self._sweeper is not None:
             self._sweeper.cancel()

@@ -1,20 +1,20 @@
-"""One agent's run as chains of exact tokens: what was sampled, and what was encoded between. No I/O, no clock.
+"""One agent's run as chains of exact tokens: those sampled, and those encoded between them. No I/O, no clock.
 
 Every successful call adds one node below the node whose history it continues:
 
-    begin(messages, tools) -> Call      the prompt's tokens; changes nothing
-    commit(call, completion, message)   adds the node; a call that is never committed leaves no trace
+    begin(messages, tools) -> PendingCall   the prompt's tokens; changes nothing
+    commit(call, completion, message)       adds the node; a call that is never committed leaves no trace
 
 A request continues the longest history that is a prefix of its messages and ends with a sampled one; only the messages
-behind it are encoded. So
+after it are encoded. So
 
 - an append extends a chain; an edited history begins a branch; a sub-agent, a compacted history or other tools begin
   a new chain;
 - a rewritten last message is rolled back: the branch starts at the sampled message before it, and the rewritten one
-  is context in it; what was sampled in its place stays as a chain of its own;
-- the same request again (a client's retry, best of n) gives a sibling. The sibling that the agent goes on with is
-  kept; where it goes on with none, the last one is. Of siblings that read the same, the last is continued, unless the
-  ids of its tool calls say otherwise.
+  is context in it; what had been sampled there stays as a chain of its own;
+- the same request again (a client's retry, best of n) gives a sibling. The sibling that the agent continues is kept;
+  where it continues none, the last one is. Of siblings with the same text, the last is continued, unless the ids of
+  its tool calls identify another.
 """
 
 import json
@@ -34,12 +34,12 @@ DIGEST_BYTES = 16
 
 
 def tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Where the digests of a history start: a conversation with other tools is another conversation."""
+    """Return the digest of an empty history: a conversation with other tools is another conversation."""
     return _digest(b"tools", _canonical_json(list(tools)))
 
 
 def history_digest(history: bytes, message: Message) -> bytes:
-    """The digest of a history with one more message at its end."""
+    """Return the digest of a history with one more message at its end."""
     content = strip_thinking(message.content).strip() if message.role == "assistant" else message.content
     calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
     return _digest(history, _canonical_json([message.role, content, calls]))
@@ -54,7 +54,7 @@ def _canonical_json(value: object) -> str:
 
 
 def _arguments(text: str) -> str:
-    """One spelling of the value that the arguments describe; broken JSON is compared as it is."""
+    """Return the canonical JSON of a call's arguments; malformed JSON is compared as it is."""
     try:
         return _canonical_json(json.loads(text))
     except (ValueError, RecursionError):
@@ -69,7 +69,7 @@ class Echo:
     generation_token_ids: tuple[int, ...]
 
     def digest(self) -> bytes:
-        """Of both and of where one ends: the same tokens split elsewhere are another call."""
+        """Return a digest of both and of their boundary: the same tokens split elsewhere are another call."""
         prompt, generation = self.prompt_token_ids, self.generation_token_ids
         digest = blake2b(len(prompt).to_bytes(8, "little"), digest_size=16)
         digest.update(array("q", (*prompt, *generation)).tobytes())
@@ -77,7 +77,7 @@ class Echo:
 
 
 class UnknownEcho(Exception):
-    """Tokens of a call that is not, or no longer, kept here."""
+    """Echoed tokens match no stored call."""
 
     def __init__(self, echo: Echo) -> None:
         super().__init__(
@@ -100,11 +100,11 @@ class Node:
     is_continued: bool = False
 
     def message_log(self) -> MessageLog:
-        """The whole history up to and including what was sampled here."""
+        """Return the whole history up to and including the message sampled here."""
         return tuple(message for node in self.path() for message in (*node.context, node.sampled))
 
     def path(self) -> list["Node"]:
-        """The calls from the first one of its chain to this one."""
+        """Return the calls from the first one of the chain to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -115,11 +115,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A call under way."""
+    """An encoded call that is not committed yet."""
 
     prompt_token_ids: tuple[int, ...]
     parent: Node | None
-    context: MessageLog  # encoded for this call, behind the parent's history
+    context: MessageLog  # encoded for this call, after the parent's history
     request: bytes
 
 
@@ -136,7 +136,7 @@ class Chain:
 def start_chain(
     codec: Codec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
 ) -> PendingCall:
-    """The first call of a new chain. Raises ConfigError for messages that the template refuses."""
+    """Encode the first call of a new chain. Raises ConfigError for messages that the template refuses."""
     context = codec.encode_first_turn(messages, tools)
     return PendingCall(flat_token_ids(context), None, context, request)
 
@@ -144,7 +144,7 @@ def start_chain(
 def continue_chain(
     codec: Codec, node: Node, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
 ) -> PendingCall | None:
-    """The call that appends to a node's history; None where the template cannot render that."""
+    """Encode the call that appends to a node's history; None where the template cannot render that."""
     history = node.message_log()
     context = codec.encode_next_turn(history, new_messages, tools)
     if context is None:
@@ -154,7 +154,7 @@ def continue_chain(
 
 
 def complete_call(call: PendingCall, completion: Completion, message: Message) -> Node:
-    """The node that a completed call becomes."""
+    """Return the node of a completed call, and mark its parent as continued."""
     sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs, completion.weight_spans)
     if call.parent is not None:
         call.parent.is_continued = True
@@ -163,7 +163,7 @@ def complete_call(call: PendingCall, completion: Completion, message: Message) -
 
 
 def build_chain(node: Node) -> Chain:
-    """The chain that ends at a node."""
+    """Return the chain that ends at a node."""
     path = node.path()
     versions = [version for each in path for version in each.weight_versions]
     rewards = {name: reward for each in path for name, reward in each.rewards.items()}
@@ -189,7 +189,7 @@ class Session:
     """The chains of one agent's run."""
 
     def __init__(self, codec: Codec) -> None:
-        self.rewards: dict[str, float] = {}  # of the whole run, by name; posted twice: the last one counts
+        self.rewards: dict[str, float] = {}  # of the whole run, by name; the last value posted counts
         self.last_failure: CallFailure | None = None  # of the last call; None after one that was answered
         self._codec = codec
         self._calls: dict[str, Node] = {}  # by completion id, in the order of their commits
@@ -202,7 +202,7 @@ class Session:
         return len(self._calls)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PendingCall:
-        """The tokens to sample from. Raises ConfigError for messages that the chat template refuses."""
+        """Encode a call. Raises ConfigError for messages that the chat template refuses."""
         digests = [tools_digest(tools)]
         for message in messages:
             digests.append(history_digest(digests[-1], message))
@@ -216,11 +216,11 @@ class Session:
         return start_chain(self._codec, messages, tools, digests[-1])
 
     def begin_from_echo(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, echo: Echo, behind: int
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, echo: Echo, num_known: int
     ) -> PendingCall:
-        """As `begin`, but the call that is continued is named by its tokens; the messages from `behind` on are new.
+        """Encode a call that continues the one with the tokens of `echo`; messages from index `num_known` on are new.
 
-        Raises UnknownEcho too.
+        Raises UnknownEcho, and ConfigError as `begin` does.
         """
         nodes = self.find(echo)
         if not nodes:
@@ -228,16 +228,16 @@ class Session:
         request = tools_digest(tools)
         for message in messages:
             request = history_digest(request, message)
-        new = messages[behind:]
+        new = messages[num_known:]
         call = continue_chain(self._codec, nodes[-1], new, tools, request) if new else None
         return start_chain(self._codec, messages, tools, request) if call is None else call
 
     def find(self, echo: Echo) -> Sequence[Node]:
-        """The calls of these tokens, in the order in which they were made; none where none is known."""
+        """Return the calls with these tokens, in the order in which they were made."""
         return self._by_tokens.get(echo.digest(), ())
 
     def commit(self, call: PendingCall, completion: Completion, message: Message, *, completion_id: str) -> None:
-        """Keep what was sampled for a call; `message` is what the agent is told and will send back."""
+        """Store what was sampled for a call; `message` is what the agent receives and will send back."""
         node = complete_call(call, completion, message)
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
@@ -246,12 +246,15 @@ class Session:
         self.last_failure = None
 
     def reward(self, rewards: Mapping[str, float], *, completion_id: str | None = None) -> None:
-        """Rewards by name for the whole run, or for the chains through one call. Raises KeyError for an unknown one."""
+        """Store rewards by name for the whole run, or for the chains through one call.
+
+        Raises KeyError for an unknown call.
+        """
         target = self.rewards if completion_id is None else self._calls[completion_id].rewards
         target.update(rewards)
 
     def chains(self) -> tuple[Chain, ...]:
-        """What to train on, in the order of the last commits; abandoned siblings without a reward are left out."""
+        """Return the chains to train on, in the order of the last commits, without unrewarded abandoned siblings."""
         return tuple(build_chain(node) for node in self._calls.values() if self._ends_chain(node))
 
     def _ends_chain(self, node: Node) -> bool:
@@ -263,7 +266,7 @@ class Session:
 
 
 def _select_node(nodes: Sequence[Node], message: Message) -> Node:
-    """Which of several nodes that read the same a client sent back: told by the ids of its tool calls, or the last."""
+    """Return the node that a client sent back, of several with one text: by its tool calls' ids, else the last."""
     ids = {call.id for call in message.tool_calls}
     for node in nodes:
         if ids & {call.id for call in node.sampled.message.tool_calls}:

@@ -1,7 +1,7 @@
-"""`nemo-rl route`: one address before several OpenAI-compatible servers; each request goes to the least busy.
+"""`nemo-rl route`: one address for several OpenAI-compatible servers; each request goes to the least busy.
 
-It stands in a Slurm job between the collection and servers that do not spread requests themselves. What a member
-answers is passed on as it comes. A member that cannot be reached is passed over for the next one.
+In a Slurm job it runs between the collection and servers that do not balance load themselves. A member's answer is
+streamed through. A request to a member that cannot be reached goes to another one.
 """
 
 import argparse
@@ -17,13 +17,15 @@ from aiohttp import web
 from yarl import URL
 
 from nemo_rl.commands import Command, ExitCode
+from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.distributed.machine import raise_file_limit
 
 CONNECT_S = 10.0
 BACKLOG = 4096
+# RFC 9110, section 7.6.1, and the host of the next server.
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"})
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -31,20 +33,25 @@ class Router:
 
     def __init__(self, members: Sequence[str]) -> None:
         """Use `start`."""
-        self.busy = dict.fromkeys(members, 0)  # requests that each member has now
+        self._load_balancer = LoadBalancer(members)
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._client: aiohttp.ClientSession | None = None
 
     @classmethod
     async def start(cls, members: Sequence[str], *, host: str = "127.0.0.1", port: int = 0) -> "Router":
-        """A router that listens when this returns; port 0: a free one. Raises OSError where it cannot be bound."""
+        """Start a router, which listens on return; port 0: a free one. Raises OSError where it cannot be bound."""
         router = cls(members)
         await router._listen(host, port)
         return router
 
+    @property
+    def load(self) -> dict[str, int]:
+        """Return the number of requests that each member has now."""
+        return self._load_balancer.load
+
     async def close(self) -> None:
-        """Stop listening; requests under way are cancelled."""
+        """Stop listening; requests in flight are cancelled."""
         if self._runner is not None:
             await self._runner.cleanup()
         if self._client is not None:
@@ -65,24 +72,22 @@ class Router:
         await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"members": self.busy})
+        return web.json_response({"members": self.load})
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        """To the least busy member, among equals the first; to the next where it cannot be reached."""
+        """Forward to the least busy member, among equals the first; to another where it cannot be reached."""
         body = await request.read()
-        causes = []
-        for member in sorted(self.busy, key=self.busy.__getitem__):
-            self.busy[member] += 1
-            try:
-                return await self._proxy(member, request, body)
-            except aiohttp.ClientConnectorError as error:
-                log.warning("%s cannot be reached: %s", member, error)
-                causes.append(f"{member}: {error}")
-            except aiohttp.ClientError as error:  # it may have begun to answer, so that nobody else is asked
-                return _error(502, f"{member} did not answer as it should: {error}")
-            finally:
-                self.busy[member] -= 1
-        return _error(503, f"no server can be reached: {'; '.join(causes)}")
+        causes: dict[str, str] = {}
+        while len(causes) < len(self._load_balancer.members):
+            with self._load_balancer.lease(avoid=causes) as member:
+                try:
+                    return await self._proxy(member, request, body)
+                except aiohttp.ClientConnectorError as error:
+                    logger.warning("cannot reach %s: %s", member, error)
+                    causes[member] = f"{member}: {error}"
+                except aiohttp.ClientError as error:  # it may have begun to answer, so no other member is asked
+                    return _error(502, f"{member} did not answer as it should: {error}")
+        return _error(503, f"no server can be reached: {'; '.join(causes.values())}")
 
     async def _proxy(self, member: str, request: web.Request, body: bytes) -> web.StreamResponse:
         assert self._client is not None  # made before the router listens
@@ -129,7 +134,7 @@ async def _serve(parsed: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     router = await Router.start(parsed.members, host=parsed.host, port=parsed.port)
     try:
-        log.info("%s:%d stands before %s", parsed.host, router.port, ", ".join(parsed.members))
+        logger.info("routing %s:%d to %s", parsed.host, router.port, ", ".join(parsed.members))
         if parsed.address_file is not None:
             await asyncio.to_thread(_publish, parsed.address_file, f"{parsed.host} {router.port}\n")
         await ended.wait()
@@ -138,7 +143,7 @@ async def _serve(parsed: argparse.Namespace) -> None:
 
 
 def _publish(path: Path, text: str) -> None:
-    """All of it at once, for whoever waits for the file."""
+    """Write the whole file atomically, for the job script that waits for it."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.rename(path)

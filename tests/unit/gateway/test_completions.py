@@ -83,7 +83,9 @@ def test_sampling_is_the_runs_and_ignored_fields_are_noted_once(caplog):
     assert [each.sampling.top_p for each in generation.requests] == [1.0, 1.0]
     assert [each.sampling.stop_strings for each in generation.requests] == [(), ("x",)]
     notes = [record.getMessage() for record in caplog.records]
-    assert notes == ["clients' ['seed', 'temperature', 'top_p'] are ignored: the run decides how tokens are sampled"]
+    assert notes == [
+        "ignoring clients' fields ['seed', 'temperature', 'top_p']: the run decides how tokens are sampled"
+    ]
 
 
 def test_equal_calls_draw_differently_and_a_retry_draws_what_the_failed_call_would_have_drawn():

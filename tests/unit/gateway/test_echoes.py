@@ -23,9 +23,9 @@ def calls_of(clock: Clock | None = None, *, max_calls: int = 10) -> EchoedCallSt
 
 
 def asked(
-    calls: EchoedCallStore, messages: list[Message], text: str, *, echo: Echo | None = None, behind: int = 0
+    calls: EchoedCallStore, messages: list[Message], text: str, *, echo: Echo | None = None, num_known: int = 0
 ) -> Echo:
-    call = calls.begin(messages, echo=echo, behind=behind)
+    call = calls.begin(messages, echo=echo, num_known=num_known)
     ids = tokens_of("qwen3", text)
     calls.commit(call, completion_of(ids, versions=(1, 2)), Message("assistant", text))
     return Echo(call.prompt_token_ids, ids)
@@ -35,7 +35,7 @@ def test_an_echo_is_continued_whatever_the_client_made_of_the_text():
     calls = calls_of()
     first = asked(calls, [HI], "<think>so</think>\n\n4")
     messages = [Message("user", "edited"), Message("assistant", "else"), Message("user", "sure?")]
-    second = asked(calls, messages, "yes", echo=first, behind=2)
+    second = asked(calls, messages, "yes", echo=first, num_known=2)
     seen = (*first.prompt_token_ids, *first.generation_token_ids)
     assert second.prompt_token_ids[: len(seen)] == seen
     added = text_of("qwen3", second.prompt_token_ids[len(seen) :])
@@ -57,7 +57,7 @@ def test_one_call_may_be_continued_twice():
     seen = (*first.prompt_token_ids, *first.generation_token_ids)
     for question in ("one", "two"):
         messages = [HI, Message("assistant", "hello"), Message("user", question)]
-        again = asked(calls, messages, "ok", echo=first, behind=2)
+        again = asked(calls, messages, "ok", echo=first, num_known=2)
         assert again.prompt_token_ids[: len(seen)] == seen
 
 
@@ -65,7 +65,7 @@ def test_without_an_echo_a_chain_begins():
     calls = calls_of()
     asked(calls, [HI], "hello")
     messages = [HI, Message("assistant", "hello"), Message("user", "on")]
-    assert calls.begin(messages, echo=None, behind=2).parent is None
+    assert calls.begin(messages, echo=None, num_known=2).parent is None
 
 
 @pytest.mark.parametrize("change", ["prompt", "generation", "seam"])
@@ -79,7 +79,7 @@ def test_changed_tokens_are_refused(change):
         "seam": Echo(prompt[:-1], (prompt[-1], *generation)),
     }[change]
     with pytest.raises(UnknownEcho, match="the tokens were changed"):
-        calls.begin([HI, Message("assistant", "hello"), HI], echo=changed, behind=2)
+        calls.begin([HI, Message("assistant", "hello"), HI], echo=changed, num_known=2)
 
 
 def test_calls_are_forgotten_by_number_and_by_age_and_kept_by_use():

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.distributed.cluster import node_ip
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.manager import GatewayManager, SessionHandle, server_settings
+from nemo_rl.gateway.manager import GatewayManager, SessionHandle, split_settings
 from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.server import GatewayServer
 from nemo_rl.types import GenerationRequest
@@ -159,16 +159,16 @@ def test_all_sessions_that_fit_are_opened_and_then_refused():
 
 
 def test_sessions_and_connections_follow_the_open_files(caplog):
-    few = server_settings(GatewayConfig(num_servers=3, max_sessions=100), 10)
+    few = split_settings(GatewayConfig(num_servers=3, max_sessions=100), 10)
     assert [(each.max_sessions, each.max_connections) for each in few] == [(4, 4), (3, 3), (3, 3)]
-    many = server_settings(GatewayConfig(num_servers=2, max_sessions=100), 1000)
+    many = split_settings(GatewayConfig(num_servers=2, max_sessions=100), 1000)
     assert [(each.max_sessions, each.max_connections) for each in many] == [(50, 500), (50, 500)]
     with pytest.raises(ConfigError, match="the open files allow 2 servers"):
-        server_settings(GatewayConfig(num_servers=3), 2)
+        split_settings(GatewayConfig(num_servers=3), 2)
 
 
 def test_where_all_addresses_are_listened_on_agents_are_told_this_machines_and_a_token():
-    (settings,) = server_settings(GatewayConfig(host="0.0.0.0", token="secret"), 10)
+    (settings,) = split_settings(GatewayConfig(host="0.0.0.0", token="secret"), 10)
     assert (settings.advertised_host, settings.token) == (node_ip(), "secret")
 
     async def use(manager: GatewayManager) -> None:

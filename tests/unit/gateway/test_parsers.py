@@ -5,11 +5,11 @@ import pytest
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.codec import (
     ParsedCall,
+    find_reasoning_parser,
+    find_tool_parser,
     parse_hermes,
     parse_llama3_json,
     parse_think,
-    reasoning_parser,
-    tool_parser,
 )
 
 
@@ -78,8 +78,8 @@ def test_thinking_is_apart_from_the_answer(text, thinking, rest):
 
 def test_unknown_parsers_are_named_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"gateway\.tool_parser = 'hermess'.*hermes"):
-        tool_parser("hermess")
+        find_tool_parser("hermess")
     with pytest.raises(ConfigError, match=r"gateway\.reasoning_parser = 'x'.*think"):
-        reasoning_parser("x")
-    assert tool_parser(None) is None
-    assert reasoning_parser(None) is None
+        find_reasoning_parser("x")
+    assert find_tool_parser(None) is None
+    assert find_reasoning_parser(None) is None

@@ -78,7 +78,7 @@ def test_each_request_goes_to_the_member_with_the_fewest() -> None:
             release.set()
             answers = [await (await task).text() for task in asked]
             assert sorted(answers) == ["a", "a", "a", "b", "b", "b"]
-            assert set(router.busy.values()) == {0}
+            assert set(router.load.values()) == {0}
 
     asyncio.run(main())
 
