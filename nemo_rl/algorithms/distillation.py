@@ -21,19 +21,19 @@ AnswerT = TypeVar("AnswerT")
 
 
 class TeacherStage(Protocol):
-    """Adds to a batch, in place, what its loss or advantages read of the teachers."""
+    """Queries teachers and adds, in place, the keys of a batch that its loss or advantages read."""
 
     async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
-        """Metrics of the step; one of `rows` a row of the batch."""
+        """Return metrics of the step; `rows` has one item for each row of the batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherHandle:
-    """A teacher, and where it computes."""
+    """A teacher, and whether it shares the policy's device."""
 
     teacher: Teacher
-    shares_policy_device: bool  # it computes where the policy does, so that one model is there at a time
+    shares_policy_device: bool  # then one model is on the device at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Teachers:
     async def query_each(
         self, rows: Sequence[BatchRow], query: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
     ) -> list[tuple[torch.Tensor, AnswerT]]:
-        """`query(key, teacher, rows)` of every teacher that has rows: these, as [N] int64, and its answer.
+        """Query every teacher that has rows, and return for each its rows as [N] int64 and its answer.
 
-        Those on devices of their own and those that are served are asked at once; those that take turns follow each
-        other, each on the device only while it is asked.
+        Served teachers and those with their own devices are queried concurrently; those that share the policy's device
+        are queried one after the other, each loaded only meanwhile.
         """
         row_indices: dict[str, list[int]] = {}
-        for place, row in enumerate(rows):
-            row_indices.setdefault(self.key_by_task[row.prompt.task_name], []).append(place)
+        for row_index, row in enumerate(rows):
+            row_indices.setdefault(self.key_by_task[row.prompt.task_name], []).append(row_index)
         rows_by_teacher = {key: torch.tensor(own) for key, own in row_indices.items()}
 
         async def query_sequentially(some: Sequence[str]) -> list[tuple[torch.Tensor, AnswerT]]:
@@ -82,7 +82,7 @@ class TopKStage:
 
     teachers: Teachers
     k: int
-    vocab_size: int  # of the policy: a teacher's further tokens, which pad its embedding, are none
+    vocab_size: int  # of the policy: ids above it pad the teacher's embedding and are dropped
 
     async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
         async def query(key: str, teacher: Teacher, own: torch.Tensor) -> TopK:
@@ -125,12 +125,13 @@ class Distillation:
     placement: Placement
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
+        """Return the batch with the teachers' log-probs, and its metrics."""
         with timer("data_processing"):
             batch, rows = assemble_batch(collected.groups, min_group_size=self.config.min_group_size)
         with timer("teacher_logprobs"):
             async with self.placement.teacher_phase():
                 metrics = await self.teacher_stage(batch, rows)
         batch_level_metrics = batch_metrics(batch)
-        if self.config.distillation.off_policy:  # nobody scores what was recorded
+        if self.config.distillation.off_policy:  # recorded responses have no reward
             batch_level_metrics = {name: value for name, value in batch_level_metrics.items() if "reward" not in name}
         return batch, {**batch_level_metrics, **metrics, **collected.metrics}

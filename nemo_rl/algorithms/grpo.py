@@ -29,9 +29,10 @@ class GRPO:
     policy: Policy
     placement: Placement
     teacher_stage: TeacherStage | None = None  # where the advantages read teachers
-    penalties: Penalties | None = None  # of faults in replies
+    penalties: Penalties | None = None  # for faulty replies
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
+        """Return the batch with advantages, and its metrics."""
         with timer("reward_calculation"):
             rewards = compute_train_rewards(self.config, self.penalties, collected)
         with timer("data_processing"):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to stop where its state is whole, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first requests a stop where the run's state is consistent, the second stops immediately."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ ResultT = TypeVar("ResultT")
 
 
 class Interrupted(NemoRLError):
-    """The user asked the run to stop; what the guarded work had begun is abandoned."""
+    """A stop was requested; the guarded work was cancelled."""
 
 
 @contextlib.contextmanager
 def cancel_on_sigterm() -> Iterator[None]:
-    """SIGTERM cancels the current task, as Ctrl-C does under asyncio.run; for the time before `Interrupt.listen`."""
+    """Cancel the current task on SIGTERM, as asyncio.run does on Ctrl-C; for the time before `Interrupt.listen`."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -31,7 +31,7 @@ def cancel_on_sigterm() -> Iterator[None]:
 
 
 class Interrupt:
-    """A request to stop, seen by the loop between its stages and by whatever it guards.
+    """A request to stop, checked by the loop between its stages; cancels guarded work.
 
     Consumes: SIGINT and SIGTERM. Unblocks: `guard`. A second signal cancels the task that called `listen`.
     """
@@ -41,24 +41,25 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
+        """Return whether a stop was requested."""
         return self._event.is_set()
 
     def request(self) -> None:
-        """Ask for the stop, as a signal does."""
+        """Request the stop, as a signal does."""
         self._event.set()
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Take over both signals for as long as the block runs."""
+        """Handle both signals while the block runs."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
 
         def on_signal() -> None:
             if self.requested and task is not None:
-                logger.warning("stopping at once")
+                logger.warning("stopping immediately")
                 task.cancel()
             else:
-                logger.warning("stopping after what cannot be cut; once more to stop at once")
+                logger.warning("stopping after the current optimizer step; press Ctrl-C again to stop immediately")
                 self.request()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -70,7 +71,7 @@ class Interrupt:
                 loop.remove_signal_handler(number)
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The result of `work`; where a stop is asked for first, `work` is cancelled and Interrupted raised."""
+        """Return the result of `work`; cancel it and raise Interrupted where a stop is requested first."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._event.wait())
         try:

@@ -1,149 +1,44 @@
 """The loop of every algorithm that trains on rollouts.
 
-Synchronous, asynchronous and filtered training differ in `run.source`, algorithms in `run.algorithm`, not here.
+Synchronous, asynchronous and filtered training differ only in `run.source`, algorithms only in `run.algorithm`.
 """
 
 import logging
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from nemo_rl.algorithms.interrupt import Interrupted
+from nemo_rl.algorithms.report import report_step, report_validation
 from nemo_rl.algorithms.resuming import CheckpointWriter, Position, Resumable, restore
 from nemo_rl.algorithms.run import TrainingRun
-from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.errors import RolloutError
-from nemo_rl.interfaces import Logger
-from nemo_rl.observability.progress import Progress
 from nemo_rl.observability.timer import StepTimer
-from nemo_rl.types import FailureClass, Trajectory
 
 logger = logging.getLogger(__name__)
-
-POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")
-WAITING_PHASES = {
-    "generation": ("generation", "exposed_generation"),
-    "teachers": ("teacher_logprobs",),
-    "weight_sync": ("weight_sync",),
-    "checkpointing": ("checkpointing",),
-}
-SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
-
-
-def report_start(run: TrainingRun, step: int) -> None:
-    run.progress.start(step=step, total=run.num_steps)
-
-
-class ReportTarget(Protocol):
-    """Where a run shows its steps."""
-
-    @property
-    def logger(self) -> Logger: ...
-
-    @property
-    def progress(self) -> Progress: ...
-
-
-def report_step(run: ReportTarget, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
-    """Metrics of one training step under their prefixes."""
-    seconds = timer.seconds()
-    validation_s = seconds.pop("total_validation_time", 0.0)
-    performance = throughput(metrics, seconds, validation_s)
-    run.logger.log_metrics(
-        {_add_train_prefix(name): value for name, value in metrics.items() if name != "train_flops"}
-        | {f"efficiency/{name}": value for name, value in efficiency(seconds, validation_s).items()}
-        | {f"timing/train/{name}": value for name, value in seconds.items()}
-        | {f"performance/{name}": value for name, value in performance.items()},
-        step,
-    )
-    run.progress.step(step, metrics=metrics | performance, seconds=seconds)
-
-
-def _add_train_prefix(name: str) -> str:
-    """A source that collects in the background knows how the trainer waited, which is no metric of training."""
-    return name if name.startswith("efficiency/") else f"train/{name}"
-
-
-def efficiency(seconds: dict[str, float], validation_s: float) -> dict[str, float]:
-    """How much of a step the policy computed, and the seconds in which it waited, by cause."""
-    busy_s = sum(seconds.get(name, 0.0) for name in POLICY_PHASES)
-    waits = {cause: sum(seconds.get(name, 0.0) for name in names) for cause, names in WAITING_PHASES.items()}
-    waits["validation"] = validation_s
-    shares = {"training_busy_pct": 100 * busy_s / max(seconds["total_step_time"], 1e-9)}
-    return shares | {f"exposed_wait_s/{cause}": waited for cause, waited in waits.items()}
-
-
-def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_s: float) -> dict[str, float]:
-    """Rates of one step, the time of its validation left out."""
-    total = max(seconds["total_step_time"] - validation_s, 1e-9)
-    num_tokens = metrics["total_num_tokens"]
-    rates = {
-        "samples_per_sec": metrics["global_valid_seqs"] / total,
-        "tokens_per_sec": num_tokens / total,
-        "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
-    }
-    if "num_rollouts" in metrics:
-        generation_s = seconds.get("generation", total)  # in the background it goes on for the whole step
-        rates["generation_tokens_per_sec"] = _num_sampled_tokens(metrics) / max(generation_s, 1e-9)
-    if "train_flops" in metrics:  # of the whole step, from the policy
-        rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
-    return rates
-
-
-def _num_sampled_tokens(metrics: dict[str, float]) -> float:
-    """Of all rollouts that did not fail, those that are not trained on included."""
-    num_failed = sum(metrics[f"failures/{failure_class}"] for failure_class in FailureClass)
-    return metrics["mean_gen_tokens_per_sample"] * (metrics["num_rollouts"] - num_failed)
-
-
-def report_validation(run: TrainingRun, step: int, validation: ValidationResult, timer: StepTimer) -> None:
-    """Metrics of one validation, its rollouts in a file, the first of them in a table."""
-    metrics = {f"validation/{name}": value for name, value in validation.metrics.items()}
-    metrics["timing/validation/total_validation_time"] = timer.seconds()["total_validation_time"]
-    run.logger.log_metrics(metrics, step)
-    if run.validation_rollouts is not None:
-        run.validation_rollouts.write(step, validation.trajectories)
-    rows = sample_rows(validation.trajectories[: run.config.logger.num_val_samples_to_print])
-    run.logger.log_table("validation/samples", SAMPLE_COLUMNS, rows, step)
-    run.progress.validation(step, metrics=validation.metrics, columns=SAMPLE_COLUMNS, rows=rows)
-
-
-def sample_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, str, str, str]]:
-    """One row a rollout, as SAMPLE_COLUMNS; a failed one shows its cause where others have their reward."""
-    rows = []
-    for trajectory in trajectories:
-        prompt = "\n".join(message.content for message in trajectory.prompt.messages)
-        turns = [m.message for m in trajectory.message_log[len(trajectory.prompt.messages) :]]
-        response = "\n".join(f"{m.role}: {m.content}" if len(turns) > 1 else m.content for m in turns)
-        failure = trajectory.failure
-        reward = f"failed: {failure.cause}" if failure else f"{trajectory.reward:.3f}"
-        rows.append((prompt, response, reward, str(trajectory.stop_reason)))
-    return rows
 
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """What a run has reached."""
+    """Training progress of a run."""
 
-    position: Position  # always what the policy holds, so that it can be saved at any await
+    position: Position  # always the steps that the policy holds, so that a checkpoint is consistent at any await
     checkpoint_writer: CheckpointWriter
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
     validations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
-    data_exhausted: bool = False  # the data set has no prompt left
+    data_exhausted: bool = False
     interrupted: bool = False
 
 
 async def train(run: TrainingRun) -> TrainingProgress:
-    """Train until `max_num_steps`, the end of the data, or a signal; goes on from the newest checkpoint."""
+    """Train until `max_num_steps`, the end of the data, or a signal, starting from the newest checkpoint."""
     async with CheckpointWriter(run) as checkpoint_writer:
         training = TrainingProgress(await restore(run), checkpoint_writer)
-        report_start(run, training.position.step)
+        run.progress.start(step=training.position.step, total=run.num_steps)
         try:
             await _train(run, training)
         except Interrupted:
-            logger.info("rollouts under way are abandoned; their prompts are drawn again on resuming")
-        except RolloutError:  # the policy is whole: what it has learnt is not lost
+            logger.info("discarding in-flight rollouts; their prompts are re-queued on resume")
+        except RolloutError:  # the policy state is consistent: save it before re-raising
             await checkpoint_writer.begin(training.position, checkpoint_metrics(training))
             raise
         training.interrupted = run.interrupt.requested
@@ -168,7 +63,7 @@ def _should_continue(run: TrainingRun, training: TrainingProgress) -> bool:
 
 
 async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
-    """Collect, train, refit, and whatever is due after this step; `training` moves on."""
+    """Collect, train, refit, then validate and save where due; advances `training`."""
     policy, step, timer = run.policy, training.position.step, StepTimer()
     with timer("total_step_time"):
         with timer(run.generation_phase):
@@ -194,10 +89,10 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
 
 
 async def _refit(run: TrainingRun, step: int) -> bool:
-    """Bring the policy's weights to the engine and leave the device to it.
+    """Refit the engine with the policy's weights and leave the device to it; return whether that happened.
 
-    Rollouts that run in the background go on through it where asked; else they end first, and none starts meanwhile.
-    False where a stop is asked for while they end: the step that was trained is complete without it.
+    Background rollouts continue during the refit with `in_flight_weight_updates`; else they finish first, and none
+    starts meanwhile. A stop requested while they finish skips the refit: the trained step is complete without it.
     """
     await run.placement.prepare_for_refit()
     async with AsyncExitStack() as stack:
@@ -205,7 +100,7 @@ async def _refit(run: TrainingRun, step: int) -> bool:
         try:
             await run.interrupt.guard(stack.enter_async_context(hold))
         except Interrupted:
-            logger.info("the weights of step %d do not go to the engine any more", step)
+            logger.info("skipping the refit of step %d: a stop was requested", step)
             return False
         await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
     await run.placement.prepare_for_generation()
@@ -213,9 +108,9 @@ async def _refit(run: TrainingRun, step: int) -> bool:
 
 
 async def _finish(run: TrainingRun, training: TrainingProgress) -> None:
-    """What the last step does, for a data set that ended before `max_num_steps`."""
+    """Validate and save as after a last step, where the dataset ended before `max_num_steps`."""
     section = run.config.algorithm_key
-    logger.info("the data set is spent after %d steps (%s.max_num_epochs)", training.position.step, section)
+    logger.info("dataset exhausted after %d steps (%s.max_num_epochs)", training.position.step, section)
     if run.config.algorithm.val_at_end and training.position.step not in training.validations:
         await _validate(run, training, StepTimer())
     await save_if_due(run, training, StepTimer(), is_last=True)
@@ -228,7 +123,7 @@ def _should_validate(run: TrainingRun, step: int) -> bool:
 
 
 async def _validate(run: TrainingRun, training: TrainingProgress, timer: StepTimer) -> None:
-    """Without effect where there is nothing to validate on, or where a stop is asked for before the end."""
+    """Validate where there is a validation set; a stop request discards the unfinished validation."""
     if run.validator is None:
         return
     try:
@@ -236,14 +131,14 @@ async def _validate(run: TrainingRun, training: TrainingProgress, timer: StepTim
             async with run.source.hold():
                 validation = await run.interrupt.guard(run.validator.validate())
     except Interrupted:
-        logger.info("the validation after step %d is abandoned", training.position.step)
+        logger.info("discarding the validation after step %d: a stop was requested", training.position.step)
         return
     training.validations[training.position.step] = validation.metrics
     report_validation(run, training.position.step, validation, timer)
 
 
 async def save_if_due(run: Resumable, training: TrainingProgress, timer: StepTimer, *, is_last: bool) -> None:
-    """The files are written while the next step collects; at once where none follows or time runs out."""
+    """Begin a checkpoint where one is due; finish it now after the last step or past the deadline, else later."""
     store = run.checkpoints
     if store is None or not store.should_save(training.position.step, is_last=is_last):
         return
@@ -254,7 +149,7 @@ async def save_if_due(run: Resumable, training: TrainingProgress, timer: StepTim
 
 
 def checkpoint_metrics(training: TrainingProgress) -> dict[str, float]:
-    """What is known of the step that training stands at, under the names of `checkpointing.metric_name`."""
+    """Return the metrics of the current step under the names of `checkpointing.metric_name`."""
     validation_metrics = training.validations.get(training.position.step, {})
     return {f"train:{k}": v for k, v in training.metrics.items()} | {
         f"val:{k}": v for k, v in validation_metrics.items()

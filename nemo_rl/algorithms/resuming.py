@@ -1,4 +1,4 @@
-"""Saving a run where its state is whole, and going on from there."""
+"""Checkpoints of a run: what they hold, writing them while training continues, and resuming from the newest."""
 
 import asyncio
 import logging
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Where training draws from."""
+    """A source of training data whose state can be saved."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Plain values, among them `consumed_prompts` and `epoch`."""
+        """Return plain values, among them `consumed_prompts` and `epoch`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Resumable(Protocol):
-    """What a checkpoint of a run is made of."""
+    """The parts of a run that a checkpoint saves."""
 
     @property
     def config(self) -> TrainingRunConfig | SFTRunConfig: ...
@@ -58,14 +58,14 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training stands: the steps that the policy holds, and what the source has drawn for them."""
+    """Position in training: the steps that the policy holds, and the state of the source that fed them."""
 
     step: int
     source_state: Mapping[str, Any]
 
 
 async def restore(run: Resumable) -> Position:
-    """Load the newest checkpoint into the policy and the source; the start where there is none."""
+    """Load the newest checkpoint into policy and source, and return its position; step 0 where there is none."""
     latest = run.checkpoints.latest() if run.checkpoints else None
     if latest is None:
         return Position(0, run.source.state_dict())
@@ -77,9 +77,9 @@ async def restore(run: Resumable) -> Position:
 
 
 class CheckpointWriter:
-    """The checkpoints that a run writes; one may still be on its way to the disk while training goes on.
+    """Writer of a run's checkpoints; one may still be on its way to disk while training continues.
 
-    Leaving it as a context manager finishes that one, whatever ended the run, if the policy still can.
+    Leaving the context finishes a pending checkpoint, however the run ended, if the policy still can.
     """
 
     def __init__(self, run: Resumable) -> None:
@@ -87,10 +87,10 @@ class CheckpointWriter:
         self._pending: tuple[Path, TrainingInfo] | None = None
 
     async def begin(self, position: Position, metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint of `position`, which the policy must hold; returns once everything is copied.
+        """Begin a checkpoint of `position`, which the policy must hold; return once everything is copied.
 
-        Nothing without checkpointing, before step 1, and for a step that is saved already. One that is still being
-        written is finished first.
+        Does nothing without checkpointing, before step 1, and for a step that is already saved. A pending checkpoint is
+        finished first.
         """
         await self.finish()
         run, store = self._run, self._run.checkpoints
@@ -111,9 +111,9 @@ class CheckpointWriter:
         self._pending = path, info
 
     async def finish(self) -> None:
-        """Return once the checkpoint that was begun is complete under its name; at once where there is none.
+        """Return once the pending checkpoint, if any, is complete under its final name.
 
-        Raises CheckpointError when the disk fails, ConfigError for a metric that this run does not have.
+        Raises CheckpointError when writing fails, ConfigError for a metric that this run does not have.
         """
         if self._pending is None or self._run.checkpoints is None:
             return
@@ -124,6 +124,7 @@ class CheckpointWriter:
 
     @property
     def has_pending(self) -> bool:
+        """Return whether a checkpoint is begun and not finished."""
         return self._pending is not None
 
     async def __aenter__(self) -> "CheckpointWriter":
@@ -135,11 +136,11 @@ class CheckpointWriter:
         except NemoRLError as save_error:
             if error is None:
                 raise
-            logger.warning("the checkpoint that was being written is lost: %s", save_error)
+            logger.warning("lost the pending checkpoint: %s", save_error)
 
 
 def _write_source_state(path: Path, state: Mapping[str, Any]) -> None:
-    """The replay buffer, which the state refers to, in a file of its own."""
+    """Write the source's state, its replay buffer in a separate file."""
     save_state(path / DATALOADER_FILE, {key: value for key, value in state.items() if key != REPLAY_BUFFER})
     if REPLAY_BUFFER in state:
         save_state(path / REPLAY_BUFFER_FILE, buffer_state_to_dict(state[REPLAY_BUFFER]))

@@ -1,4 +1,4 @@
-"""Everything that one training run is made of; build/ makes it, loop.py uses it."""
+"""Everything that one training run is made of; launch/training.py makes it, loop.py uses it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,20 +19,20 @@ from nemo_rl.types import TrainingBatch
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Calls sleep, wake, offload and onload around generation and training; nothing where nothing is shared.
+    """Device sharing: calls sleep, wake, offload and onload around generation and training; no-ops without sharing.
 
-    A run begins with both on the device. In every step: `prepare_for_training`, train, `prepare_for_refit`, publish,
-    `prepare_for_generation`, generate.
+    A run begins with both models on the device. In every step: `prepare_for_training`, train, `prepare_for_refit`,
+    publish, `prepare_for_generation`, generate.
     """
 
     policy: Policy
     generation: Generation
     shares_device: bool
-    teachers_share_device: bool = False  # some teacher computes where the policy does
+    teachers_share_device: bool = False  # some teacher shares the policy's device
 
     @asynccontextmanager
     async def scoring(self) -> AsyncIterator[None]:
-        """The engine gives up its memory to reward models that score inside, and takes it back."""
+        """Put the engine to sleep while reward models score inside the block."""
         if self.shares_device:
             await self.generation.sleep()
         try:
@@ -43,7 +43,7 @@ class Placement:
 
     @asynccontextmanager
     async def teacher_phase(self) -> AsyncIterator[None]:
-        """`prepare_for_training` with time between: inside, neither engine nor policy is on the device."""
+        """Clear the device for teachers inside the block, then load the policy for training."""
         if self.shares_device:
             await self.generation.sleep()
         elif self.teachers_share_device:
@@ -55,38 +55,40 @@ class Placement:
                 await self.policy.onload()
 
     async def prepare_for_training(self) -> None:
-        """The engine gives up its memory, then the policy takes its place."""
+        """Put the engine to sleep, then load the policy."""
         if self.shares_device:
             await self.generation.sleep()
             await self.policy.onload()
 
     async def prepare_for_refit(self) -> None:
-        """The engine is there to take weights, which the policy still holds."""
+        """Wake the engine to receive weights, while the policy is still loaded."""
         if self.shares_device:
             await self.generation.wake()
 
     async def prepare_for_generation(self) -> None:
-        """The policy leaves the device to the engine."""
+        """Offload the policy, so that the engine has the device."""
         if self.shares_device:
             await self.policy.offload()
 
 
 class Algorithm(Protocol):
-    """What one algorithm does between rollouts and optimizer (grpo.py, distillation.py)."""
+    """The stages of one algorithm between rollouts and optimizer (grpo.py, distillation.py)."""
 
     @property
     def loss_fn(self) -> LossFn: ...
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
-        """The batch with every key that the loss reads, and metrics of it and of the rollouts.
+        """Return the batch with every key that the loss reads, and metrics of it and of the rollouts.
 
-        The device belongs to training behind it. Raises RolloutError where no rollout is left to train on.
+        Leaves the device to training. Raises RolloutError where no rollout is left to train on.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
+    """The parts of one run on rollouts."""
+
     config: TrainingRunConfig
     run_dir: Path
     num_steps: int  # at most: max_num_steps, or what the data allows
@@ -105,5 +107,5 @@ class TrainingRun:
 
     @property
     def generation_phase(self) -> str:
-        """The name of the time that the trainer waits for rollouts."""
+        """Return the timer's name for the wait for rollouts."""
         return "exposed_generation" if self.config.algorithm.background.enabled else "generation"

@@ -1,6 +1,6 @@
-"""Supervised training on conversations: the loop, and the loss on those that are held out.
+"""Supervised training on conversations: the loop, and the loss on the validation sets.
 
-Beside it stands loop.py, of training on rollouts: what both do at a step's end is there and in resuming.py.
+Shares the end of a step with loop.py, which trains on rollouts: report.py and resuming.py.
 """
 
 import logging
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
-from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, report_step, save_if_due
+from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, save_if_due
+from nemo_rl.algorithms.report import report_step
 from nemo_rl.algorithms.resuming import CheckpointWriter, Position, restore
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.sft import SFTRunConfig
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SFTRun:
-    """Everything that a supervised training is made of; build/ makes it."""
+    """Everything that a supervised run is made of; launch/sft.py makes it."""
 
     config: SFTRunConfig
     run_dir: Path
@@ -41,7 +42,7 @@ class SFTRun:
 
 
 async def train_sft(run: SFTRun) -> TrainingProgress:
-    """Train until `max_num_steps`, the end of the epochs, or a signal; goes on from the newest checkpoint."""
+    """Train until `max_num_steps`, the end of the epochs, or a signal, starting from the newest checkpoint."""
     async with CheckpointWriter(run) as checkpoint_writer:
         training = TrainingProgress(await restore(run), checkpoint_writer)
         run.progress.start(step=training.position.step, total=run.num_steps)
@@ -56,7 +57,7 @@ async def train_sft(run: SFTRun) -> TrainingProgress:
 
 
 async def train_one_step(run: SFTRun, training: TrainingProgress) -> None:
-    """One optimizer step, and whatever is due after it; `training` moves on."""
+    """Run one optimizer step, then validate and save where due; advances `training`."""
     timer = StepTimer()
     with timer("total_step_time"):
         with timer("data_processing"):
@@ -82,7 +83,7 @@ def _should_validate(run: SFTRun, step: int) -> bool:
 
 
 async def _validate(run: SFTRun, training: TrainingProgress, timer: StepTimer) -> None:
-    """Without effect where there is nothing to validate on, or where a stop is asked for before the end."""
+    """Validate where there is a validation set; a stop request discards the unfinished validation."""
     if not run.validation:
         return
     step = training.position.step
@@ -90,7 +91,7 @@ async def _validate(run: SFTRun, training: TrainingProgress, timer: StepTimer) -
         with timer("total_validation_time"):
             metrics = await validate(run)
     except Interrupted:
-        logger.info("the validation after step %d is abandoned", step)
+        logger.info("discarding the validation after step %d: a stop was requested", step)
         return
     training.validations[step] = metrics
     named = {f"validation/{name}": value for name, value in metrics.items()}
@@ -100,9 +101,9 @@ async def _validate(run: SFTRun, training: TrainingProgress, timer: StepTimer) -
 
 
 async def validate(run: SFTRun) -> dict[str, float]:
-    """The loss on the held-out conversations; of several sets each apart, and the mean over them.
+    """Return the loss on the held-out conversations; with several sets also each set's own.
 
-    Raises Interrupted between two batches when a stop is asked for.
+    Raises Interrupted between two batches when a stop is requested.
     """
     losses = {each.name: await _validation_loss(run, each) for each in run.validation}
     mean = {"loss": sum(losses.values()) / len(losses)}
@@ -110,7 +111,7 @@ async def validate(run: SFTRun) -> dict[str, float]:
 
 
 async def _validation_loss(run: SFTRun, held_out: SupervisedDataset) -> float:
-    """The cross-entropy over all learnt tokens of the first `val_batches` batches."""
+    """Return the cross-entropy over all trained tokens of the first `val_batches` batches."""
     config, total, num_tokens = run.config.sft, 0.0, 0.0
     for samples in _batches(held_out.samples, config.val_global_batch_size, config.val_batches):
         if run.interrupt.requested:

@@ -15,7 +15,7 @@ from nemo_rl.types import TrainingBatch
 
 
 def sequence_logprob_errors(batch: TrainingBatch) -> torch.Tensor:
-    """exp(mean over the sampled tokens of |lp_prev - lp_gen|) of each sample: [B]; NaN where a log-prob is."""
+    """Return exp(mean over the sampled tokens of |lp_prev - lp_gen|) of each sample: [B]; NaN where a log-prob is."""
     mask = batch[keys.TOKEN_MASK]
     error = torch.where(mask > 0, (batch[keys.PREV_LOGPROBS] - batch[keys.GENERATION_LOGPROBS]).abs(), 0.0)
     return torch.exp(error.sum(-1) / mask.sum(-1).clamp(min=1))
@@ -23,7 +23,7 @@ def sequence_logprob_errors(batch: TrainingBatch) -> torch.Tensor:
 
 @torch.no_grad()
 def mask_logprob_errors(batch: TrainingBatch, threshold: float) -> dict[str, float]:
-    """Set `sample_mask` to 0 where a sequence's error exceeds `grpo.seq_logprob_error_threshold`, or is no number.
+    """Set `sample_mask` to 0 where a sequence's error exceeds `grpo.seq_logprob_error_threshold`, or is NaN.
 
     Metrics are over the samples with a gradient: max_ and mean_seq_mult_prob_error before and
     max_seq_mult_prob_error_after_mask after it, num_masked_seqs_by_logprob_error, and masked_correct_pct, the share
@@ -46,17 +46,17 @@ def mask_logprob_errors(batch: TrainingBatch, threshold: float) -> dict[str, flo
 
 
 def _max(errors: torch.Tensor) -> float:
-    """1, no error at all, where there is no sequence."""
+    """Return the largest error; 1, no error at all, where there is no sequence."""
     return float(errors.max()) if len(errors) else 1.0
 
 
 @torch.no_grad()
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Names of docs/metrics.md without their prefix.
+    """Return the metrics of a batch, named as in docs/metrics.md without their prefix.
 
-    `reward` and `filtered_reward` are the mean raw reward of the batch's trajectories; where dynamic sampling leaves
-    groups out, the source knows the mean over all of them and puts it in place of `reward`. `shaped_reward` is what
-    the advantages are made of. Advantages are over the valid tokens; 0 where there is none.
+    `reward` and `filtered_reward` are the mean raw reward of the batch's trajectories; where dynamic sampling drops
+    groups, the source replaces `reward` by the mean over all of them. `shaped_reward` is what the advantages are
+    computed from. Advantages are over the valid tokens; 0 where there is none.
     """
     mask = batch[keys.TOKEN_MASK]  # [B, T]
     trajectories = TrajectoryIndex.of(batch)
@@ -88,7 +88,7 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RequiredLogprobs:
-    """The passes over a batch before it is trained on: only those that someone reads."""
+    """Forward passes over a batch before training: only those that something reads."""
 
     previous: bool
     reference: bool
@@ -96,7 +96,7 @@ class RequiredLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TrainRewards:
-    """The rewards to train on, and the faults that some of them were lost for."""
+    """The rewards to train on, and the faults that set some of them to 0."""
 
     by_trajectory: Mapping[TrajectoryKey, float]
     faults: StepFaults
@@ -105,7 +105,7 @@ class TrainRewards:
 def compute_train_rewards(
     config: GRPORunConfig, penalties: Penalties | None, collected: CollectedGroups
 ) -> TrainRewards:
-    """The rewards to train on: penalised, scaled and shaped where asked."""
+    """Return the rewards to train on: penalised, scaled and shaped as configured."""
     faults = StepFaults() if penalties is None else penalties.faults(collected.groups)
     rewards = transform_rewards(
         collected.groups,
@@ -119,7 +119,7 @@ def compute_train_rewards(
 def assemble_train_batch(
     config: GRPORunConfig, collected: CollectedGroups, rewards: TrainRewards
 ) -> tuple[TrainingBatch, tuple[BatchRow, ...]]:
-    """Assemble the batch; truncated rollouts lose their gradient where asked."""
+    """Return the batch and the origin of its rows; with `overlong_filtering` truncated rollouts carry no gradient."""
     batch, rows = assemble_batch(collected.groups, rewards.by_trajectory, min_group_size=config.min_group_size)
     if config.grpo.overlong_filtering:
         filter_overlong(batch)
@@ -130,6 +130,7 @@ def assemble_train_batch(
 
 
 async def add_logprobs(batch: TrainingBatch, policy: Policy, needed: RequiredLogprobs) -> None:
+    """Add the log-probs of the policy and of its reference that are needed."""
     if needed.previous:
         batch[keys.PREV_LOGPROBS] = await policy.logprobs(batch)
     if needed.reference:
@@ -137,7 +138,7 @@ async def add_logprobs(batch: TrainingBatch, policy: Policy, needed: RequiredLog
 
 
 def estimate_advantages(config: GRPORunConfig, estimator: AdvantageEstimator, batch: TrainingBatch) -> dict[str, float]:
-    """Take out sequences whose log-probs disagree, add the advantages; metrics of the batch."""
+    """Mask sequences whose log-probs disagree, add the advantages; return metrics of the batch."""
     threshold = config.grpo.seq_logprob_error_threshold
     metrics = {} if threshold is None else mask_logprob_errors(batch, threshold)
     batch[keys.ADVANTAGES] = clip_advantages(

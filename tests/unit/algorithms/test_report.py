@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.loop import SAMPLE_COLUMNS, efficiency, report_step, sample_rows, throughput, train
+from nemo_rl.algorithms.loop import train
+from nemo_rl.algorithms.report import SAMPLE_COLUMNS, efficiency, report_step, sample_rows, throughput
 from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.observability.timer import StepTimer
 from nemo_rl.types import FailureClass, Message, TokenizedMessage

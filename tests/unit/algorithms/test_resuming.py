@@ -169,4 +169,4 @@ def test_a_checkpoint_that_cannot_be_written_hides_no_other_error(
         asyncio.run(save_and_fail(run, None))
     with pytest.raises(ZeroDivisionError):
         asyncio.run(save_and_fail(run, ZeroDivisionError()))
-    assert "the checkpoint that was being written is lost: no space" in caplog.text
+    assert "lost the pending checkpoint: no space" in caplog.text
