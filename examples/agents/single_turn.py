@@ -8,12 +8,12 @@ from openai import AsyncOpenAI
 
 from nemo_rl.types import Prompt
 
-# One client for all runs: its connections are used again, and making one takes longer than the question.
+# One client for all runs: its connections are reused, and creating one takes longer than the question.
 CLIENT = AsyncOpenAI(base_url="http://unused", api_key="unused")
 
 
 async def ask(prompt: Prompt, base_url: str, api_key: str) -> None:
-    """Ask the question; nothing returned: the environment rewards the answer."""
+    """Ask the question; return nothing, since the environment rewards the answer."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
     await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Train with GRPO on environments of NeMo Gym. The same as examples/run_grpo.py, with another default recipe.
+"""Train with GRPO on environments of NeMo Gym. Same as examples/run_grpo.py, with another default recipe.
 
 uv run examples/nemo_gym/make_rows.py quickstart                   the rows of the quickstart
 uv run examples/nemo_gym/run_grpo_nemo_gym.py                      two environments on two CPU cores

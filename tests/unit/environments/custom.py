@@ -5,6 +5,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from nemo_rl.config.environment import EnvironmentConfig
+from nemo_rl.config.kinds import Entry
+from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Message
 
 
@@ -59,6 +62,34 @@ class EchoEnvironment:
 
     async def close(self) -> None:
         pass
+
+
+class ShoutConfig(EnvironmentConfig):
+    """A section of an entry's own."""
+
+    mark: str = "!"
+
+
+class Shout(EchoEnvironment):
+    """Says the message back with a mark at its end."""
+
+    def __init__(self, section: ShoutConfig) -> None:
+        super().__init__()
+        self._mark = section.mark
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[EnvStep]:
+        observations = [Message("user", conversation[-1].content + self._mark) for conversation in conversations]
+        return [EnvStep(observation=(observation,), rewards={"shout": 1.0}) for observation in observations]
+
+
+def check_shout(key: str, section: ShoutConfig, config: object) -> None:
+    if not section.mark:
+        raise ConfigError(f"{key}.mark", section.mark, "must not be empty")
+
+
+SHOUT = Entry(ShoutConfig, make=lambda name, section: Shout(section), check=check_shout)
 
 
 class BlockingStep(EchoEnvironment):

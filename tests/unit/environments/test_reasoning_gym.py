@@ -1,4 +1,4 @@
-"""reasoning_gym's verifiers behind the environment."""
+"""Scores of reasoning_gym's verifiers through the environment."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names and dotted paths, and the shapes of environments behind them."""
+"""Environments by name and by dotted path: entries, classes, NeMo-RL classes and functions."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -88,6 +88,18 @@ def test_nemo_rl_environment_with_several_rewards() -> None:
     (step,) = step_once("guess", entry, ["7"], [{}])
     assert isinstance(step, EnvStep)
     assert step.rewards == {"reward1": 1.0, "reward2": 0.5}
+
+
+def test_entry_by_dotted_path_brings_section_check_and_factory() -> None:
+    entry = {"type": f"{CUSTOM}:SHOUT", "mark": "?"}
+    (step,) = step_once("shout", entry, ["hello"], [{}])
+    assert isinstance(step, EnvStep)
+    assert step.observation == (Message("user", "hello?"),)
+    section = ENVIRONMENTS.read({**entry, "mark": ""}, "shout", key="env.shout")
+    found = ENVIRONMENTS.entry(section.type, key="env.shout.type")
+    assert found.check is not None
+    with pytest.raises(ConfigError, match="must not be empty"):
+        found.check("env.shout", section, None)
 
 
 def test_registered_name_is_found() -> None:

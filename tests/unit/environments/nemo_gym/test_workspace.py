@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl.environments.nemo_gym import workspace as python_env
+from nemo_rl.environments.nemo_gym import workspace
 from nemo_rl.environments.nemo_gym.workspace import (
     POLICY_MODEL_CONFIG,
     GymPython,
@@ -86,33 +86,33 @@ def test_a_server_of_the_users_own_goes_before_gyms(site_packages: Path) -> None
     assert collect_requirements(configs, site_packages) == ["sympy", "tiktoken"]
 
 
-def test_the_folder_has_keys_nobody_else_may_read_and_an_environment_a_server(site_packages: Path) -> None:
+def test_the_directory_has_keys_nobody_else_may_read_and_an_environment_a_server(site_packages: Path) -> None:
     Path("env.yaml").write_text("judge_key: secret\npolicy_model_name: mine\n")
     Path("resources_servers/own").mkdir(parents=True)
     prefix = site_packages.parent / "environment"
     prefix.mkdir()
-    folder = site_packages.parent / "run" / "nemo_gym"
+    directory = site_packages.parent / "run" / "nemo_gym"
     python = GymPython(prefix / "bin" / "python", (3, 12), prefix, site_packages)
-    for _ in range(2):  # a resumed run finds its folder
-        write_workspace(folder, python, {"policy_model_name": "policy", "config_paths": [MATH]})
-    written = OmegaConf.load(folder / "env.yaml")
+    for _ in range(2):  # a resumed run finds its directory
+        write_workspace(directory, python, {"policy_model_name": "policy", "config_paths": [MATH]})
+    written = OmegaConf.load(directory / "env.yaml")
     assert (written.judge_key, written.policy_model_name, written.skip_venv_if_present) == ("secret", "policy", True)
-    assert stat.S_IMODE((folder / "env.yaml").stat().st_mode) == 0o600
+    assert stat.S_IMODE((directory / "env.yaml").stat().st_mode) == 0o600
     for server in ("resources_servers/math", "resources_servers/own", "responses_api_models/vllm_model"):
         assert (Path(written.uv_venv_dir) / server / ".venv").resolve() == prefix
-    assert (folder / "resources_servers" / "own").is_dir()
+    assert (directory / "resources_servers" / "own").is_dir()
 
 
 @pytest.fixture
-def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder with programs beside the system's; nothing is cached, and pyenv has nothing."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only directory with programs beside the system's; nothing is cached, and pyenv has nothing."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(python_env.sys, "executable", str(tmp_path / "no" / "python"))  # nor a uv beside it
-    return folder
+    monkeypatch.setattr(workspace.sys, "executable", str(tmp_path / "no" / "python"))  # nor a uv beside it
+    return directory
 
 
 def test_a_python_by_path_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -135,61 +135,61 @@ def test_a_python_that_will_not_do_is_named(tmp_path: Path) -> None:
         assert (error.value.key, error.value.value) == ("env.gym.python", path)
 
 
-def test_an_environment_is_made_once_by_many_at_once(bin_folder: Path, tmp_path: Path) -> None:
-    log = fake_uv(bin_folder)
+def test_an_environment_is_made_once_by_many_at_once(bin_directory: Path, tmp_path: Path) -> None:
+    log = fake_uv(bin_directory)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: resolve_gym_python(None), range(4)))
-    folder = tmp_path / "cache" / "nemo_gym" / "0.4.0"
-    assert {each.prefix for each in found} == {folder}
+    directory = tmp_path / "cache" / "nemo_gym" / "0.4.0"
+    assert {each.prefix for each in found} == {directory}
     commands = [line.split() for line in log.read_text().splitlines()]
     assert [command[0] for command in commands] == ["venv", "pip"]
     assert "--relocatable" in commands[0]
     assert commands[1][-4:-1] == ["--exclude-newer", "2026-11-15T00:00:00Z", "-r"]
     assert Path(commands[1][-1]).read_text() == "nemo-gym==0.4.0\n"
-    assert not folder.with_name("0.4.0.making").exists()
+    assert not directory.with_name("0.4.0.making").exists()
 
 
-def test_each_set_of_requirements_has_an_environment_of_its_own(bin_folder: Path) -> None:
-    log = fake_uv(bin_folder)
+def test_each_set_of_requirements_has_an_environment_of_its_own(bin_directory: Path) -> None:
+    log = fake_uv(bin_directory)
     plain, math = resolve_gym_python(None), resolve_gym_python(None, ["sympy", "math-verify"])
     assert resolve_gym_python(None, ["math-verify", "sympy", "sympy"]).prefix == math.prefix != plain.prefix
     assert len(log.read_text().splitlines()) == 4
     assert math.prefix.with_name(math.prefix.name + ".txt").read_text() == "nemo-gym==0.4.0\nmath-verify\nsympy\n"
 
 
-def test_a_failed_installation_leaves_no_environment_and_says_why(bin_folder: Path, tmp_path: Path) -> None:
-    fake_uv(bin_folder, fails=True)
+def test_a_failed_installation_leaves_no_environment_and_says_why(bin_directory: Path, tmp_path: Path) -> None:
+    fake_uv(bin_directory, fails=True)
     with pytest.raises(ConfigError, match="no such package; nobody has it") as error:
         resolve_gym_python(None, key="env.gym.python")
     assert error.value.key == "env.gym.python"
     assert not (tmp_path / "cache" / "nemo_gym" / "0.4.0").exists()
-    fake_uv(bin_folder)
+    fake_uv(bin_directory)
     assert resolve_gym_python(None).version == (3, 12)
 
 
-def test_an_environment_that_has_lost_its_python_is_made_again(bin_folder: Path) -> None:
-    log = fake_uv(bin_folder)
+def test_an_environment_that_has_lost_its_python_is_made_again(bin_directory: Path) -> None:
+    log = fake_uv(bin_directory)
     python = resolve_gym_python(None).python
     python.unlink()
     assert resolve_gym_python(None).python == python
     assert len(log.read_text().splitlines()) == 4
 
 
-def test_without_uv_the_key_is_named(bin_folder: Path) -> None:
+def test_without_uv_the_key_is_named(bin_directory: Path) -> None:
     with pytest.raises(ConfigError, match="needs uv on PATH") as error:
         resolve_gym_python(None)
     assert error.value.key == "env.nemo_gym.python"
 
 
-def test_pythons_of_path_and_pyenv_are_found_if_new_enough(bin_folder: Path, tmp_path: Path) -> None:
+def test_pythons_of_path_and_pyenv_are_found_if_new_enough(bin_directory: Path, tmp_path: Path) -> None:
     for prefix, minor, link in (("a", 12, "python3.12"), ("b", 11, "python3.13")):
-        (bin_folder / link).symlink_to(fake_environment(tmp_path / prefix, minor=minor))
+        (bin_directory / link).symlink_to(fake_environment(tmp_path / prefix, minor=minor))
     in_pyenv = fake_environment(tmp_path / "pyenv" / "versions" / "3.12.1")
     fake_environment(tmp_path / "pyenv" / "versions" / "3.11.7", minor=11)
     found = list(base_interpreters())
-    assert found[0] == str(bin_folder / "python3.12")
+    assert found[0] == str(bin_directory / "python3.12")
     assert found[-1] == str(in_pyenv)
-    assert str(bin_folder / "python3.13") not in found
+    assert str(bin_directory / "python3.13") not in found
 
 
 def test_nothing_of_gym_is_needed_to_import_ours() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.config.environment import BatchingConfig, ScorerConfig
+from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import SCORERS
 from nemo_rl.environments.scorers.registry import BatchedScorer, CheckedScorer, make_scorer
 from nemo_rl.errors import ConfigError
@@ -57,6 +58,17 @@ def test_a_rule_runs_in_a_process_whose_end_fails_one_request() -> None:
     assert crashed.failure_class is FailureClass.REWARD
     assert isinstance(raised, Failure)
     assert "no such answer" in raised.cause
+
+
+class BonusConfig(ScorerConfig):
+    bonus: float
+
+
+BONUS = Entry(BonusConfig, make=lambda name, section: Constant(section.bonus))
+
+
+def test_an_entry_by_its_path_has_a_section_of_its_own() -> None:
+    assert scores_of({"type": f"{HERE}:BONUS", "bonus": 3.0}, ["a"]) == [3.0]
 
 
 def test_a_class_by_its_path_is_a_scorer() -> None:
