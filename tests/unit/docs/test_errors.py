@@ -100,7 +100,7 @@ NEED_MORE = {
     "data.md": {
         "data.train.data_path",
         "data.train.dataset_name",
-        "task",
+        "data.train.task",
         "data.disjoint",
         "data.max_input_seq_length",
         "policy.tokenizer.chat_template",
@@ -194,7 +194,7 @@ def test_the_docstring_of_errors_is_the_tree_of_errors() -> None:
 
 def test_exit_codes_of_the_page_are_those_of_the_code() -> None:
     (table,) = (table for table in tables(ROOT / "docs" / "configuration.md") if table.head[0] == "exit code")
-    assert [tuple(row) for row in table.rows] == [(str(int(code)), code.meaning) for code in ExitCode]
+    assert table.rows == tuple((str(int(code)), code.meaning) for code in ExitCode)
 
 
 def test_the_layers_of_the_page_are_those_of_the_import_contract() -> None:

@@ -28,8 +28,6 @@ SCHEMAS = (
     EvalRunConfig,
     SubmitRunConfig,
 )
-KINDS = [kind for kind in vars(registries).values() if isinstance(kind, Kind)]
-BUILT_IN = {name: kind.section(name) for kind in KINDS for name in kind.built_in}  # imported, so that they are known
 REQUIRED = object()
 UNKNOWN = object()  # the value of a section that a mapping or a list may hold
 
@@ -138,6 +136,14 @@ def equals(written: str, default: Any) -> bool:
 
 
 # ---- the tests ----
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _entries_are_imported() -> None:
+    """Import every built-in entry, so that its section is known as a subclass of its kind's base."""
+    for kind in (kind for kind in vars(registries).values() if isinstance(kind, Kind)):
+        for name in kind.built_in:
+            kind.section(name, key=kind.noun)
 
 
 @pytest.mark.parametrize("table", KEY_TABLES, ids=lambda table: f"{table.page}: {table.head[0]}")
