@@ -4,6 +4,7 @@ Imports no torch, since a configuration imports it; the estimators themselves ar
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field
@@ -167,8 +168,10 @@ def adapt_estimator(key: str, path: str, target: Any) -> Entry[CustomEstimatorCo
     if not callable(target):
         raise ConfigError(key, path, "must name a class, or a function, that makes an interfaces.AdvantageEstimator")
 
+    factory: Callable[..., AdvantageEstimator] = target
+
     def make(section: CustomEstimatorConfig, loss: LossConfig | None) -> AdvantageEstimator:
-        return target(**section.kwargs)
+        return factory(**section.kwargs)
 
     def check(section_key: str, section: CustomEstimatorConfig, config: GRPORunConfig) -> None:
         try:

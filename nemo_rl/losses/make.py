@@ -84,8 +84,10 @@ def adapt_loss(key: str, path: str, target: Any) -> Entry[CustomLossConfig]:
     if not callable(target):
         raise ConfigError(key, path, "must name a class, or a function, that makes a loss (interfaces.LossFn)")
 
+    factory: Callable[..., LossFn] = target
+
     def make(section: CustomLossConfig, context: LossContext) -> LossFn:
-        return target(**section.kwargs)
+        return factory(**section.kwargs)
 
     def check(section_key: str, section: CustomLossConfig, config: Any) -> None:
         try:

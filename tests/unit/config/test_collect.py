@@ -1,6 +1,7 @@
 """What `nemo-rl collect` accepts: seeds and chunks as text, and a server's or an engine's options, never both."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,12 +56,13 @@ def test_a_chunk_is_its_index_and_how_many_there_are() -> None:
 
 
 def test_nothing_is_trusted_unless_it_is_said() -> None:
-    assert "trust_remote_code" not in ServerConfig().engine(SamplingConfig()).vllm_kwargs
-    assert ServerConfig(trust_remote_code=True).engine(SamplingConfig()).vllm_kwargs == {"trust_remote_code": True}
+    engines: list[Any] = [ServerConfig(trust_remote_code=on).engine(SamplingConfig()) for on in (False, True)]
+    assert "trust_remote_code" not in engines[0].vllm_kwargs
+    assert engines[1].vllm_kwargs == {"trust_remote_code": True}
 
 
 def test_data_parallelism_is_the_engines_own_option() -> None:
-    engine = ServerConfig(data_parallel_size=4, vllm_kwargs={"seed": 1}).engine(SamplingConfig(temperature=0.5))
+    engine: Any = ServerConfig(data_parallel_size=4, vllm_kwargs={"seed": 1}).engine(SamplingConfig(temperature=0.5))
     assert engine.vllm_kwargs == {"data_parallel_size": 4, "seed": 1}
     assert (engine.temperature, engine.vllm_cfg.enable_sleep_mode) == (0.5, False)
 

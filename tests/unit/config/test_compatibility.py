@@ -1,5 +1,6 @@
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ cluster: {master_port_range_low: 25000}
 
 def test_nemo_rls_base_recipe_is_accepted_without_a_note(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        config = load(NEMO_RL)
+        config: Any = load(NEMO_RL)
     assert caplog.messages == []
     assert config.grpo.adv_estimator.use_leave_one_out_baseline
     assert config.policy.tokenizer.chat_template is None

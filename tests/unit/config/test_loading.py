@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_resolved_yaml_leaves_data_sets_what_they_inherit(load: Load, tmp_path: 
 def test_overrides_apply_to_a_resolved_config_too(load: Load, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(resolved_yaml(load()))
-    config = load_config(path, ["grpo.normalize_rewards=false", "grpo.max_num_steps=7"])
+    config: Any = load_config(path, ["grpo.normalize_rewards=false", "grpo.max_num_steps=7"])
     assert not config.grpo.adv_estimator.normalize_rewards
     assert config.grpo.max_num_steps == 7
 

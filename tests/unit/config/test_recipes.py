@@ -1,10 +1,10 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
-from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
 
@@ -19,7 +19,7 @@ def _start_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # recipes name their prompt files from there
 
 
-def load(name: str, *overrides: str) -> GRPORunConfig:
+def load(name: str, *overrides: str) -> Any:  # a GRPORunConfig, whose sections of kinds are typed by their base
     return load_config(RECIPES / name, overrides)
 
 
