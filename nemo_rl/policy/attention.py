@@ -1,7 +1,7 @@
 """Attention of packed sequences: each token sees its own sequence alone, and no [T, T] mask of the pack exists.
 
-Transformers' models look their attention up by name; the one registered here goes through a pack sequence by sequence,
-or with PyTorch's kernel for sequences of any length where the device has it.
+Transformers' models look their attention up by name; the one registered here computes a pack one sequence at a time,
+or with PyTorch's kernel for variable lengths where the device has it.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ PACKED_ATTENTION = "nemo_rl_within_sequences"
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Where the sequences of right-padded rows [B, T] lie in one row of N tokens, one behind the other."""
+    """Positions of the sequences of right-padded rows [B, T] concatenated into one row of N tokens."""
 
     lengths: tuple[int, ...]  # [B]
-    bounds: torch.Tensor  # [B + 1] int32: where each begins, then N
-    is_not_padding: torch.Tensor  # [B, T] bool: no padding
+    bounds: torch.Tensor  # [B + 1] int32: start of each, then N
+    is_not_padding: torch.Tensor  # [B, T] bool
     positions: torch.Tensor  # [1, N] int64: of each token in its sequence
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> "PackedSequences":
-        """Rows of `width` columns; each has at least one token."""
+        """Return the pack of rows of `width` columns, each with at least one token."""
         sizes = torch.tensor(lengths)
         columns = torch.arange(width)
         is_not_padding = columns < sizes.unsqueeze(1)
@@ -38,27 +38,27 @@ class PackedSequences:
         return cls(tuple(lengths), bounds.to(device), is_not_padding.to(device), positions.to(device))
 
     def model_inputs(self, token_ids: torch.Tensor) -> dict[str, Any]:
-        """What a model is called with for [B, T] tokens."""
+        """Return the arguments of a model for [B, T] tokens."""
         return {
             "input_ids": token_ids[self.is_not_padding].unsqueeze(0),
             "position_ids": self.positions,
-            "pack": self,  # handed through to the attention
+            "pack": self,  # passed through to the attention
         }
 
     def packed_positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """[M] int64: where the M true entries of [B, T] lie in the pack; none of them is padding."""
+        """Return the positions in the pack of the M true entries of [B, T], none of which is padding: [M] int64."""
         return mask[self.is_not_padding].nonzero().squeeze(1)
 
 
 def use_packed_attention(model: PreTrainedModel, key: str) -> None:
-    """Change the model's attention to one that gets a `PackedSequences`.
+    """Change the model's attention to the one that takes a `PackedSequences`.
 
     Raises:
-        ConfigError: under `key`: packed sequences would not have the outputs that they have alone.
+        ConfigError: for `key`, where packed sequences would not have the outputs that they have alone.
     """
     kind, usual = model.config.model_type, model.config._attn_implementation
     if usual != "sdpa":
-        raise ConfigError(key, True, f"models of type {kind!r} compute attention in a way of their own; allowed: false")
+        raise ConfigError(key, True, f"models of type {kind!r} do not compute attention through sdpa; allowed: false")
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise ConfigError(key, True, f"models of type {kind!r} attend within chunks of a row; allowed: false")
     sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
@@ -83,7 +83,10 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, heads, N, width] to [1, N, heads, width], causal within each sequence, as transformers calls it."""
+    """Return attention that is causal within each sequence, as transformers calls it.
+
+    From [1, heads, N, width] to [1, N, heads, width].
+    """
     if has_varlen_kernel(query, value):
         return varlen_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
@@ -95,7 +98,7 @@ def packed_attention_forward(
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """[length, length] bool of a sequence that is longer than the window; None: causal is enough."""
+    """Return the [length, length] mask of a sequence that is longer than the window; None: causal is enough."""
     if sliding_window is None or length <= sliding_window:
         return None
     all_pairs = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -103,7 +106,7 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the device has PyTorch's kernel for sequences of any length."""
+    """Return whether the device has PyTorch's kernel for variable lengths."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -120,7 +123,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """[1, heads, N, width] to [1, N, heads, width] by flash attention, which takes [N, heads, width]."""
+    """Return flash attention within each sequence: from [1, heads, N, width] to [1, N, heads, width]."""
     longest = max(pack.lengths)
     result = varlen_attn(
         query[0].transpose(0, 1),

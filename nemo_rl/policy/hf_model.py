@@ -20,9 +20,9 @@ from nemo_rl.errors import ConfigError
 def load_config(
     model_path: str, overrides: Mapping[str, Any], *, section: str = "policy", trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The model's configuration with `hf_config_overrides`; a nested mapping changes single keys of a part.
+    """Load the model's configuration with `hf_config_overrides`; a nested mapping changes single keys of a part.
 
-    `section` is the one that names the model, for errors.
+    `section` is the key of the section that names the model, for errors.
 
     Raises:
         ConfigError: no such model, or a key that its configuration does not have.
@@ -33,7 +33,7 @@ def load_config(
         reason = str(error).splitlines()[0]
         problem = f"no Hugging Face model can be read there ({reason})"
         if not Path(model_path).exists():
-            problem = f"is no folder here, and the hub gives no model of that name ({reason})"
+            problem = f"no such directory here, and no such model on the hub ({reason})"
         raise ConfigError(f"{section}.model_name", model_path, problem) from error
     _check_overrides(config, overrides, f"{section}.hf_config_overrides")
     if not overrides:
@@ -49,7 +49,7 @@ def load_config(
 
 
 def load_model(model_path: str, overrides: Mapping[str, Any], *, section: str = "policy") -> PreTrainedModel:
-    """The model in float32 on the CPU; every weight must be in its files.
+    """Load the model in float32 on the CPU; every weight must be in its files.
 
     Raises:
         ConfigError: no such model, not a causal one, or files that lack weights.
@@ -70,23 +70,23 @@ def load_model(model_path: str, overrides: Mapping[str, Any], *, section: str = 
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that are sharded and recomputed one at a time."""
+    """Return the layers that are sharded and recomputed one at a time."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def recompute_activations(layers: Iterable[nn.Module]) -> None:
     """Keep only each layer's input for the backward pass (`activation_checkpointing`).
 
-    Not the model's own switch: that one works only in training mode, which turns dropout on.
+    The model's own option works only in training mode, which enables dropout.
     """
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """Weights that every token is multiplied with: all but an embedding table that is only looked up.
+    """Count the weights that every token is multiplied with: all but an embedding table that is only looked up.
 
-    A frozen one counts as two thirds: of its 6 operations a token it has no 2 for a gradient of its own.
+    A frozen weight counts as two thirds: 4 of 6 operations per token, since it has no gradient.
     """
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
@@ -97,12 +97,12 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable[int]) -> float:
-    """Operations of one forward and backward over sequences of these lengths, causal attention included.
+    """Return the operations of one forward and backward pass over sequences of these lengths, with causal attention.
 
-    6 N a token for the weights (2 forward, 4 backward) and 6 L H T^2 a sequence for attention, with L layers and H the
-    width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a causal
-    mask, three times that with the backward. Recomputation is not counted; nor is it known which of a mixture's
-    experts were used, so there the number is an upper bound.
+    6 N per token for the weights (2 forward, 4 backward) and 6 L H T^2 per sequence for attention, with L layers and H
+    the width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a
+    causal mask, three times that with the backward pass. Recomputation is not counted. For a mixture of experts the
+    number is an upper bound, since all experts are counted.
 
     Example: N = 1000, L = 2, H = 8, one sequence of 10 tokens: 6*1000*10 + 6*2*8*100 = 69600.
     """
@@ -134,7 +134,7 @@ def _merged(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
 
 @contextmanager
 def _quiet_progress() -> Iterator[None]:
-    """Without the bar that transformers draws for every load, which would tear the run's own display."""
+    """Hide transformers' progress bar of each load, which would corrupt the run's own display."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

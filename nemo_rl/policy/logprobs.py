@@ -1,8 +1,8 @@
-"""Log-probs of given tokens, and what else a loss reads, without ever holding the logits of a whole batch.
+"""Log-probs of given tokens, and other scores that a loss reads, without holding the logits of a whole batch.
 
-B samples, T tokens, N positions that someone needs, H hidden size, V vocabulary. For a vocabulary of 150k the logits
+B samples, T tokens, N needed positions, H hidden size, V vocabulary. For a vocabulary of 150k the logits
 [B, T, V] are by far the largest tensor of training; here the output head is applied to `chunk_size` positions at a
-time, and the backward pass computes each chunk's logits again instead of keeping them.
+time, and the backward pass recomputes each chunk's logits instead of keeping them.
 """
 
 import logging
@@ -28,12 +28,12 @@ BLOCK = 2**22  # numbers of a block of rows
 def logprobs_and_entropy(
     logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log_softmax(logits) of `ids`, and the entropy of each row in nats.
+    """Return log_softmax(logits) of `ids`, and the entropy of each row in nats.
 
     Args:
-        logits: [N, V] float32; the backward pass overwrites them, so nobody else may need them then.
+        logits: [N, V] float32; overwritten by the backward pass, so nothing else may use them.
         ids: [N, K] int64.
-        entropy: whether it is wanted; else zeros.
+        entropy: compute it; otherwise zeros are returned.
 
     Returns:
         [N, K] and [N], float32.
@@ -80,15 +80,15 @@ LOGPROBS_ONLY = RequiredScores()
 
 @dataclass(frozen=True, slots=True)
 class ScoreQuery:
-    """What is asked of N distributions."""
+    """A query of N distributions."""
 
-    targets: torch.Tensor  # [N] int64: tokens whose log-probs are wanted
-    candidate_ids: torch.Tensor | None = None  # [N, K] int64; those below 0 are none
+    targets: torch.Tensor  # [N] int64: tokens whose log-probs are needed
+    candidate_ids: torch.Tensor | None = None  # [N, K] int64; ids below 0 are padding
     entropy: bool = False
     topk: int = 0
 
     def split(self, size: int) -> list["ScoreQuery"]:
-        """The same of `size` distributions at a time."""
+        """Split into queries of `size` distributions."""
         targets = self.targets.split(size)
         candidates = [None] * len(targets) if self.candidate_ids is None else self.candidate_ids.split(size)
         return [
@@ -97,9 +97,9 @@ class ScoreQuery:
 
 
 def score_logits(logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
-    """From [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
+    """Return the scores of [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
 
-    The logits are spent: their gradient is written over them.
+    The logits are consumed: their gradient overwrites them.
     """
     given, topk = score_query.candidate_ids, None
     ids = [score_query.targets.unsqueeze(1)]
@@ -116,7 +116,7 @@ def score_logits(logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
 
 
 def concatenate_scores(parts: list[TokenScores]) -> TokenScores:
-    """The answers of chunk after chunk as one."""
+    """Return the scores of consecutive chunks as one."""
     first = parts[0]
     topk = None
     if first.topk is not None:
@@ -131,7 +131,7 @@ def concatenate_scores(parts: list[TokenScores]) -> TokenScores:
 
 
 def scatter_scores(scores: TokenScores, needed: torch.Tensor) -> TokenScores:
-    """[N] and [N, K] answers at their places in [B, T] and [B, T, K], 0 elsewhere; N places of `needed` are true."""
+    """Scatter [N] and [N, K] scores to the N true positions of `needed`: [B, T] and [B, T, K], 0 elsewhere."""
     topk = scores.topk
     return TokenScores(
         _scatter(scores.logprobs, needed),
@@ -145,7 +145,7 @@ def _scatter(values: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
     width = values.shape[1:]
     zeros = torch.zeros((*needed.shape, *width), dtype=values.dtype, device=values.device)
     mask = needed if not width else needed.unsqueeze(-1).expand(*needed.shape, *width)
-    return zeros.masked_scatter(mask, values)  # no view, which FSDP2 would warn of
+    return zeros.masked_scatter(mask, values)  # not a view, which FSDP2 warns of
 
 
 ResultT = TypeVar("ResultT")
@@ -153,9 +153,9 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class LogitsHead:
-    """What a model does to its last hidden states: the output layer, then scaling and soft capping.
+    """The head of a model: the output layer, then scaling and soft capping of the logits.
 
-    Known are `logit_scale` (Cohere), `logits_scaling` (Granite) and `final_logit_softcapping` (Gemma 2 and later).
+    Supported are `logit_scale` (Cohere), `logits_scaling` (Granite) and `final_logit_softcapping` (Gemma 2 and later).
     """
 
     scale: float = 1.0
@@ -163,6 +163,7 @@ class LogitsHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LogitsHead":
+        """Return the head of a model."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
@@ -170,7 +171,7 @@ class LogitsHead:
         return cls(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, output_layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] to logits [N, V] in float32."""
+        """Return the float32 logits [N, V] of hidden states [N, H]."""
         logits = output_layer(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -180,21 +181,21 @@ class LogitsHead:
 
 
 class CausalLogprobs(nn.Module):
-    """A Hugging Face causal model, seen as the log-probs it gives to the tokens of right-padded sequences.
+    """A Hugging Face causal model that scores the tokens of right-padded sequences.
 
     A position sees only what is to its left, and padding is to the right, so no attention mask is needed and the
-    positions are 0, 1, 2, ...: both are the model's defaults, and attention keeps its fastest kernel. Packed, the model
-    gets the sequences of a call one behind the other in one row, without padding; who calls sees no difference.
+    positions are 0, 1, 2, ...: both are the model's defaults, and attention keeps its fastest kernel. When packed, the
+    sequences of a call are concatenated into one row without padding; the caller sees no difference.
 
     Args:
-        model: weights and configuration; used as it is, in evaluation mode (no dropout).
+        model: used in evaluation mode (no dropout).
         temperature: the logits are divided by it.
-        chunk_size: positions whose logits exist at once; None: all of a call.
-        packing_key: where the configuration asks for packed sequences; the model's attention is changed for good.
-            None: they are padded.
+        chunk_size: positions whose logits exist at once; None: all of them.
+        packing_key: the configuration key that asks for packed sequences; the model's attention is replaced for good.
+            None: sequences are padded.
 
     Raises:
-        ConfigError: under `packing_key`: a model that would give something else then.
+        ConfigError: for `packing_key`, where packing would change the model's outputs.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class CausalLogprobs(nn.Module):
         self.is_chunked = self._supports_chunked_logits()
         if not self.is_chunked:
             logger.warning(
-                "%s computes its logits in a way of its own: they are held for whole micro-batches, and "
+                "%s has a custom logits computation: logits of whole micro-batches are kept in memory, and "
                 "policy.logprob_chunk_size has no effect",
                 type(model).__name__,
             )
@@ -224,18 +225,18 @@ class CausalLogprobs(nn.Module):
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> TokenScores:
-        """log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and what else is `wanted`.
+        """Return log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and other `wanted` scores.
 
         Args:
             token_ids: [B, T] int64, right-padded.
             needed: [B, T] bool; entry 0 is ignored, since nothing precedes it.
-            wanted: what is computed beside log-probs.
+            wanted: scores besides log-probs.
             candidate_ids: [B, T, K] int64, with `wanted.candidates`.
-            lengths: [B] tokens of each row before its padding, in which nothing is needed; read where packed.
+            lengths: [B] tokens of each row before its padding, which is never needed; read when packed.
 
         Returns:
-            Scores in float32, computed in float32 from the logits on. A named tuple of tensors, in which FSDP2 finds
-            what has a gradient.
+            Scores in float32, computed in float32 from the logits on: a named tuple, in which FSDP2 finds the tensors
+            that have a gradient.
         """
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
@@ -276,7 +277,7 @@ class CausalLogprobs(nn.Module):
 
     @torch.no_grad()
     def _supports_chunked_logits(self) -> bool:
-        """Whether base model, output layer and `LogitsHead` make the logits that the model itself makes."""
+        """Return whether base model, output layer and `LogitsHead` together compute the model's own logits."""
         if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
             return False
         probe = torch.arange(4, device=self.model.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
@@ -300,5 +301,5 @@ def score_in_chunks(
 
 
 def call_with_recompute(function: Callable[..., ResultT], *args: Any) -> ResultT:
-    """The function's result; what it computes on the way is not kept for the backward pass but computed again."""
+    """Return the function's result; its intermediate tensors are recomputed in the backward pass."""
     return cast(ResultT, checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False))

@@ -1,4 +1,4 @@
-"""How a batch is cut: into optimizer steps along whole groups, and those into micro-batches without spare padding."""
+"""Splitting a batch into optimizer steps along whole groups, and those into micro-batches with little padding."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from nemo_rl.types import TrainingBatch
 
 
 def expected_optimizer_steps(num_samples_per_step: int, train_global_batch_size: int) -> int:
-    """Optimizer steps of one training step: the nearest whole number, at least one."""
+    """Return the optimizer steps per training step: the nearest whole number, at least one."""
     return max(1, int(num_samples_per_step / train_global_batch_size + 0.5))
 
 
 def split_optimizer_steps(group_id: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
-    """Rows of each optimizer step: at most `num_steps` parts of nearly equal size that never cut a group.
+    """Split rows into at most `num_steps` optimizer steps of nearly equal size, without cutting a group.
 
-    A group goes to the part in which its middle row falls; a part that gets no group is left out.
+    A group goes to the step in which its middle row falls; a step without a group is left out.
 
     Example: groups of 3, 3, 2 and 4 rows in two steps: rows 0..5 and 6..11.
     """
@@ -41,25 +41,25 @@ def split_optimizer_steps(group_id: torch.Tensor, num_steps: int) -> list[torch.
 
 
 class MicroBatching(Protocol):
-    """Which samples go together through the model."""
+    """Which samples the model computes together."""
 
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-        """For each rank its micro-batches, as many as the others have: indices into `lengths`, or none.
+        """Return the micro-batches of each rank, the same number for all: indices into `lengths`, or none.
 
-        Those that the ranks compute at the same time have samples of like length or number of tokens: ranks wait for
-        each other at every layer.
+        Micro-batches that ranks compute at the same time have samples of similar length or number of tokens, because
+        ranks wait for each other at every layer.
         """
         ...
 
     @property
     def length_multiple(self) -> int:
-        """What the padded length of a micro-batch is rounded up to."""
+        """Return the number that the padded length of a micro-batch is rounded up to a multiple of."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
-    """So many samples of like length.
+    """A number of samples of similar length.
 
     Example: lengths 9, 8, 7, 6, 5 in parts of 2: one rank gets (9, 8), (7, 6), (5); two get (9, 7), (5) and (8, 6), ().
     """
@@ -73,14 +73,14 @@ class SampleCount:
 
 @dataclass(frozen=True, slots=True)
 class PaddedTokens:
-    """As many samples of like length as `tokens` hold, padding included (`policy.dynamic_batching`)."""
+    """As many samples of similar length as fit into `tokens`, padding included (`policy.dynamic_batching`)."""
 
     tokens: int
     key: str  # of the configuration, for the error
     length_multiple: int = 1
 
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-        """Raises ConfigError for a sample that is longer than a micro-batch."""
+        """Return the micro-batches of each rank; raises ConfigError for a sample that is longer than one."""
         _check_longest(lengths, self.tokens, self.key)
         return _partition(lengths, num_ranks, lambda longest: max(1, self.tokens // self._padded(longest)))
 
@@ -90,7 +90,7 @@ class PaddedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Packs of at most `tokens`, in which no token is padding (`policy.sequence_packing`)."""
+    """Packs of at most `tokens`, without padding (`policy.sequence_packing`)."""
 
     tokens: int
     key: str  # of the configuration, for the error
@@ -98,26 +98,26 @@ class PackedTokens:
     length_multiple: int = 1
 
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-        """Raises ConfigError for a sample that is longer than a pack."""
+        """Return the packs of each rank; raises ConfigError for a sample that is longer than one."""
         _check_longest(lengths, self.tokens, self.key)
         return pack_for_ranks(lengths, self.tokens, self.algorithm, num_ranks)
 
 
 def training_micro_batching(policy: PolicyConfig) -> MicroBatching:
-    """What one forward and backward holds."""
+    """Return the micro-batching of training."""
     return _micro_batching_from_config(
         policy, policy.train_micro_batch_size, "train_mb_tokens", policy.max_total_sequence_length
     )
 
 
 def scoring_micro_batching(policy: PolicyConfig) -> MicroBatching:
-    """What one pass without gradients holds."""
+    """Return the policy's micro-batching without gradients."""
     num_samples = policy.logprob_batch_size or policy.train_micro_batch_size
     return _micro_batching_from_config(policy, num_samples, "logprob_mb_tokens", policy.max_total_sequence_length)
 
 
 def teacher_micro_batching(teacher: TeacherConfig, section: str) -> MicroBatching:
-    """What one pass of the teacher of this section holds, which names its tokens where it counts them."""
+    """Return a teacher's micro-batching; where it counts tokens, its section sets their number."""
     return _micro_batching_from_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
 
 
@@ -138,10 +138,10 @@ def _micro_batching_from_config(
 def micro_batches(
     batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching | int, layout: RankLayout = SINGLE_RANK
 ) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
-    """This rank's parts of these rows, each cut to its longest: (rows, part). An int is a number of samples.
+    """Yield (rows, part) of this rank's rows, each part trimmed to its longest; an int is a number of samples.
 
-    As everything about a part is summed, how they are made changes no result. All ranks get the same number of parts:
-    one without a sample left gets no rows and a part whose log-probs nobody needs.
+    Results are summed over parts, so the split does not change them. All ranks get the same number of parts: a rank
+    without samples left gets no rows and a dummy part.
     """
     if isinstance(batching, int):
         batching = SampleCount(batching)
@@ -152,7 +152,7 @@ def micro_batches(
 
 
 def _partition(lengths: Sequence[int], num_ranks: int, micro_batch_size: Callable[[int], int]) -> list[list[list[int]]]:
-    """Longest first and in turn to the ranks; each round, every rank gets at most `micro_batch_size` its longest."""
+    """Deal samples to the ranks, longest first; in each round a rank gets at most `micro_batch_size(longest)`."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     while order:
@@ -180,9 +180,9 @@ def _empty_micro_batch() -> TrainingBatch:
 
 
 def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:
-    """The batch without the columns that are padding in every row: every [B, T, ...] tensor is cut.
+    """Return the batch without columns that are padding in every row: every [B, T, ...] tensor is trimmed.
 
-    To a multiple of `multiple`, where the batch has as many columns.
+    The width is a multiple of `multiple`, where the batch has as many columns.
     """
     longest = max(int(batch[keys.LENGTHS].max()), 1)
     width = -(-longest // multiple) * multiple
@@ -191,14 +191,14 @@ def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:
 
 
 def loss_mask(batch: TrainingBatch) -> torch.Tensor:
-    """[B, T] float32: the weight of each token in the loss; entry 0 carries none."""
+    """Return the weight of each token in the loss, 0 for the first token: [B, T] float32."""
     mask = batch[keys.TOKEN_MASK] * batch[keys.SAMPLE_MASK].unsqueeze(-1)
     mask[:, 0] = 0
     return mask
 
 
 def count_valid(batch: TrainingBatch, rows: torch.Tensor) -> Normalizer:
-    """What the loss of these rows is divided by; a trajectory with several samples counts once."""
+    """Return the divisor of the loss of these rows; a trajectory with several samples counts once."""
     tokens = loss_mask(batch[rows]).sum()
     weights = dict.fromkeys(batch[keys.TRAJECTORY_ID][rows].tolist(), 0.0)
     for trajectory, weight in zip(

@@ -20,7 +20,7 @@ from nemo_rl.errors import ConfigError
 
 
 def check_optimizer(config: PolicyConfig) -> None:
-    """Make optimizer and schedule for one made-up weight.
+    """Make optimizer and schedule for a dummy weight.
 
     Raises:
         ConfigError: with the key that is wrong, e.g. `policy.optimizer.kwargs.lrr` or `policy.scheduler.1.name`.
@@ -32,7 +32,7 @@ def check_optimizer(config: PolicyConfig) -> None:
 def make_optimizer(
     config: PolicyConfig | RewardModelPolicyConfig, parameters: Iterable[torch.nn.Parameter] | list[dict[str, Any]]
 ) -> Optimizer:
-    """The optimizer of `policy.optimizer`; Adam's are fused (a third of the time) where the kwargs do not choose."""
+    """Make the optimizer of `policy.optimizer`; Adam is fused (a third of the time) unless the kwargs choose."""
     key = "policy.optimizer"
     cls = _resolve(f"{key}.name", config.optimizer.name, Optimizer)
     kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in config.optimizer.kwargs.items()}
@@ -43,7 +43,7 @@ def make_optimizer(
 
 
 def make_scheduler(config: PolicyConfig, optimizer: Optimizer) -> LRScheduler | None:
-    """The schedule of `policy.scheduler`; None: the learning rate stays."""
+    """Make the schedule of `policy.scheduler`; None: the learning rate is constant."""
     section = config.scheduler
     if section is None:
         return None
@@ -86,7 +86,7 @@ def _make_stage(key: str, stage: SchedulerStageConfig, optimizer: Optimizer) -> 
 
 
 def _resolve(key: str, path: str, base: type) -> type[Any]:
-    """The class at a dotted path, or a ConfigError that names the nearest class of its module."""
+    """Return the class at a dotted path; raises ConfigError with the nearest class of its module."""
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -104,7 +104,7 @@ def _resolve(key: str, path: str, base: type) -> type[Any]:
 
 
 def _keyword_names(cls: type) -> set[str] | None:
-    """Keywords of the constructor after its first parameter; None: it takes any."""
+    """Return the constructor's keywords after its first parameter; None: it takes any."""
     parameters = list(inspect.signature(cls).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

@@ -12,10 +12,10 @@ Packs = list[list[int]]  # indices of the sequences in each pack
 
 
 def pack_for_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ranks: int = 1) -> list[Packs]:
-    """The packs of each rank: every index is in one pack, and no pack has more than `capacity` tokens.
+    """Return the packs of each rank: each index is in one pack, and no pack exceeds `capacity` tokens.
 
-    The algorithm says how many packs are needed; their number is then a multiple of the ranks, all of which have as
-    many, and the sequences are dealt out evenly where they fit. Packs that the ranks compute at the same time have
+    The algorithm gives the number of packs, which is rounded up to a multiple of the ranks so that all have the same
+    number. Sequences are then balanced over the packs where they fit. Packs computed at the same time have
     nearly the same tokens. With fewer sequences than packs some are empty.
 
     Example: lengths 5, 4, 3, 2 in 7: (5, 2), (4, 3) on one rank; on two one pack each.
@@ -35,7 +35,7 @@ def pack_for_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ra
 
 
 def balance(lengths: Sequence[int], number: int) -> Packs:
-    """So many packs of nearly the same tokens: the longest sequence left goes to the pack with the fewest."""
+    """Return `number` packs of nearly equal tokens: the longest remaining sequence goes to the emptiest pack."""
     packs: Packs = [[] for _ in range(number)]
     heap = [(0, pack) for pack in range(number)]
     for index in _longest_first(lengths):
@@ -46,7 +46,8 @@ def balance(lengths: Sequence[int], number: int) -> Packs:
 
 
 def split_packs(number: int, packs: Packs, lengths: Sequence[int]) -> Packs:
-    """At least as many packs, by halving the fullest that have several sequences; empty ones where none is left."""
+    """Return at least `number` packs: the fullest with several sequences are halved; if there is none, empty packs are
+    added."""
     packs = list(packs)
     while len(packs) < number:
         fullest = max(packs, key=lambda pack: (len(pack) > 1, _tokens(pack, lengths)), default=[])
@@ -59,7 +60,7 @@ def split_packs(number: int, packs: Packs, lengths: Sequence[int]) -> Packs:
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
-    """In the order given; a sequence that does not fit into the last pack begins a new one."""
+    """Pack in the given order; a sequence that does not fit into the last pack begins a new one."""
     packs: Packs = []
     free = 0
     for index, length in enumerate(lengths):
@@ -72,20 +73,20 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Longest first, each into the first pack with room."""
+    """Pack the longest first, each into the first pack with room."""
     return _first_fit(_longest_first(lengths), lengths, capacity)
 
 
 def first_fit_shuffle(lengths: Sequence[int], capacity: int) -> Packs:
-    """In a random order, always the same, each into the first pack with room."""
+    """Pack in a fixed random order, each into the first pack with room."""
     order = list(range(len(lengths)))
     random.Random(0).shuffle(order)
     return _first_fit(order, lengths, capacity)
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Sequences above half the capacity get a pack each, and what fits best beside them is found by size class:
-    medium above a third, small above a sixth. The rest is packed first-fit-decreasing."""
+    """Pack by size class: sequences above half the capacity get a pack each, filled with the
+    medium (above a third) and small (above a sixth) ones that fit best. The rest is packed first-fit-decreasing."""
     ascending = [(lengths[i], i) for i in reversed(_longest_first(lengths))]
     large = [e for e in ascending if 2 * e[0] > capacity]
     medium = [e for e in ascending if 3 * e[0] > capacity >= 2 * e[0]]
@@ -132,7 +133,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> P
     packs: Packs = []
     free = np.full(len(order) + 1, capacity)
     for index in order:
-        pack = int(np.argmax(free[: len(packs) + 1] >= lengths[index]))  # the one behind the last is empty
+        pack = int(np.argmax(free[: len(packs) + 1] >= lengths[index]))  # the one after the last is empty
         if pack == len(packs):
             packs.append([])
         packs[pack].append(index)

@@ -1,11 +1,11 @@
-"""The weights of Qwen2, Qwen3 and Llama, under Hugging Face's names and under Megatron's, whole and in shards.
+"""The weights of Qwen2, Qwen3 and Llama under Hugging Face's and Megatron's names, whole and sharded.
 
 A `Weight` is one tensor of Megatron's and the Hugging Face tensors that it is made of; tensor parallel ranks hold its
-shards. All is a permutation of entries (and zeros behind the vocabulary), so it is exact both ways, and serves the
-state of an optimizer as well.
+shards. The mapping permutes entries (and pads the vocabulary with zeros), so it is exact both ways and also
+maps the state of an optimizer.
 
 linear_qkv   a group's queries, key and value, group after group: split along groups
-linear_fc1   gate and up of the MLP, each split by rows, a rank's two parts one behind the other
+linear_fc1   gate and up of the MLP, each split by rows, a rank's two shards concatenated
 others       split by rows (vocabulary), by columns (the second matrix of attention and MLP), or whole on each rank
 """
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Weight(ABC):
-    """One tensor of Megatron's and what it is called, and cut into, in Hugging Face's files."""
+    """One tensor of Megatron's, and the Hugging Face tensors that it is made of."""
 
     name: str  # Megatron's, with the layer's number among all layers
     sources: tuple[str, ...]  # Hugging Face's names
@@ -28,15 +28,15 @@ class Weight(ABC):
 
     @abstractmethod
     def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        """The part of one tensor parallel rank, from whole tensors in the order of `sources`."""
+        """Return the shard of one tensor-parallel rank of whole tensors in the order of `sources`."""
 
     @abstractmethod
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole tensors in the order of `sources`, from the parts of all tensor parallel ranks."""
+        """Return whole tensors in the order of `sources` from the shards of all tensor-parallel ranks."""
 
 
 class Replicated(Weight):
-    """The same on every rank."""
+    """A weight that is the same on every rank."""
 
     def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         return tensors[0]
@@ -46,7 +46,7 @@ class Replicated(Weight):
 
 
 class Columns(Weight):
-    """Split along its inputs."""
+    """A matrix that is split along its inputs."""
 
     def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         return tensors[0].chunk(size, dim=1)[rank]
@@ -57,7 +57,7 @@ class Columns(Weight):
 
 @dataclass(frozen=True)
 class Vocabulary(Weight):
-    """Split along the vocabulary, which is filled with zeros up to the same number of rows on each rank."""
+    """A matrix that is split along the vocabulary, padded with zeros to the same number of rows on each rank."""
 
     num_tokens: int = 0
 
@@ -72,7 +72,7 @@ class Vocabulary(Weight):
 
 @dataclass(frozen=True)
 class GatedRows(Weight):
-    """Several matrices on top of each other, each split along its outputs."""
+    """Several concatenated matrices, each split along its outputs."""
 
     def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
@@ -101,12 +101,12 @@ class QueryKeyValue(Weight):
 
 
 def vocab_rows_per_rank(num_tokens: int, size: int) -> int:
-    """Entries of the vocabulary on each tensor parallel rank, the last one's filling included."""
+    """Return the rows of the vocabulary on each tensor-parallel rank, with the last one's padding."""
     return -(-num_tokens // size)
 
 
 def iter_model_weights(config: PreTrainedConfig) -> Iterator[Weight]:
-    """All weights of a model, as its files order them; tied ones once, under the name of the embedding."""
+    """Yield all weights of a model in the order of its files; tied ones once, under the name of the embedding."""
     tokens = config.vocab_size
     yield Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), num_tokens=tokens)
     for index in range(config.num_hidden_layers):
@@ -139,17 +139,20 @@ def _query_key_value(config: PreTrainedConfig, to: str, of: str) -> Iterator[Wei
 
 
 def head_dim(config: PreTrainedConfig) -> int:
+    """Return the width of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def has_input_bias(config: PreTrainedConfig) -> bool:
-    """Of queries, keys and values: Qwen2's always have it."""
+    """Return whether queries, keys and values have a bias; Qwen2's always do."""
     return config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
 
 
 def has_output_bias(config: PreTrainedConfig) -> bool:
+    """Return whether the output projection of attention has a bias."""
     return config.model_type != "qwen2" and bool(getattr(config, "attention_bias", False))
 
 
 def has_head_norms(config: PreTrainedConfig) -> bool:
+    """Return whether queries and keys are normalized per head."""
     return config.model_type == "qwen3"

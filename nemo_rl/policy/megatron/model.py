@@ -1,6 +1,6 @@
 """A stage of the model on one rank: Megatron's layers, and log-probs from a vocabulary that is split over ranks.
 
-B samples, T tokens, N positions that someone needs, H hidden size.
+B samples, T tokens, N needed positions, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(
     model: PreTrainedConfig, config: PolicyConfig | TeacherConfig, device: torch.device
 ) -> TransformerConfig:
-    """What Megatron's layers and schedules read.
+    """Return the configuration of Megatron's layers and schedules.
 
-    Fused kernels of Megatron's and Apex's are off: they change nothing but speed, and need what may not be installed.
+    Fused kernels of Megatron and Apex are off: they affect speed only and need packages that may not be installed.
     Weights are not initialised, since all are loaded. Losses are sums over micro-batches and ranks (a "per-token loss"
-    that nothing divides), so gradients are added up, not averaged.
+    that nothing divides), so gradients are summed, not averaged.
     """
     section = config.section_of(MegatronConfig)
     dtype = DTYPES[config.precision]
@@ -67,7 +67,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=DTYPES[section.pipeline_dtype or config.precision],
-        variable_seq_lengths=True,  # micro-batches are cut to their longest sample
+        variable_seq_lengths=True,  # micro-batches are trimmed to their longest sample
         moe_token_dispatcher_type="alltoall",  # there are no experts, but the check of the line above asks for it
         batch_p2p_comm=not is_cpu,
         deallocate_pipeline_outputs=True,
@@ -86,12 +86,12 @@ def transformer_config(
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
-    """Gradients of all ranks added up, and divided by nothing: the loss has divided already."""
+    """Sum the gradients of all ranks without a division: the loss is already normalized."""
     finalize_model_grads(model, None, **arguments)
 
 
 class CausalAttention(nn.Module):
-    """Causal attention with grouped queries over sequences that are padded to the right, or packed behind each other.
+    """Causal attention with grouped queries over sequences that are right-padded or packed.
 
     Made and called by Megatron's attention layer, hence the arguments; the softmax scale is 1 / sqrt(head width).
     """
@@ -107,10 +107,10 @@ class CausalAttention(nn.Module):
         attention_mask: PackedSequences | None,
         **_: Any,
     ) -> torch.Tensor:
-        """[T, B, heads, D] and twice [T, B, groups, D] to [T, B, heads * D].
+        """Return [T, B, heads * D] from queries [T, B, heads, D] and keys and values [T, B, groups, D].
 
-        What is handed through as a mask is a pack, or nothing: then only what comes later is masked, since padding is
-        to the right, where nobody looks.
+        The argument `attention_mask` is a pack or None. Without a pack a causal mask suffices, since padding is on the
+        right.
         """
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, T, D]
         if attention_mask is None:
@@ -127,7 +127,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
 
 
 def score_logits(logits: torch.Tensor, score_query: ScoreQuery, *, num_tokens: int) -> TokenScores:
-    """From this rank's [N, v] float32 logits; `num_tokens` is V, behind which the last rank has entries of no token."""
+    """Return the scores of this rank's [N, v] float32 logits; beyond `num_tokens` = V the last rank has padding."""
     if dist.get_world_size(parallel.tensor_group()) == 1:
         return token_scores.score_logits(logits, score_query)
     first = parallel.tensor_rank() * logits.shape[1]
@@ -146,7 +146,7 @@ def score_logits(logits: torch.Tensor, score_query: ScoreQuery, *, num_tokens: i
 
 
 def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
-    """[N] log of the sum of exp(logits) over the whole vocabulary; each rank's use of it gives it a gradient."""
+    """Return log-sum-exp of the logits over the whole vocabulary, [N]; it has a gradient from every rank."""
     highest = logits.detach().amax(-1)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=parallel.tensor_group())
     normalizer = _sum_over_ranks((logits - highest[:, None]).exp().sum(-1)).log() + highest
@@ -154,7 +154,7 @@ def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_logprobs(logprobs: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """[N, K] log-probs of these ids, which one rank each has; 0 for ids below 0."""
+    """Return the log-probs of these ids, each of which one rank has: [N, K]; 0 for ids below 0."""
     local = ids - first
     is_here = (local >= 0) & (local < logprobs.shape[1]) & (ids >= 0)
     values = logprobs.gather(1, local.clamp(0, logprobs.shape[1] - 1)).masked_fill(~is_here, 0.0)
@@ -162,7 +162,7 @@ def _gather_logprobs(logprobs: torch.Tensor, ids: torch.Tensor, first: int) -> t
 
 
 def _topk(logprobs: torch.Tensor, k: int, first: int) -> TopK:
-    """The k most likely of all ranks' k most likely."""
+    """Return the k most likely tokens among all ranks' k most likely."""
     own, ids = logprobs.detach().topk(min(k, logprobs.shape[1]), dim=-1)
     missing = k - own.shape[1]
     own, ids = F.pad(own, (0, missing), value=-torch.inf), F.pad(ids + first, (0, missing))
@@ -178,22 +178,22 @@ def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks; the gradient of a rank's part is that of the sum."""
+    """Return the sum over ranks; the gradient of each summand is that of the sum."""
     return reduce_from_tensor_model_parallel_region(values)
 
 
 class Stage(GPTModel):
     """The layers of this rank; the first stage has the embedding, the last one the output layer.
 
-    Between stages go hidden states [T, B, H]; the last stage gives `TokenScores`, as `CausalLogprobs` does.
+    Stages exchange hidden states [T, B, H]; the last stage returns `TokenScores`, as `CausalLogprobs` does.
 
     Args:
         settings: Megatron's configuration.
         model: Hugging Face's, of the same model.
         inverse_frequencies: [D / 2] of the rotary embedding.
         temperature: the logits are divided by it.
-        chunk_size: positions whose logits exist at once; None: all of a call.
-        is_packed: the sequences of a call go through the layers one behind the other in one row.
+        chunk_size: positions whose logits exist at once; None: all of them.
+        is_packed: the sequences of a call are concatenated into one row.
     """
 
     def __init__(
@@ -231,7 +231,10 @@ class Stage(GPTModel):
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor | TokenScores:
-        """Arguments and scores are those of `CausalLogprobs.forward`; what an earlier stage sent has been set."""
+        """Return hidden states or scores; arguments and scores are those of `CausalLogprobs.forward`.
+
+        Megatron's schedule has already set the input that an earlier stage sent.
+        """
         pack = None
         if self.is_packed:
             pack = PackedSequences.of(
@@ -255,7 +258,7 @@ class Stage(GPTModel):
         return scatter_scores(score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size), needed)
 
     def _hidden_states(self, token_ids: torch.Tensor, pack: PackedSequences | None) -> torch.Tensor:
-        """[T, B, H], of a pack [N, 1, H]; whole on each tensor parallel rank."""
+        """Return the last hidden states, whole on each tensor-parallel rank: [T, B, H], of a pack [N, 1, H]."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         if pack is not None:
             token_ids, positions = token_ids[pack.is_not_padding].unsqueeze(0), pack.positions.squeeze(0)
@@ -266,7 +269,7 @@ class Stage(GPTModel):
         )
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """[T] positions to the [T, 1, 1, D] angles that Megatron's layers turn queries and keys by."""
+        """Return the rotary angles [T, 1, 1, D] of [T] positions."""
         angles = positions.float()[:, None] * cast(torch.Tensor, self.inverse_frequencies)
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
@@ -280,14 +283,14 @@ class Stage(GPTModel):
 
 
 class _RowParallelLinearWithBias(RowParallelLinear):
-    """The last matrix of attention where it alone has a bias, which Megatron gives to all matrices or to none."""
+    """The output projection of attention with a bias of its own, which Megatron gives to all matrices or to none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
 def _layer_spec(model: PreTrainedConfig) -> ModuleSpec:
-    """Megatron's own modules, with attention by torch's kernels."""
+    """Return the specification of a layer: Megatron's modules, with attention by torch's kernels."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=has_head_norms(model))
     attention: Any = copy(cast(Any, spec.submodules).self_attention.submodules)
     attention.core_attention = CausalAttention

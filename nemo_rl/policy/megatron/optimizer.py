@@ -1,4 +1,4 @@
-"""The float32 weights that an optimizer steps, and their gradients' norm over all ranks of a copy of the model."""
+"""The float32 main weights of Megatron's optimizer, their gradient norm, and the optimizer's saved state."""
 
 import math
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from nemo_rl.policy.saving import load_state
 
 
 class MainWeights:
-    """A float32 copy of every weight that is computed with in bfloat16; float32 weights are their own.
+    """A float32 copy of every bfloat16 weight; a float32 weight is its own main weight.
 
-    The optimizer knows these alone. Gradients come from the buffers in which Megatron adds them up.
+    The optimizer steps these. Gradients come from the buffers in which Megatron accumulates them.
     """
 
     def __init__(self, module: nn.Module, *, counts_in_norm: Callable[[nn.Parameter], bool]) -> None:
-        """`counts_in_norm`: whether the norm counts it here, of the ranks of a copy that hold the same."""
+        """Copy the weights; `counts_in_norm` says whether this rank counts a replicated weight in the norm."""
         self._model_parameters = [p for p in module.parameters() if p.requires_grad]
         self._main = [
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._model_parameters
@@ -33,10 +33,11 @@ class MainWeights:
         self._main_by_id = {id(p): main for p, main in zip(self._model_parameters, self._main, strict=True)}
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the main weight of a parameter."""
         return self._main_by_id[id(parameter)]
 
     def groups(self, *, with_decay_of_all: bool) -> list[dict[str, Any]]:
-        """For the optimizer: those that are decayed and, in a group of their own, biases and norms."""
+        """Return the optimizer's parameter groups: decayed weights, and biases and norms."""
         if with_decay_of_all:
             return [{"params": self._main}]
         groups: list[dict[str, Any]] = [
@@ -46,24 +47,25 @@ class MainWeights:
         return [group for group in groups if group["params"]]
 
     def copy_gradients_from_buffers(self) -> None:
-        """From the buffers; float32 ones are not copied."""
+        """Set the gradients from Megatron's buffers; float32 buffers are not copied."""
         for parameter, main in zip(self._model_parameters, self._main, strict=True):
             main.grad = parameter.main_grad.float()  # pyright: ignore[reportAttributeAccessIssue]
 
     def clear_gradients(self) -> None:
+        """Drop the gradients."""
         for main in self._main:
             main.grad = None
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Round the stepped weights to those that are computed with."""
+        """Copy the stepped weights to the model, in its dtype."""
         for parameter, main in zip(self._model_parameters, self._main, strict=True):
             if main is not parameter:
                 parameter.copy_(main)
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> float:
-        """The norm of the whole model's gradient, before it is scaled to at most `max_norm`; None: measured only."""
+        """Scale the gradient to a norm of at most `max_norm` and return its norm before; None: only measure it."""
         norms = [main.grad.norm() for main in self._counted if main.grad is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
         square = square.to(self._model_parameters[0].device)
@@ -77,17 +79,17 @@ class MainWeights:
         return norm
 
     def move(self, device: torch.device) -> None:
-        """Those that are not computed with: the others move with their module."""
+        """Move the copies; weights that are their own main weights move with their module."""
         for parameter, main in zip(self._model_parameters, self._main, strict=True):
             if main is not parameter:
                 main.data = main.data.to(device)
 
 
-_PREFIX = "model."  # where `CausalLogprobs` has the Hugging Face model
+_PREFIX = "model."  # of parameter names in `CausalLogprobs`
 
 
 class OptimizerState:
-    """What one optimizer keeps for the weights of a stage."""
+    """The optimizer's state for the weights of a stage."""
 
     def __init__(self, optimizer: Optimizer, main: MainWeights, weights: StageWeights, layout: RankLayout) -> None:
         self._optimizer = optimizer
@@ -96,7 +98,7 @@ class OptimizerState:
         self._layout = layout
 
     def whole(self) -> dict[str, Any]:
-        """On one rank of each stage the state of its weights, on the CPU; the others help to gather it."""
+        """Return the whole state of a stage's weights on the CPU of one of its ranks; the others help to gather it."""
         self._initialize_state()
         is_writer = parallel.tensor_rank() == 0 and self._layout.data_parallel_rank == 0
         state: dict[str, dict[str, torch.Tensor]] = {}
@@ -112,7 +114,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Take over what either backend has saved, on any layout; raises CheckpointError."""
+        """Load a state that either backend saved on any layout; raises CheckpointError."""
         self._initialize_state()
         asked: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self._weights.held_parameters_by_source():
@@ -140,7 +142,7 @@ class OptimizerState:
         return self._state_of(parameter)[kind]
 
     def _tensor_state_names(self) -> list[str]:
-        """Of the tensors that have the shape of their weight; the same for all weights."""
+        """Return the names of state tensors that have the shape of their weight; the same for all weights."""
         first, kept = next(iter(self._optimizer.state.items()), (torch.empty(0), {}))
         return [kind for kind, value in kept.items() if torch.is_tensor(value) and value.shape == first.shape]
 
@@ -150,7 +152,7 @@ class OptimizerState:
         return {k: v.clone() for k, v in kept.items() if torch.is_tensor(v) and k not in kinds}
 
     def _initialize_state(self) -> None:
-        """Let an optimizer that has not stepped make its state: a step of nothing, that is then not counted."""
+        """Make the state of an optimizer that has not stepped, by a step with zero gradients that is then undone."""
         if self._optimizer.state:
             return
         groups = self._optimizer.param_groups

@@ -16,7 +16,7 @@ from nemo_rl.policy.ranks import RankLayout, join
 
 @lru_cache(maxsize=1)
 def redirect_cuda_to_cpu() -> None:
-    """Let torch.cuda's current device be the CPU, and moving to it and waiting for it mean nothing."""
+    """Make the CPU torch.cuda's current device, and moves to it and synchronization no-ops."""
     module: Any = torch.cuda
     module.current_device = _cpu_device
     module.synchronize = _no_op
@@ -25,7 +25,7 @@ def redirect_cuda_to_cpu() -> None:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """Makes tensors on the CPU where "cuda" is asked for."""
+    """A mode that creates tensors on the CPU where "cuda" is requested."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == "cuda":
@@ -35,7 +35,7 @@ class _CudaToCpuMode(TorchFunctionMode):
 
 @contextmanager
 def megatron_device_context(device: torch.device) -> Iterator[None]:
-    """Around Megatron's own functions, whose pipeline schedules name "cuda"; nothing on CUDA."""
+    """Return a context for Megatron's pipeline schedules, which hard-code "cuda"; a no-op on CUDA."""
     if device.type == "cuda":
         yield
         return
@@ -56,10 +56,10 @@ def _return_self(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def make_groups(layout: RankLayout, device: torch.device) -> None:
-    """Join the other ranks and let Megatron know the layout, the same one whenever a process asks.
+    """Join the other ranks and make Megatron's process groups; a process has one layout.
 
     Raises:
-        PolicyError: the process has another layout, or the others did not come before the deadline.
+        PolicyError: the process has another layout, or the other ranks did not join before the deadline.
     """
     if device.type == "cpu":
         redirect_cuda_to_cpu()
@@ -78,26 +78,27 @@ def make_groups(layout: RankLayout, device: torch.device) -> None:
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """The ranks that share every layer with this one."""
+    """Return the group of ranks that share every layer with this one."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """The ranks that hold the other stages for the same samples."""
+    """Return the group of ranks that hold the other stages for the same samples."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
 def model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold one copy of the model with this one."""
+    """Return the group of ranks that hold one copy of the model together with this one."""
     return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
 
 
 def tensor_rank() -> int:
+    """Return this rank's index among the ranks that share every layer."""
     return dist.get_rank(tensor_group())
 
 
 def stage() -> int:
-    """Of this rank, from 0."""
+    """Return this rank's stage, from 0."""
     return dist.get_rank(pipeline_group())
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step on Megatron's stages: micro-batches through the pipeline, gradients, clipping, the optimizer."""
+"""Scoring and one optimizer step on Megatron's stages: micro-batches, gradients, clipping, the optimizer."""
 
 import logging
 import math
@@ -35,9 +35,9 @@ def score(
     device: torch.device,
     layout: RankLayout,
 ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-    """A rank's rows of a batch and what is said of them, without gradients; the last stage alone has some.
+    """Return an iterator of (rows, scores) of this rank's rows, without gradients; only the last stage has any.
 
-    All micro-batches, of `size`, go through before the first is given; those done wait on the CPU.
+    All micro-batches are computed before the first is returned; their scores wait on the CPU.
     """
 
     def move_to_cpu(
@@ -61,7 +61,7 @@ def accumulate_gradients(
     *,
     device: torch.device,
 ) -> list[Any]:
-    """Add the gradients of all losses up, over ranks too; what `loss` reports of each, on the last stage."""
+    """Sum the gradients of all losses, also over ranks, and return the reports of `loss` on the last stage."""
 
     def loss_and_report(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
         value, report = loss(part, scores)
@@ -86,7 +86,7 @@ def _run(
         rows, part = next(iterator)
         lengths = part[keys.LENGTHS].tolist()
         part = part.to(device)
-        asked = wanted if len(rows) else RequiredScores()  # of a rank without a sample left nothing is asked
+        asked = wanted if len(rows) else RequiredScores()  # a dummy part needs no scores
         candidate_ids = None if asked.candidates is None else part[asked.candidates]
         scores = model(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, asked, candidate_ids, lengths)
         return scores, partial(read, (rows, part))
@@ -106,7 +106,7 @@ def _run(
 
 @dataclass(frozen=True, slots=True)
 class MegatronTrainer:
-    """A stage and its optimizer, and which samples go through together and how large a gradient may be."""
+    """A stage and its optimizer, with its micro-batching and the limit of the gradient norm."""
 
     module: Any  # megatron.core's DistributedDataParallel around a Stage
     main: MainWeights
@@ -117,13 +117,13 @@ class MegatronTrainer:
     layout: RankLayout
 
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> OptimizerStep:
-        """Learn from these rows once; what is reported is the same on every rank.
+        """Take one optimizer step on these rows and return its report, which is the same on every rank.
 
-        Not applied: a step without valid tokens, or with a non-finite gradient.
+        A step without valid tokens, or with a non-finite gradient, is skipped.
         """
         normalizer = count_valid(batch, rows)
         if normalizer.num_valid_tokens == 0:
-            logger.warning("an optimizer step of %d samples has no valid token and is skipped", len(rows))
+            logger.warning("skipped an optimizer step of %d samples without a valid token", len(rows))
             return OptimizerStep({"loss": 0.0}, {"loss": "sum"}, normalizer, grad_norm=None, is_skipped=True)
 
         def loss(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -143,7 +143,7 @@ class MegatronTrainer:
             self.optimizer.step()
             self.main.copy_to_model()
         else:
-            logger.warning("gradient norm %s: the optimizer step is skipped, the weights stay as they are", grad_norm)
+            logger.warning("skipped an optimizer step: gradient norm is %s; weights are unchanged", grad_norm)
         self.main.clear_gradients()
         return grad_norm
 
@@ -152,14 +152,14 @@ def _loss(
     part: IndexedMicroBatch, scores: TokenScores, loss_fn: LossFn, normalizer: Normalizer
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     rows, batch = part
-    if len(rows) == 0:  # of no token: in step with the ranks that have samples left
+    if len(rows) == 0:  # zero gradients, in step with the ranks that have samples left
         return scores.logprobs.sum() * 0, {}
     loss, metrics = loss_fn(scores, batch, normalizer)
-    return loss, {**metrics, "loss": Metric(loss.detach().clone())}  # the schedule frees what it is given
+    return loss, {**metrics, "loss": Metric(loss.detach().clone())}  # the schedule frees its inputs
 
 
 def _aggregate_metrics(reports: list[dict[str, Metric]]) -> tuple[dict[str, float], dict[str, Reduction]]:
-    """Metrics of all micro-batches of a rank; only the last stage has some."""
+    """Return the metrics of all micro-batches of a rank; only the last stage has any."""
     metrics: dict[str, torch.Tensor] = {}
     reductions: dict[str, Reduction] = {}
     for report in reports:

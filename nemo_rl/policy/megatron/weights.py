@@ -1,4 +1,4 @@
-"""A stage's weights, or numbers of the same shape, from and to whole tensors under Hugging Face's names."""
+"""Loading and gathering a stage's weights, or tensors of their shape, under Hugging Face's names."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,13 +20,13 @@ Value = Callable[[nn.Parameter], torch.Tensor]
 
 
 class StageWeights:
-    """Which of the model's weights a stage holds, and how they become whole.
+    """The weights of the model that a stage holds, and gathering them.
 
     Gathering is collective over the ranks of a copy of the model, and goes weight by weight.
     """
 
     def __init__(self, stage: Stage, model: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> None:
-        """`shapes`: of all whole tensors, by Hugging Face's names."""
+        """Find the stage's weights; `shapes` are those of all whole tensors, by Hugging Face's names."""
         self.shapes = shapes
         self._weights = list(iter_model_weights(model))
         parameters = dict(_global_named_parameters(stage))
@@ -39,11 +39,11 @@ class StageWeights:
 
     @property
     def names(self) -> list[str]:
-        """Hugging Face's, of the whole model."""
+        """Return Hugging Face's names of the whole model's weights."""
         return [name for weight in self._weights for name in weight.sources]
 
     def held_parameters_by_source(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hugging Face's names of what the stage holds, and the parameter that each is a part of."""
+        """Yield Hugging Face's names of the stage's weights with the parameter that contains each."""
         for weight in self._weights:
             if weight.name in self._held:
                 yield from ((name, self._held[weight.name]) for name in weight.sources)
@@ -51,13 +51,13 @@ class StageWeights:
             yield from ((name, self._copy[1]) for name in self._copy[0].sources)
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
-        """Of the ranks of a copy that hold the same, one says yes."""
+        """Return whether this rank counts the parameter; one of the ranks of a copy that hold the same does."""
         split = {id(self._held[w.name]): w.is_split for w in self._weights if w.name in self._held}
         return split.get(id(parameter), False) or (id(parameter) in split and parallel.tensor_rank() == 0)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor], value: Value) -> None:
-        """Fill `value(parameter)` of every parameter of the stage with this rank's part of whole tensors."""
+        """Fill `value(parameter)` of every parameter of the stage with this rank's shard of whole tensors."""
         held = [(w, self._held[w.name]) for w in self._weights if w.name in self._held]
         size = dist.get_world_size(parallel.tensor_group())
         for weight, parameter in [*held, *([self._copy] if self._copy else [])]:
@@ -66,14 +66,14 @@ class StageWeights:
 
     @torch.no_grad()
     def own(self, value: Value) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of what the stage holds; on all tensor parallel ranks."""
+        """Yield (name, whole tensor) of the stage's weights, on all tensor-parallel ranks."""
         for weight in self._weights:
             if weight.name in self._held:
                 yield from zip(weight.sources, _whole(weight, value(self._held[weight.name])), strict=True)
 
     @torch.no_grad()
     def all(self, value: Value, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of all stages' weights, in the first stage; the other stages help, and get some too."""
+        """Yield (name, whole tensor) of all stages' weights in the first stage; other stages help to gather them."""
         for weight in self._weights:
             tensors: list[torch.Tensor] | None = None
             if weight.name in self._held:
@@ -98,7 +98,7 @@ class StageWeights:
 
 
 def _global_named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with their layer's number among all layers, from 0."""
+    """Yield parameters named by their layer's index among all layers."""
     numbers = [cast(int, layer.layer_number) - 1 for layer in stage.decoder.layers]
     for name, parameter in stage.named_parameters():
         match = _LAYER.match(name)
@@ -106,14 +106,14 @@ def _global_named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def _stages(weights: list[Weight], own: set[str]) -> dict[str, int]:
-    """The stage that holds each weight; asked of all stages."""
+    """Return the stage that holds each weight; all stages call it together."""
     held: list[set[str] | None] = [None] * dist.get_world_size(parallel.pipeline_group())
     dist.all_gather_object(held, {w.name for w in weights} & own, group=parallel.pipeline_group())
     return {name: stage for stage, names in enumerate(held) for name in names or ()}
 
 
 def _whole(weight: Weight, part: torch.Tensor) -> list[torch.Tensor]:
-    """From the parts of all tensor parallel ranks."""
+    """Return whole tensors from the shards of all tensor-parallel ranks."""
     size = dist.get_world_size(parallel.tensor_group())
     if size == 1 or not weight.is_split:
         return weight.whole([part])

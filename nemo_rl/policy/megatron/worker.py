@@ -1,4 +1,4 @@
-"""`MegatronPolicyWorker`: the policy on one rank of Megatron-core, alone or among others."""
+"""The policy and teacher workers on Megatron-core."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ from nemo_rl.types import TrainingBatch
 def make_stage(
     model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
 ) -> Stage:
-    """Without weights yet, which `stage_weights` loads; computes in `precision`."""
+    """Make a rank's stage without weights, which `stage_weights` loads; it computes in `precision`."""
     base: Any = model.base_model
     settings = transformer_config(model.config, config, device)
     stage = Stage(
@@ -45,14 +45,14 @@ def make_stage(
 
 
 def stage_weights(stage: Stage, model: PreTrainedModel) -> StageWeights:
-    """Which of the model's weights the stage holds."""
+    """Return the weights of the model that the stage holds."""
     return StageWeights(stage, model.config, {name: tensor.shape for name, tensor in model.state_dict().items()})
 
 
 def frozen_stage(
     model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
 ) -> Stage:
-    """With the model's weights, in `precision`, and without gradients."""
+    """Make a stage with the model's weights, in `precision` and without gradients."""
     stage = make_stage(model, config, temperature=temperature, device=device).requires_grad_(False)
     stage_weights(stage, model).load(model.state_dict(), lambda parameter: parameter)
     return stage
@@ -61,8 +61,8 @@ def frozen_stage(
 class MegatronPolicyWorker(PolicyWorker):
     """The model on one rank of a layout, by Megatron-core: tensor, pipeline and data parallel.
 
-    It computes in `precision` and keeps the weights that are stepped in float32. Megatron's process groups are of the
-    whole process, and without CUDA so is what answers for it (cpu.py), hence a process of its own.
+    It computes in `precision` and steps float32 weights. Megatron's process groups, and the CPU's substitute for CUDA
+    (parallel.py), are global to a process, hence a process of its own.
 
     Arguments and errors are those of `PolicyWorker`.
     """
