@@ -35,7 +35,7 @@ Matching = Literal["prefix", "identical"]
 
 @dataclass(frozen=True, slots=True)
 class ResponseTargets:
-    """What a teacher says of one response."""
+    """A teacher's targets for one response."""
 
     student_start: int  # in the student's sequence
     targets: Targets
@@ -43,7 +43,7 @@ class ResponseTargets:
 
 
 class TeacherTargetBuilder:
-    """Between the student and one teacher: asks it in its own tokens, and has its answers in the student's."""
+    """Queries one teacher in its own tokens, and translates its distributions to the student's tokens."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class TeacherTargetBuilder:
         matching: Matching,
         max_length: int | None = None,
     ) -> None:
-        """`tokenizer` and `encoder` are the teacher's, `max_length` the tokens that it takes."""
+        """Take the teacher's `tokenizer`, `encoder`, and `max_length`, the most tokens that it accepts."""
         self.token_map = token_map
         self._rows = TeacherRenderer(token_map.student, token_map.teacher, tokenizer, encoder, max_length=max_length)
         self._compute_targets = prefix_targets if matching == "prefix" else identical_targets
 
     async def targets(self, teacher: Teacher, rows: Sequence[BatchRow], k: int) -> list[list[ResponseTargets]]:
-        """Of each row its responses, in their order; a response that the teacher has no room for is left out."""
+        """Return each row's responses in their order, without those beyond the teacher's context."""
         teacher_rows = await asyncio.to_thread(self._render, rows)
         topk = await teacher.topk_logprobs(teacher_batch(teacher_rows), k)
         return await asyncio.to_thread(self._build_targets, teacher_rows, topk)
@@ -84,7 +84,7 @@ class TeacherTargetBuilder:
 
 @dataclass(frozen=True, slots=True)
 class CrossTokenizerStage:
-    """Adds what CrossTokenizerLoss reads; satisfies teachers.TeacherStage."""
+    """Adds the keys that CrossTokenizerLoss reads; satisfies distillation.TeacherStage."""
 
     teachers: Teachers
     target_builders: Mapping[str, TeacherTargetBuilder]  # by the teacher's key
@@ -111,7 +111,7 @@ class CrossTokenizerStage:
 
 
 def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
-    """What a Teacher reads: its tokens, right-padded, with a mask on the responses'; one token of a row without any."""
+    """Return the teacher's tokens, right-padded, with a mask on responses; an empty row has one padding token."""
     lengths = torch.tensor([max(len(row.token_ids), 1) for row in rows])
     width = int(lengths.max())
     token_ids, mask = torch.zeros((len(rows), width), dtype=torch.int64), torch.zeros(len(rows), width)
@@ -124,7 +124,7 @@ def teacher_batch(rows: Sequence[TeacherRow]) -> TrainingBatch:
 
 
 def alignment_metrics(responses: Iterable[ResponseTargets], *, num_tokens: int) -> dict[str, float]:
-    """Means over the `num_tokens` that the student sampled; docs/metrics.md says of what."""
+    """Return means over the `num_tokens` that the student sampled, as docs/metrics.md defines them."""
     responses, count = list(responses), max(num_tokens, 1)
     num_with_target = sum(int((one.targets.ids != NO_TOKEN_ID).any(-1).sum()) for one in responses)
     mass = sum(float(np.exp(one.targets.logprobs[one.targets.ids != NO_TOKEN_ID]).sum()) for one in responses)

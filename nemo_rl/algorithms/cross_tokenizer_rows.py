@@ -1,4 +1,4 @@
-"""What a teacher with another tokenizer is asked: the student's conversations under the teacher's own chat template.
+"""Rows for a teacher with another tokenizer: the student's conversations under the teacher's chat template.
 
 Each response is the text of the tokens that the student sampled, tokenized by the teacher; everything around it is the
 teacher's rendering of the same messages.
@@ -20,14 +20,14 @@ from nemo_rl.types import Message, MessageLog, TokenizedMessage
 class AlignedResponse:
     """One sampled message in both tokenizations.
 
-    The teacher's tokens are those of the text and one that ends the turn, which is there also where the student's
-    response has no end: the distribution before it is that behind the text.
+    The teacher's tokens are those of the text and one that ends the turn, also where the student's response has no end:
+    the distribution before it is the one that follows the text.
     """
 
     student_start: int  # in the student's sequence
     student_ids: tuple[int, ...]
     student_pieces: tuple[bytes, ...]  # a token that adds no text is empty
-    num_aligned: int  # of the student's tokens: the others come behind bytes that are no text
+    num_aligned: int  # of the student's tokens: later ones follow bytes that are not valid text
     is_ended: bool  # the student's last token ends the turn
     teacher_start: int  # in the teacher's sequence
     teacher_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class AlignedResponse:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Of the text's tokens alone."""
+        """Return the spans of the text's tokens, without the end of the turn."""
         return align(self.student_pieces[: self.num_aligned], self.teacher_pieces[:-1])
 
 
@@ -59,7 +59,7 @@ class TeacherRenderer:
         *,
         max_length: int | None = None,
     ) -> None:
-        """`max_length`: tokens that the teacher may be asked about; responses that end behind them are left out."""
+        """Leave out responses that end after the teacher's `max_length` tokens."""
         self._student = student
         self._teacher = teacher
         self._tokenizer = teacher_tokenizer
@@ -67,7 +67,7 @@ class TeacherRenderer:
         self._max_length = max_length
 
     def row(self, message_log: MessageLog, tools: Sequence[Mapping[str, Any]] = ()) -> TeacherRow:
-        """A history with its sampled messages; raises ConfigError when the teacher's template refuses a role."""
+        """Return a history for the teacher; raises ConfigError when its template refuses a role."""
         log: MessageLog = ()
         context: list[Message] = []
         responses: list[AlignedResponse] = []
@@ -109,7 +109,7 @@ class TeacherRenderer:
 
 
 def _decode_valid_prefix(pieces: Sequence[bytes]) -> tuple[int, str]:
-    """How many tokens, from the first, are whole characters, and their text."""
+    """Return the number of leading tokens that form whole characters, and their text."""
     data = b"".join(pieces)
     valid = valid_utf8_prefix(data)
     ends = [0, *accumulate(map(len, pieces))]
@@ -120,6 +120,6 @@ def _decode_valid_prefix(pieces: Sequence[bytes]) -> tuple[int, str]:
 
 
 def _with_teacher_text(message: TokenizedMessage, response: AlignedResponse) -> Message:
-    """The message with the text that the teacher reads, in place of what was parsed from it."""
+    """Return the message with the text that the teacher reads instead of what was parsed from it."""
     text = b"".join(response.teacher_pieces).decode()
     return Message("assistant", text, message.message.tool_calls)

@@ -21,7 +21,7 @@ MIN_PROBABILITY = 1e-30  # probability that something is divided by
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """What the teacher gives before each of its own tokens of one response."""
+    """The teacher's most likely tokens before each of its own tokens of one response."""
 
     ids: np.ndarray  # [N, K] int64
     logprobs: np.ndarray  # [N, K] float32
@@ -74,13 +74,13 @@ class TokenMap:
 
 
 def prefix_targets(response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> Targets:
-    """The teacher's distribution over what the student writes next, before each of its tokens.
+    """Return the teacher's distribution over the student's next token, before each of its tokens.
 
     Before a student's token at byte o, the last teacher token that begins at or before o has distribution q; r are the
     bytes from there to o. Each teacher token v that begins with r goes to the student's longest token that the rest of
     v begins with, with weight q(v); so do likely tokens at earlier places that would have held the text up to o and
     more, with their probability over that of the tokens read in their stead. All is divided by the sum of the weights,
-    of tokens that end at o too, whose continuation nobody knows. Where the student's token reaches beyond the
+    including tokens that end at o, whose continuation is unknown. Where the student's token reaches beyond the
     teacher's, it gets what the chain rule gives its text along the teacher's tokens, and the token that would have had
     this share gives it up. W is K + 1.
     """
@@ -88,7 +88,7 @@ def prefix_targets(response: AlignedResponse, scores: TeacherScores, token_map: 
 
 
 class _PrefixTargetBuilder:
-    """One response on its way to its targets."""
+    """Computation of one response's targets."""
 
     def __init__(self, response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> None:
         self.response, self.scores, self.map = response, scores, token_map
@@ -122,7 +122,7 @@ class _PrefixTargetBuilder:
     def _adjust_distribution(
         self, row: int, teacher_position: int, plain: dict[int, float] | None
     ) -> dict[int, float] | None:
-        """The row's distribution where it is not the `plain` one, of the teacher's tokens at that place alone."""
+        """Return the row's distribution; None where it is `plain`, from the teacher's tokens at this position alone."""
         piece, start = self.response.student_pieces[row], self.student_starts[row]
         longer = self.longer.get(start, ())
         reaches_beyond = (
@@ -143,7 +143,7 @@ class _PrefixTargetBuilder:
         return found
 
     def _continuations(self, start: int, teacher_position: int) -> tuple[float, dict[int, float]]:
-        """The share of the teacher's tokens that begin with what was seen of theirs, and what they go on with."""
+        """Return the mass of the teacher's tokens that begin with the text seen so far, and their continuations."""
         seen = self.text[self.teacher_starts[teacher_position] : start]
         share, found = 0.0, dict[int, float]()
         for piece, prob in self._pieces(teacher_position):
@@ -158,9 +158,9 @@ class _PrefixTargetBuilder:
 
     @cached_property
     def longer(self) -> dict[int, list[tuple[bytes, float]]]:
-        """At each byte, what likely tokens go on with that hold the text up to it and were not read; their weights.
+        """Return, at each byte, continuations and weights of likely longer tokens that cover the text before it.
 
-        A teacher that knows `th` reads `t` only where no `h` follows: without these its distribution behind `t` would
+        A teacher that knows `th` reads `t` only where no `h` follows: without these its distribution after `t` would
         tell the student that `h` is wrong wherever it sampled something else.
         """
         starts, found = set(self.student_starts[:-1]), dict[int, list[tuple[bytes, float]]]()
@@ -172,9 +172,8 @@ class _PrefixTargetBuilder:
                 weight, passed = prob, teacher_position
                 for end in range(begin + len(read), begin + len(piece) + 1):
                     while passed + 1 < len(self.teacher_starts) and self.teacher_starts[passed + 1] <= end:
-                        weight /= max(
-                            self._observed_probability(passed), MIN_PROBABILITY
-                        )  # relative to the tokens that were read
+                        # Relative to the tokens that were read.
+                        weight /= max(self._observed_probability(passed), MIN_PROBABILITY)
                         passed += 1
                     if end in starts:
                         found.setdefault(end, []).append((piece[end - begin :], weight))
@@ -193,12 +192,12 @@ class _PrefixTargetBuilder:
         return may
 
     def _longest_student_token(self, text: bytes, *, is_first: bool) -> int | None:
-        """The student's token that a text begins with; at the start of a response it may come with a space."""
+        """Return the longest student token that a text begins with; a response's first may include a space."""
         with_space = is_first and self.map.student.strips_leading_space and not text.startswith(SPECIAL)
         return self.map.student.beginning(b" " + text if with_space else text)
 
     def _pieces(self, teacher_position: int, wanted: np.ndarray | None = None) -> Iterator[tuple[bytes, float]]:
-        """The teacher's most likely tokens as bytes, without the space that begins a text, and their probabilities."""
+        """Yield the teacher's most likely tokens as bytes, without a text's leading space, and their probabilities."""
         strips, pieces = teacher_position == 0 and self.map.teacher.strips_leading_space, self.map.teacher.pieces
         ids, logprobs = self.scores.ids[teacher_position], self.scores.logprobs[teacher_position]
         if wanted is not None:
@@ -270,9 +269,9 @@ def identical_targets(response: AlignedResponse, scores: TeacherScores, token_ma
 
 
 def observed_probability(response: AlignedResponse, scores: TeacherScores, teacher_position: int) -> float:
-    """What the teacher gives to its own token there; one that is not among the most likely as much as the last of them.
+    """Return the teacher's probability of its own token; of one outside the top k that of the k-th.
 
-    That is too much, and at most the probability that a span of such tokens is overrated by.
+    The latter is an upper bound, so that spans of such tokens are overrated by at most this probability.
     """
     ids, logprobs = scores.ids[teacher_position], scores.logprobs[teacher_position]
     found = np.flatnonzero(ids == response.teacher_ids[teacher_position])
@@ -280,7 +279,7 @@ def observed_probability(response: AlignedResponse, scores: TeacherScores, teach
 
 
 def at(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The table's entries; -1 for ids behind its end, which pad a model's embedding."""
+    """Return the table's entries; -1 for ids beyond its end, which pad a model's embedding."""
     return np.where(ids < len(table), table[np.minimum(ids, len(table) - 1)], NO_TOKEN_ID)
 
 
@@ -303,7 +302,7 @@ def _tokens(ids: np.ndarray, probs: np.ndarray) -> Iterator[tuple[int, float]]:
 
 
 def _write_top_tokens(found: dict[int, float], ids: np.ndarray, probs: np.ndarray) -> None:
-    """The row's most likely tokens, as many as it holds."""
+    """Write the most likely tokens of `found` to the row, as many as it holds."""
     best = sorted(((p, i) for i, p in found.items() if p > 0), reverse=True)[: len(ids)]
     ids.fill(NO_TOKEN_ID)
     probs.fill(0.0)

@@ -1,4 +1,4 @@
-"""What a run reports of each step and validation: metrics under their prefixes, rates, waits, samples.
+"""Reports of each step and validation: metrics under their prefixes, rates, waits, samples.
 
 Called by loop.py and sft.py at the end of a step; loggers and progress display are in observability/.
 """

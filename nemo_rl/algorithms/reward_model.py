@@ -1,6 +1,6 @@
-"""Training of a reward model on preferences (Bradley and Terry): the better answer is to have the higher score.
+"""Training of a reward model on preferences (Bradley and Terry): the better answer learns the higher score.
 
-One process, float32. Fed and opened by launch/reward_model.py; the scores are those of environments/scorers.
+One process, float32. Made by launch/reward_model.py; computes scores as environments/scorers does.
 """
 
 import random
@@ -26,7 +26,7 @@ class TokenPair:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step."""
+    """The result of one optimizer step."""
 
     step: int
     metrics: dict[str, float]
@@ -34,7 +34,7 @@ class StepResult:
 
 
 def bradley_terry_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """`-log sigmoid(chosen - rejected)` of each pair, [N] from scores [N]: the negative log-likelihood of the choices.
+    """Return `-log sigmoid(chosen - rejected)` of each pair, its negative log-likelihood: [N] from scores [N].
 
     Example: scores 2 and 0 give 0.127, equal scores 0.693.
     """
@@ -47,7 +47,7 @@ def train_steps(
     pairs: Sequence[TokenPair],
     config: RewardModelRunConfig,
 ) -> Iterator[StepResult]:
-    """Step after step, until the epochs or the steps are spent."""
+    """Train, and yield the result of each step, until `max_num_epochs` or `max_num_steps` is reached."""
     epochs = (batch for epoch in range(config.rm.max_num_epochs) for batch in _batches(pairs, config, epoch))
     for step, batch in zip(range(1, config.rm.max_num_steps + 1), epochs, strict=False):
         started_at = time.perf_counter()
@@ -56,7 +56,7 @@ def train_steps(
 
 
 def num_steps(num_pairs: int, config: RewardModelRunConfig) -> int:
-    """How many steps `train_steps` makes."""
+    """Return the number of steps that `train_steps` makes."""
     num_data_steps = config.rm.max_num_epochs * -(-num_pairs // config.policy.train_global_batch_size)
     return min(config.rm.max_num_steps, num_data_steps)
 
@@ -64,7 +64,7 @@ def num_steps(num_pairs: int, config: RewardModelRunConfig) -> int:
 def train_step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Sequence[TokenPair], config: RewardModelRunConfig
 ) -> dict[str, float]:
-    """One optimizer step on the mean loss of the batch, whatever the micro-batches; metrics without a prefix."""
+    """Run one optimizer step on the mean loss of the batch; return metrics without a prefix."""
     model.train()
     optimizer.zero_grad()
     size, margins = config.policy.train_micro_batch_size, []
@@ -81,7 +81,7 @@ def train_step(
 
 @torch.inference_mode()
 def evaluate(model: PreTrainedModel, pairs: Sequence[TokenPair], *, batch_size: int) -> dict[str, float]:
-    """Loss, accuracy and margin over all pairs; metrics without a prefix."""
+    """Return loss, accuracy and margin over all pairs, without a prefix."""
     model.eval()
     margins = []
     for start in range(0, len(pairs), batch_size):
@@ -100,13 +100,13 @@ def _metrics(margins: torch.Tensor) -> dict[str, float]:
     losses = bradley_terry_losses(margins, torch.zeros_like(margins))
     return {
         "loss": losses.mean().item(),
-        "pair_accuracy": (margins > 0).float().mean().item(),  # a tie is not ranked right
+        "pair_accuracy": (margins > 0).float().mean().item(),  # a tie counts as wrong
         "reward_margin": margins.mean().item(),
     }
 
 
 def _batches(pairs: Sequence[TokenPair], config: RewardModelRunConfig, epoch: int) -> Iterator[list[TokenPair]]:
-    """All pairs once, in an order of the seed and the epoch; the last batch may be smaller."""
+    """Yield all pairs once, shuffled by seed and epoch; the last batch may be smaller."""
     order = list(range(len(pairs)))
     random.Random(f"{config.rm.seed}/{epoch}").shuffle(order)
     size = config.policy.train_global_batch_size

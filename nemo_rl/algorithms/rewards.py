@@ -1,4 +1,4 @@
-"""What happens to rewards between the environment and the advantages: penalties, scaling, shaping, overlong filtering.
+"""Reward processing between environment and advantages: penalties, scaling, shaping, overlong filtering.
 
 The environment's own rewards stay on the trajectories; dynamic sampling and the reward components see those.
 """
@@ -24,10 +24,10 @@ def transform_rewards(
     *,
     zero_reward_rollouts: Container[TrajectoryKey] = frozenset(),
 ) -> dict[TrajectoryKey, float]:
-    """The rewards to train on of all trajectories that did not fail: scaled, then shaped, where enabled.
+    """Return the rewards to train on of all trajectories that did not fail: scaled, then shaped, where enabled.
 
     Penalised rollouts, `zero_reward_rollouts`, have the reward 0 before that, unless their own is lower.
-    `max_response_length`, in tokens, stands in for `reward_shaping.max_response_length` where that is None.
+    `max_response_length`, in tokens, is the default of `reward_shaping.max_response_length`.
     """
     survivors = [t for group in groups for t in group.survivors]
     rewards = [min(t.reward, 0.0) if trajectory_key(t) in zero_reward_rollouts else t.reward for t in survivors]
@@ -76,7 +76,7 @@ def shape_rewards(
 
 
 def filter_overlong(batch: TrainingBatch) -> int:
-    """Take the gradient from truncated trajectories, which stay in the baseline; returns the samples it hit."""
+    """Mask truncated trajectories, which stay in the baseline; return the number of masked samples."""
     truncated = batch[keys.TRUNCATED]
     batch[keys.SAMPLE_MASK] = batch[keys.SAMPLE_MASK].masked_fill(truncated, 0.0)
     return int(truncated.sum())
@@ -89,7 +89,7 @@ Decode = Callable[[Sequence[int]], str]  # token ids -> text with special tokens
 
 @dataclass(frozen=True, slots=True)
 class ReplyFaults:
-    """What is wrong with one reply."""
+    """The faults of one reply."""
 
     duplicated_reasoning: bool = False
     empty_answer: bool = False  # a fault of a last reply only
@@ -110,7 +110,7 @@ class RolloutFaults:
 
     @property
     def empty_final_answer(self) -> bool:
-        """Of the message log: what other chains come to is no answer."""
+        """Return whether the message log ends without an answer; other chains give none."""
         return bool(self.chains[0]) and self.chains[0][-1].empty_answer
 
     @property
@@ -190,7 +190,7 @@ class Penalties:
         return self.invalid_tool_call_advantage is not None or self.malformed_thinking_advantage is not None
 
     def faults(self, groups: Sequence[TrajectoryGroup]) -> StepFaults:
-        """Of all rollouts that did not fail; each reply is decoded once."""
+        """Return the faults of all rollouts that did not fail; each reply is decoded once."""
         rollouts = {trajectory_key(t): self.find_faults(t) for group in groups for t in group.survivors}
         return StepFaults(self, rollouts)
 
@@ -198,7 +198,7 @@ class Penalties:
         return RolloutFaults(tuple(tuple(self._find_reply_faults(log)) for log in trajectory.chains))
 
     def advantage_for(self, reply: ReplyFaults) -> float | None:
-        """What replaces the advantage of a reply's tokens; the lowest where several apply, None where none does."""
+        """Return the advantage that overrides a reply's tokens; the lowest where several apply, else None."""
         values = []
         if reply.invalid_tool_call and self.invalid_tool_call_advantage is not None:
             values.append(self.invalid_tool_call_advantage)
@@ -240,8 +240,11 @@ class Penalties:
         return thinking.strip().removeprefix(self._open).strip(), answer.strip()
 
     def _is_malformed(self, text: str, *, opened: bool) -> bool:
-        """Whether the tags are neither one closing tag behind an opening one of the prompt, nor one pair from the
-        beginning, nor absent where the prompt opened nothing."""
+        """Return whether the tags are malformed.
+
+        Well-formed are: one closing tag where the prompt opened one; one pair from the beginning; no tag where the
+        prompt opened none.
+        """
         num_opening, num_closing = text.count(self._open), text.count(self._close)
         if opened:
             return (num_opening, num_closing) != (0, 1)
@@ -250,7 +253,7 @@ class Penalties:
 
 
 def _reply_spans(log: MessageLog) -> Iterator[tuple[int, int]]:
-    """Where each reply's tokens lie in its row."""
+    """Yield the start and end of each reply's tokens in its row."""
     start = 0
     for message in log:
         stop = start + len(message.token_ids)
@@ -260,6 +263,6 @@ def _reply_spans(log: MessageLog) -> Iterator[tuple[int, int]]:
 
 
 def make_penalties(config: RewardPenaltiesConfig, grpo: GRPOConfig, decode: Decode) -> Penalties | None:
-    """None where nothing is penalised."""
+    """Return the configured penalties; None where nothing is penalised."""
     penalties = Penalties(config, grpo, decode)
     return penalties if penalties.names or penalties.overwrites_advantages else None

@@ -1,4 +1,4 @@
-"""Validation: held-out prompts, through the rollout that calls each environment once a turn."""
+"""Validation: rollouts of held-out prompts, with one call of each environment a turn."""
 
 import statistics
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class Validator:
 
 
 def sampled_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
-    """Metrics of one set's sampled pass; `trajectories` holds `num_generations` in a row for each prompt."""
+    """Return the metrics of one set's sampled pass; `trajectories` has `num_generations` in a row for each prompt."""
     survivors = [t for t in trajectories if t.failure is None]
     metrics = {"num_failed": float(len(trajectories) - len(survivors))}
     if not survivors:
@@ -88,7 +88,7 @@ def sampled_metrics(trajectories: Sequence[Trajectory], num_generations: int) ->
 
 
 def mean_pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
-    """pass@k averaged over the prompts; a prompt with failures is judged by its survivors."""
+    """Return pass@k averaged over the prompts; a prompt with failures is judged by its survivors."""
     values = []
     for start in range(0, len(trajectories), k):
         scores = [t.reward for t in trajectories[start : start + k] if t.failure is None]
@@ -98,12 +98,13 @@ def mean_pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
 
 
 def greedy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean reward of the greedy pass, where a rollout survived."""
     survivors = [t for t in trajectories if t.failure is None]
     return {"greedy_accuracy": statistics.fmean(t.reward for t in survivors)} if survivors else {}
 
 
 def average_over_sets(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
-    """One set: its metrics. Several: each under its name, and the mean over the sets that have the metric."""
+    """Return the metrics of a single set; of several, each set's under its name and the means over the sets."""
     if len(by_set) == 1:
         return dict(next(iter(by_set.values())))
     names = sorted({name for metrics in by_set.values() for name in metrics})

@@ -10,8 +10,8 @@ from nemo_rl.config.section import Section
 
 class PenaltyTokenIdsConfig(Section):
     unwanted: list[int] = Field(default_factory=list)  # none of them may be sampled
-    think_open: int | None = None  # in place of the first of thinking_tags
-    think_close: int | None = None  # in place of the second
+    think_open: int | None = None  # replaces the first of thinking_tags
+    think_close: int | None = None  # replaces the second
 
 
 class RewardPenaltiesConfig(Section):
@@ -97,7 +97,7 @@ class RolloutTrainingConfig(Section):
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False
     val_at_end: bool = True
-    max_val_samples: int | None = Field(default=256, gt=0)  # prompts of each data set; None: all
+    max_val_samples: int | None = Field(default=256, gt=0)  # prompts of each dataset; None: all
     val_batch_size: int = Field(default=256, gt=0)
     val_num_generations_per_prompt: int = Field(default=1, gt=0)
     val_temperature: float | None = Field(default=None, ge=0)  # None: the training temperature
@@ -110,7 +110,7 @@ class RolloutTrainingConfig(Section):
 
     @property
     def background(self) -> AsyncRolloutsConfig:
-        """Whether, and how, rollouts are collected while the policy trains."""
+        """Return whether, and how, rollouts are collected while the policy trains."""
         raise NotImplementedError
 
 

@@ -12,7 +12,7 @@ MAX_EXP_INPUT = 88.0  # exp of it is still finite in float32
 
 @dataclass(frozen=True, slots=True)
 class TokenTerms:
-    """What a policy-gradient loss computed, without gradients: [B, T], the second group also [B, 1].
+    """Values of a policy-gradient loss, without gradients: [B, T], the second group also [B, 1].
 
     Log-probs are 0 where the mask is 0.
     """

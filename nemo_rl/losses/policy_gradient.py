@@ -1,4 +1,4 @@
-"""What all policy-gradient losses share: reading a batch, weighting tokens, importance weights, KL to the reference.
+"""Shared parts of policy-gradient losses: reading a batch, weighting tokens, importance weights, KL to the reference.
 
 A loss type adds its `term` (ppo.py, cispo.py, gspo.py, reinforce.py). Formulas and recipes: docs/losses.md.
 """
