@@ -75,6 +75,7 @@ class WandbLoggerConfig(WandbConfig, MetricsLoggerConfig):
 class LoggerConfig(Section):
     """`logger`: where metrics go, and what the terminal shows."""
 
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # of nemo_rl's own log records
     log_dir: str = "runs"  # a run's directory is made in it: exp_001, exp_002, ...
     wandb_enabled: bool = False  # offline where no key is set
     tensorboard_enabled: bool = False

@@ -63,7 +63,7 @@ async def run_collection(config: SampledRunConfig, console: Console | None = Non
     Raises ConfigError for what cannot run, with each difference where the directory holds rollouts of another
     configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
     """
-    console = console or open_console()
+    console = console or open_console(config.logger.level)
     interrupt, interrupted = Interrupt(), False
     async with AsyncExitStack() as stack:
         with cancel_on_sigterm():

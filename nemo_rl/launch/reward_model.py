@@ -48,7 +48,7 @@ def train_reward_model(config: RewardModelRunConfig) -> Path:
     It holds the weights with the best validation accuracy (the latest of equals); without validation data the final
     ones.
     """
-    console = open_console()
+    console = open_console(config.logger.level)
     make_optimizer(config.policy, [torch.nn.Parameter(torch.zeros(1))])  # refused before a model loads
     model, tokens = _open_model(config)
     train = _load_pairs("train", config.data.train, tokens)

@@ -54,7 +54,7 @@ async def run_sft(config: SFTRunConfig, command: str) -> TrainingProgress:
 @asynccontextmanager
 async def open_sft(config: SFTRunConfig) -> AsyncIterator[SFTRun]:
     """Open everything that the loop uses; configuration errors are raised before weights are loaded."""
-    console = open_console()
+    console = open_console(config.logger.level)
     layout = find_layout(config)
     check_optimizer(config.policy)
     conversations = load_conversations(config.data, config.sft.seed)

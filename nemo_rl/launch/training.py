@@ -62,10 +62,10 @@ from nemo_rl.weight_sync.transports import make_transport
 logger = logging.getLogger(__name__)
 
 
-def open_console() -> Console:
-    """Return the console for log records and the progress display."""
+def open_console(level: str) -> Console:
+    """Return the console for log records of `logger.level` and above, and for the progress display."""
     disable_progress_bar()  # transformers' own, which would break the display
-    return configure_logging()
+    return configure_logging(level)
 
 
 def open_records(
@@ -199,7 +199,7 @@ async def _prepare_run(config: TrainingRunConfig) -> PreparedRun:
 @asynccontextmanager
 async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
     """Open everything that the loop uses; configuration errors are raised before a model is loaded."""
-    console = open_console()
+    console = open_console(config.logger.level)
     prepared = await _prepare_run(config)
     inputs = prepared.inputs
     async with AsyncExitStack() as stack:

@@ -91,6 +91,6 @@ def distillation_recipe(recipe: Recipe, tmp_path: Path, teacher_folder: Path) ->
 @pytest.fixture
 def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What opening a run changes in the process stays as it was."""
-    monkeypatch.setattr(session, "open_console", lambda: Console(file=io.StringIO()))
+    monkeypatch.setattr(session, "open_console", lambda level: Console(file=io.StringIO()))
     yield
     gc.unfreeze()

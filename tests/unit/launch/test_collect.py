@@ -24,7 +24,7 @@ from tests.unit.launch.scoring import Closing
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch, process_state: None) -> None:
-    monkeypatch.setattr(collect, "open_console", lambda: Console(file=io.StringIO()))
+    monkeypatch.setattr(collect, "open_console", lambda level: Console(file=io.StringIO()))
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
+from nemo_rl.config.run import LoggerConfig
 from nemo_rl.observability.logging_setup import HANDLER_NAME, NOISY_LIBRARIES, configure_logging
 
 
@@ -66,3 +68,16 @@ def test_python_warnings_are_log_records() -> None:
         warnings.warn("an old name", UserWarning, stacklevel=1)
         logging.captureWarnings(False)
     assert "an old name" in out.getvalue()
+
+
+@pytest.mark.parametrize(("level", "shown"), [("DEBUG", True), ("INFO", True), ("WARNING", False)])
+def test_logger_level_of_the_configuration_is_that_of_nemo_rls_records(level: str, shown: bool) -> None:
+    out = io.StringIO()
+    configure_logging(LoggerConfig.model_validate({"level": level}).level, Console(file=out))
+    logging.getLogger("nemo_rl.test").info("a step")
+    assert ("a step" in out.getvalue()) is shown
+
+
+def test_unknown_logger_level_is_refused() -> None:
+    with pytest.raises(ValidationError, match="level"):
+        LoggerConfig.model_validate({"level": "LOUD"})
