@@ -40,7 +40,7 @@ class ConfigError(NemoRLError):
         super().__init__(f"{key} = {value!r}: {problem}{suggest_name(key, self.known, value)}")
 
     def under(self, prefix: str) -> "ConfigError":
-        """The same error seen from further out, where its key lies below `prefix`."""
+        """Return the same error with `prefix` in front of its key."""
         return ConfigError(f"{prefix}.{self.key}", self.value, self.problem, known=self.known)
 
 
@@ -85,7 +85,7 @@ class WorkerDied(WorkerError):
 
 
 def suggest_name(key: str, known: Iterable[str], value: object = None) -> str:
-    """The end of an error's sentence: the known name nearest to the key's last part or to a text value, else all."""
+    """Return the end of an error's sentence: the known name nearest to the key's last part or to a text, else all."""
     names = sorted(known)
     if not names:
         return ""
@@ -98,6 +98,6 @@ def suggest_name(key: str, known: Iterable[str], value: object = None) -> str:
 
 
 def summarize_error(error: BaseException) -> str:
-    """An error's type and the first line of its text: the cause of a failure."""
+    """Return an error's type and the first line of its text: the cause of a failure."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -93,7 +93,7 @@ class Generation(Protocol):
     async def pause(self, *, keep_cache: bool = False) -> None:
         """Hold all running requests where they are, keeping their tokens; returns when none is being computed.
 
-        Their keys and values are computed again behind `resume`, unless `keep_cache` leaves those of the old weights.
+        Their keys and values are computed again after `resume`, unless `keep_cache` leaves those of the old weights.
         """
         ...
 
@@ -122,7 +122,7 @@ class HasReplicas(Protocol):
 
 
 def engine_replicas(generation: Generation) -> Sequence[Generation]:
-    """The engines that hold weights of their own: those behind a router, else the engine itself."""
+    """Return the engines that hold weights of their own: those behind a router, else the engine itself."""
     return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
 
 
@@ -210,7 +210,7 @@ class Teacher(Protocol):
         ...
 
     async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
-        """The k most likely tokens before each token with a mask."""
+        """Return the k most likely tokens before each token with a mask."""
         ...
 
     async def offload(self) -> None: ...
@@ -228,11 +228,11 @@ class Policy(Protocol):
         ...
 
     async def reference_logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
-        """The same under the weights that training began with."""
+        """Return log-probs as `logprobs` does, under the weights that training began with."""
         ...
 
     async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
-        """The k most likely tokens before each token with a mask."""
+        """Return the k most likely tokens before each token with a mask."""
         ...
 
     async def train_step(self, batch: TrainingBatch, loss_fn: "LossFn") -> dict[str, float]:
@@ -345,7 +345,7 @@ class GroupSource(Protocol):
     """Where the loop gets its rollouts; sync, async and filtered training differ in it alone."""
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
-        """The groups of one step, ordered by prompt; raises StopAsyncIteration when the data set is spent."""
+        """Return the groups of one step, ordered by prompt; raise StopAsyncIteration when the dataset is exhausted."""
         ...
 
     def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:

@@ -178,7 +178,7 @@ class Timings:
     generation_s: float = 0.0
     environment_s: float = 0.0
     total_s: float = 0.0
-    scoring_s: float = 0.0  # by reward models and judges, behind the end of the rollout; not in total_s
+    scoring_s: float = 0.0  # by reward models and judges, after the rollout; not in total_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ async def run_recorded_rollouts(
 async def open_rollout_session(
     sessions: SessionProvider, job: RolloutJob, options: RolloutOptions, *, server: int | None = None
 ) -> AsyncIterator["SessionHandle"]:
-    """A session that samples from the rollout's seed; forgotten behind the block where it was not finished in it.
+    """Open a session that samples from the rollout's seed; it is abandoned after the block unless finished in it.
 
     `server`: one of the gateway's, for clients whose address is given; None: the one with the fewest sessions.
     """
@@ -110,7 +110,7 @@ def build_recorded_trajectory(
     *,
     selection: TrajectorySelection,
 ) -> Trajectory:
-    """The longest chain as message log, the others beside it where `selection` is "all"."""
+    """Build the trajectory: the longest chain as message log, the others beside it if `selection` is "all"."""
     longest = recording.longest
     failure = result if isinstance(result, Failure) else None
     chains = recording.chains if selection == "all" else (longest,) if longest else ()
@@ -149,13 +149,13 @@ def _to_number(value: Any) -> Any:
 
 
 def _version_range(versions: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """The oldest and newest weights of several chains."""
+    """Return the oldest and newest weights of several chains."""
     spans = list(versions)
     return (min(s[0] for s in spans), max(s[1] for s in spans)) if spans else (0, 0)
 
 
 def _prompt_only_log(prompt: Prompt) -> MessageLog:
-    """A rollout without a single response: its prompt as text alone."""
+    """Return the log of a rollout without a response: its prompt as text alone."""
     return tuple(TokenizedMessage(message, ()) for message in prompt.messages)
 
 
@@ -210,7 +210,7 @@ class _AgentRollout:
         return build_recorded_trajectory(self._job, result, ended.recording, timings, selection=selection)
 
     async def _run_in_session(self) -> _AgentRunOutcome:
-        """The agent's run from the opening of its session to its close; nothing of the agent's is raised."""
+        """Run the agent from the opening of its session to its close; no error of the agent is raised."""
         task_name, sessions = self._job.prompt.task_name, self._runtime.sessions
         try:
             async with open_rollout_session(sessions, self._job, self._options) as handle:
@@ -221,7 +221,7 @@ class _AgentRollout:
             return _AgentRunOutcome(error_to_failure(error, FailureClass.INFRA, prefix="gateway"))
 
     async def _run_agent(self, handle: "SessionHandle") -> AgentResult | Exception:
-        """What the agent returned or raised; a late end, and a cancellation from within, are errors of its own."""
+        """Return what the agent returned or raised; a timeout and a cancellation from within count as raised."""
         prompt, timeout_s = self._job.prompt, self._runtime.timeout_s
         task = asyncio.ensure_future(self._runtime.agent.run(prompt, handle.base_url, handle.api_key))
         try:
@@ -239,7 +239,7 @@ class _AgentRollout:
     async def _resolve_rewards(
         self, result: AgentResult, ended: _AgentRunOutcome, longest: Chain | None
     ) -> AgentResult | Failure:
-        """The result with its rewards: its own, else those posted, else those of the environment that scores it."""
+        """Return the result with its rewards: its own, else those posted, else those of its scoring environment."""
         if longest is None:
             return Failure(FailureClass.AGENT, "the agent ended without a model call that succeeded")
         rewards = result.rewards or ended.posted or longest.rewards

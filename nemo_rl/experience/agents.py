@@ -161,7 +161,7 @@ class FunctionAgentActor:
 
 
 def to_agent_result(name: str, returned: Any) -> AgentResult:
-    """What an agent's function returned, as a result; whether rewards are numbers is looked at later."""
+    """Convert what an agent's function returned; whether rewards are numbers is checked later."""
     if isinstance(returned, AgentResult):
         return returned
     if returned is None:
@@ -172,7 +172,7 @@ def to_agent_result(name: str, returned: Any) -> AgentResult:
 
 
 def _convert_exit(call: Callable[[], Any]) -> Any:
-    """The call in its thread, where only exceptions may leave it."""
+    """Run the call in its thread, where only an Exception may leave it."""
     try:
         return call()
     except Exception:
@@ -227,7 +227,7 @@ class CommandAgent:
 
 
 def prompt_to_dict(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as a program reads it."""
+    """Convert a prompt to what a program reads."""
     from nemo_rl.data.chat import to_openai_message  # loads transformers
 
     return {
@@ -239,7 +239,7 @@ def prompt_to_dict(prompt: Prompt) -> dict[str, Any]:
 
 
 def parse_agent_output(name: str, output: str) -> AgentResult:
-    """The reward in the last line, where there is one: programs may write anything else."""
+    """Parse the reward in the last line, if there is one: programs may write anything else."""
     lines = output.strip().splitlines()
     try:
         reported = json.loads(lines[-1]) if lines else None

@@ -97,7 +97,7 @@ def _iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: i
 def make_training_samples(
     trajectory: Trajectory, *, trajectory_id: int, group_id: int, reward: float
 ) -> tuple[TrainingSample, ...]:
-    """The token sequences to train on: one a history. They share the trajectory's reward and weight."""
+    """Make the token sequences to train on, one per chain. They share the trajectory's reward and weight."""
     entry = _BatchEntry(trajectory_id, group_id, reward, trajectory.loss_weight)
     return tuple(_make_sample(log, entry) for log in trajectory.chains)
 

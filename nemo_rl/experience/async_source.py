@@ -45,7 +45,7 @@ class CollectionMeter:
 
     @contextlib.contextmanager
     def waiting(self, cause: WaitReason) -> Iterator[None]:
-        """The trainer waits inside."""
+        """Count the time inside the block as waiting of the trainer."""
         started = self._clock()
         try:
             yield
@@ -211,7 +211,7 @@ class AsyncSource:
     # ---- choosing
 
     def _update_weight_version(self, weight_version: int) -> None:
-        """The trainer has reached a version."""
+        """Take note of the version that the trainer has reached."""
         if self._weight_version is None:
             self._requeue(tuple(self._buffer.unschedulable(weight_version)), "are too old by now")
         if weight_version != self._weight_version:
@@ -226,7 +226,7 @@ class AsyncSource:
         self._loader.put_back(prompt_indices)
 
     async def _wait_for_groups(self, weight_version: int) -> tuple[BufferedGroup, ...]:
-        """One step's groups, as soon as they can be had; none where the data set is spent."""
+        """Return one step's groups as soon as they are available; none if the dataset is exhausted."""
         while True:
             choice = self._try_choose(weight_version)
             if not isinstance(choice, WaitReason):
@@ -298,7 +298,7 @@ class AsyncSource:
             self._get_supervision().watchdog.record_progress()
 
     async def _collect(self, prompts: Sequence[LoadedPrompt]) -> None:
-        """The life of a task: the rollouts of its prompts. What it raises is raised by the next `next_groups`."""
+        """Run the rollouts of a background task. Its error is raised by the next `next_groups`."""
         task = asyncio.current_task()
         assert task is not None
         try:

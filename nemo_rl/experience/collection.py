@@ -26,7 +26,7 @@ def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int) -> 
 
 
 def group_trajectories(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
-    """The groups of trajectories that lie in the order of `make_rollout_jobs`."""
+    """Group trajectories that are in the order of `make_rollout_jobs`."""
     groups = []
     for start in range(0, len(trajectories), num_generations):
         members = tuple(trajectories[start : start + num_generations])

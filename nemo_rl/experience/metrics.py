@@ -34,7 +34,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def age_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """Steps from the oldest weights that sampled a rollout to those that it trains: mean and maximum."""
+    """Return the mean and maximum of steps from the oldest weights that sampled a rollout to those that it trains."""
     ages = [weight_version - t.weight_versions[0] for t in trajectories if t.failure is None]
     return {"avg_trajectory_age": statistics.fmean(ages), "max_trajectory_age": float(max(ages))} if ages else {}
 
@@ -73,7 +73,7 @@ def _num_environment_tokens(trajectory: Trajectory) -> int:
 
 
 def _mean_named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of each named reward, over the rollouts that have it."""
+    """Return the mean of each named reward over the rollouts that have it."""
     names = sorted({name for t in survivors for name in t.rewards})
     if len(names) < 2:
         return {}
@@ -81,7 +81,7 @@ def _mean_named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _brief_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What tells environments apart at a glance."""
+    """Return the metrics that tell environments apart at a glance."""
     survivors = [t for t in trajectories if t.failure is None]
     metrics = {
         "truncation_rate": _stop_reason_rate(trajectories, StopReason.TRUNCATED),
@@ -105,7 +105,7 @@ def _count_failed(trajectories: Sequence[Trajectory], name: FailureClass) -> int
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
-    """The best score of k answers, averaged over all subsets of k of the n given.
+    """Return the best score of k answers, averaged over all subsets of k of the n given.
 
     For scores of 0 and 1 this is 1 - C(wrong, k) / C(n, k) (arXiv 2107.03374, equation 1).
 
@@ -117,19 +117,19 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
 @lru_cache(maxsize=1024)
 def best_of_k_probabilities(num_answers: int, k: int) -> tuple[float, ...]:
-    """The share of all subsets of k in which the answer of each rank, lowest score first, is the best."""
+    """Return the share of all subsets of k in which the answer of each rank, lowest score first, is the best."""
     _check_k(k, num_answers)
     return tuple(comb(rank, k - 1) / comb(num_answers, k) for rank in range(num_answers))
 
 
 def pass_at_1_avg_of_k(scores: Sequence[float]) -> float:
-    """The mean score: what one answer can be expected to reach."""
+    """Return the mean score, the expected score of one answer."""
     _check_k(1, len(scores))
     return sum(scores) / len(scores)
 
 
 def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k: int | None = None) -> float:
-    """The score of the answer that most of k votes name, averaged over all subsets of k of the n given (None: n).
+    """Return the score of the majority answer of k votes, averaged over all subsets of k of the n given (None: n).
 
     Answers with equally many votes are averaged; an answer's score is the mean over those who gave it. None is no
     answer and casts no vote; where nobody votes the score is 0.

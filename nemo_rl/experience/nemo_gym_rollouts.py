@@ -45,7 +45,7 @@ class RowPreparer:
         self._logged_names: set[str] = set()
 
     def prepare(self, row: Mapping[str, Any], session_id: str) -> dict[str, Any]:
-        """The row with the session's id in the metadata of its parameters; `row` itself stays as it is.
+        """Return a copy of the row with the session's id in the metadata of its parameters.
 
         Gym passes a row's metadata on with each call of the model. Where an agent does not, its calls have no session:
         they are sampled as the run is, and found by their tokens.
@@ -77,7 +77,7 @@ class GymAgentRunner(Protocol):
     """Who runs rows; `environments.nemo_gym.client.GymClient` does. Keeps its own deadline."""
 
     async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
-        """Raises GymError."""
+        """Run a row by its agent; raise GymError."""
         ...
 
 
@@ -179,7 +179,7 @@ def _make_claim(call: GymCall) -> Claim:
 
 
 def _attribute_to_engine(failure: Failure, finished: "FinishedSession") -> Failure:
-    """What Gym says about a rollout whose last call the engine failed is the engine's fault."""
+    """Attribute Gym's failure of a rollout to the engine if the engine failed its last call."""
     last = finished.last_failure
     if last is None or last.kind is not CallFailureKind.ENGINE or failure.failure_class is FailureClass.INFRA:
         return failure

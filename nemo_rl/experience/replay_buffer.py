@@ -78,7 +78,7 @@ class ReplayBuffer:
         self._complete: dict[int, BufferedGroup] = {}  # by place
 
     def __len__(self) -> int:
-        """Groups issued and not taken."""
+        """Return the number of groups issued and not taken."""
         return len(self._running) + len(self._complete)
 
     @property
@@ -107,7 +107,7 @@ class ReplayBuffer:
         return max((steps_ahead + is_trainer_waiting) * self._num_groups - len(self), 0)
 
     def issue(self, prompt_index: int, weight_version: int) -> None:
-        """The rollouts of a prompt start; the engine holds `weight_version` or newer weights."""
+        """Record that the rollouts of a prompt start; the engine holds `weight_version` or newer weights."""
         self._running[prompt_index] = weight_version
 
     def finish(self, prompt_index: int, group: TrajectoryGroup) -> None:
@@ -126,7 +126,7 @@ class ReplayBuffer:
             self._complete.pop(prompt_index, None)
 
     def choose(self, weight_version: int, count: int) -> tuple[BufferedGroup, ...] | WaitReason:
-        """The `count` complete groups of the earliest deadlines, in the training order; or why to wait.
+        """Return the `count` complete groups of the earliest deadlines, in the training order; or why to wait.
 
         One that still runs is passed over as long as it, and all others left, can be trained in time. Nothing changes:
         who trains on them calls `remove`.
@@ -175,7 +175,7 @@ class ReplayBuffer:
 
 
 def oldest_version(group: TrajectoryGroup, *, default: int) -> int:
-    """The oldest weights that a rollout to be trained on was sampled under; `default` where all have failed."""
+    """Return the oldest weights that a survivor was sampled under; `default` if all have failed."""
     return min((t.weight_versions[0] for t in group.survivors), default=default)
 
 
@@ -183,7 +183,7 @@ REPLAY_BUFFER = "replay_buffer"  # the key in a source's state
 
 
 def extract_buffer_state(state: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
-    """That of a source's state, as the source gave it or as a checkpoint holds it; empty in a synchronous run's."""
+    """Return the buffer in a source's state, live or from a checkpoint; empty in a synchronous run's."""
     buffered = state.get(REPLAY_BUFFER, ReplayBufferState())
     return buffered if isinstance(buffered, ReplayBufferState) else buffer_state_from_dict(buffered, loader)
 
@@ -209,7 +209,7 @@ def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
 
 
 def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
-    """What `buffer_state_to_dict` was given; `loader` has the same prompts in the same order."""
+    """Invert `buffer_state_to_dict`; `loader` has the same prompts in the same order."""
     token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist())
     return ReplayBufferState(
         complete=tuple(_group_from_dict(one, loader.at(one["place"]), token_store) for one in plain["complete"]),

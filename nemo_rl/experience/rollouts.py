@@ -159,7 +159,7 @@ class _Rollout:
             self._result = run.submit_for_scoring(trajectory)
 
     async def trajectory(self) -> Trajectory:
-        """The result, once it has its scores."""
+        """Return the result once it has its scores."""
         assert self._result is not None
         return await self._result
 
@@ -186,7 +186,7 @@ class _SchedulerRun:
         self._prompts: dict[int, EncodedPrompt | Failure] = {}  # by the prompt's id(): the jobs keep the prompts alive
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The result of `work` under the watchdog; however it ends, no score is waited for any longer."""
+        """Return the result of `work` under the watchdog; however it ends, pending scores are cancelled."""
         try:
             return await self.watchdog.guard(work)
         finally:
@@ -241,7 +241,7 @@ class _SchedulerRun:
             live = [rollout for rollout in live if rollout.is_live]
 
     def submit_for_scoring(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
-        """The trajectory, scored while others go on; reported at once where there is nothing to score."""
+        """Score the trajectory while others go on; report it at once if there is nothing to score."""
         if self._dependencies.scoring.needs_scoring(trajectory):
             task = asyncio.ensure_future(self._score_and_report(trajectory))
             self._scoring_tasks.append(task)

@@ -33,7 +33,7 @@ ScoringTurn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
 class Scoring:
     """Which scorers reward the rollouts of which task; they add to what the environment gave.
 
-    With a `turn` the scorers share the engine's device: nothing is scored while rollouts run, and all of them behind
+    With a `turn` the scorers share the engine's device: nothing is scored while rollouts run, and all of them after
     the last one, inside `turn()`.
     """
 
@@ -45,7 +45,7 @@ class Scoring:
         return self.turn is None and self._has_scorers(trajectory)
 
     async def score(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
-        """The trajectory with its scores, asked for at once; failed where one scorer has none for it.
+        """Return the trajectory with its scores; failed if one scorer has none for it.
 
         One that needs none is returned as it is. Each reward is `weight * score` under the scorer's name.
         """
@@ -54,7 +54,7 @@ class Scoring:
     async def score_batch(
         self, trajectories: Sequence[Trajectory], *, stall_timeout_s: float
     ) -> tuple[Trajectory, ...]:
-        """What was left for the scorers' turn, in order; RolloutError when no score comes for `stall_timeout_s`."""
+        """Score what was left for the scorers' turn, in order; raise RolloutError on a stall of `stall_timeout_s`."""
         if not any(map(self._has_scorers, trajectories)):
             return tuple(trajectories)
         watchdog = StallWatchdog(stall_timeout_s)
@@ -78,7 +78,7 @@ class Scoring:
 
 
 def make_score_request(trajectory: Trajectory) -> ScoreRequest:
-    """The conversation in its text, and the prompt's own state."""
+    """Return the text of the conversation with the prompt's own state."""
     messages = tuple(strip_tool_fields(message.message) for message in trajectory.message_log)
     return ScoreRequest(messages, trajectory.prompt.env_state)
 
@@ -86,7 +86,7 @@ def make_score_request(trajectory: Trajectory) -> ScoreRequest:
 def add_scores(
     trajectory: Trajectory, scorers: Sequence[WeightedScorer], scores: Sequence[float | Failure]
 ) -> Trajectory:
-    """The rewards with those of `scores`; the first failure among them fails the rollout."""
+    """Add `scores` to the rewards; the first failure among them fails the rollout."""
     rewards = dict(trajectory.rewards)
     for weighted, score in zip(scorers, scores, strict=True):
         if isinstance(score, Failure):
@@ -132,7 +132,7 @@ async def rescore_rollouts(
 def _to_unscored_trajectory(
     row: Mapping[str, Any], prompts: Mapping[PromptKey, Prompt], scoring: Scoring, scorer_only_tasks: Container[str]
 ) -> Trajectory:
-    """The row as a rollout without tokens, and without the rewards that its scorers will give."""
+    """Return the row as a rollout without tokens and without the rewards that its scorers will give."""
     try:
         prompt = prompts.get((row["dataset"], row["prompt_id"]))
         if prompt is None:

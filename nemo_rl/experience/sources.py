@@ -24,12 +24,12 @@ class ReturnGroups(Protocol):
     """A source that can take groups back for a later step (AsyncSource.give_back)."""
 
     def __call__(self, groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
-        """Returns those that are too old to be trained on at `next_version`."""
+        """Take the groups back; return those that are too old to be trained on at `next_version`."""
         ...
 
 
 def drop_all_groups(groups: Sequence[TrajectoryGroup], *, next_version: int) -> Sequence[TrajectoryGroup]:
-    """The `ReturnGroups` of a synchronous run: at the next version all would be too old."""
+    """Return all groups, as a synchronous run must: at the next version all would be too old."""
     return groups
 
 
@@ -77,7 +77,7 @@ class SyncSource:
         return self._loader.state_dict() | {"consumed_prompts": self._loader.consumed, "epoch": self._loader.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What an asynchronous run had in its buffer is collected afresh, before all else."""
+        """Load the state; what an asynchronous run had in its buffer is collected again first."""
         self._loader.load_state_dict(state)
         self._loader.put_back(extract_buffer_state(state, self._loader).prompt_indices)
 
@@ -152,7 +152,7 @@ class FilteredSource:
         self._min_group_size = min_group_size
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
-        """A full step, or what the end of the data set leaves. Raises RolloutError after `max_gen_batches` batches."""
+        """Return a full step, or what is left of the dataset. Raises RolloutError after `max_gen_batches` batches."""
         accumulator = _StepAccumulator()
         try:
             await self._fill_step(accumulator, weight_version)
@@ -278,7 +278,7 @@ class RecordedResponseSource:
 
 
 def get_recorded_response(prompt: Prompt) -> str:
-    """Raises DataError for a prompt whose row had none."""
+    """Return the response of a prompt's row; raise DataError if it has none."""
     response = prompt.env_state.get(RESPONSE)
     if not isinstance(response, str) or not response:
         raise DataError(

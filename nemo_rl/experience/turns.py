@@ -68,7 +68,7 @@ class EnvironmentCall:
 
 
 def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failure:
-    """A prompt's tokens, or why the chat template cannot render this row."""
+    """Encode a prompt, or return why the chat template cannot render it."""
     try:
         message_log = encoder.encode_prompt(prompt.messages, prompt.tools)
     except Exception as error:  # a template may raise anything about messages that it does not expect
@@ -77,7 +77,7 @@ def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failu
 
 
 def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, turn: int) -> int:
-    """The seed of one request: a stable 63-bit hash, equal in every process and on every machine."""
+    """Return the seed of one request: a stable 63-bit hash, equal in every process and on every machine."""
     identity = f"{seed}\x1f{epoch}\x1f{prompt_id}\x1f{generation_index}\x1f{turn}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
 
@@ -168,7 +168,7 @@ class Episode:
         self._end(StopReason.FAILED, Failure(failure_class, cause))
 
     def trajectory(self, *, total_s: float = 0.0) -> Trajectory:
-        """The result, once `action` is None; `total_s` is how long the rollout took."""
+        """Return the result, once `action` is None; `total_s` is how long the rollout took."""
         assert self._stop_reason is not None
         return Trajectory(
             prompt=self.job.prompt,
@@ -239,7 +239,7 @@ class Episode:
         self._request_response()
 
     def _encode_turn(self, observation: Sequence[Message]) -> MessageLog:
-        """Nothing said: the next response goes on right behind the last one."""
+        """Encode the observation; without one the next response continues the last."""
         if not observation:
             return ()
         return tuple(self._encoder.encode_turn(tuple(self._message_log), observation, self.job.prompt.tools))
@@ -251,14 +251,14 @@ class Episode:
 
 
 def strip_tool_fields(message: Message) -> Message:
-    """A message as environments see it."""
+    """Return a message as environments see it."""
     if not message.tool_calls and message.tool_call_id is None:
         return message
     return Message(message.role, message.content)
 
 
 def _truncate_messages(messages: MessageLog, room: int) -> list[TokenizedMessage]:
-    """The messages with their first `room` tokens; a message behind them keeps its text alone."""
+    """Return the messages with their first `room` tokens; messages after these keep their text alone."""
     kept = []
     for message in messages:
         token_ids = message.token_ids[: max(room, 0)]

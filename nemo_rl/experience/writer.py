@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dict[str, Any]:
-    """What JSON can say of `trajectory`.
+    """Return `trajectory` as a JSON-serializable row.
 
     It holds group_id, prompt_id, dataset, task_name, generation_index, stop_reason, reward (None when failed), rewards
     by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings and messages, of an
