@@ -1,4 +1,4 @@
-"""What follows from profiles: a comparison of two collections, and a curriculum of tasks of suitable difficulty."""
+"""Uses of profiles: a comparison of two collections, and a curriculum of tasks of suitable difficulty."""
 
 import logging
 from collections.abc import Sequence
@@ -15,10 +15,12 @@ from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+ROUNDING = 1e-9  # a mean of thirds is not exactly the intended limit
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One quantity of one data set in both."""
+    """One quantity of one dataset in both collections."""
 
     dataset: str
     quantity: str  # "reward", "pass@4", ...
@@ -35,14 +37,14 @@ class Comparison:
     """Two profiles compared."""
 
     are_paired: bool  # the same tasks: differences are taken task by task, over those that both have rollouts of
-    differences: tuple[Difference, ...]  # by data set and quantity
+    differences: tuple[Difference, ...]  # by dataset and quantity
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
-    """What `second` has more than `first`, for every data set and quantity that both have.
+    """Compare `second` with `first` in every dataset and quantity that both have.
 
-    Where both are of the same data (the `data` of their identities) tasks are compared one by one, which takes the
-    difficulty of the tasks out of the standard error; elsewhere the means are.
+    Where both have the same data (the `data` of their identities) tasks are compared one by one, which removes the
+    difficulty of the tasks from the standard error; otherwise the means are compared.
     """
     runs = [profile.table.manifest.run for profile in (first, second)]
     are_paired = runs[0].get("data") == runs[1].get("data") and len(first.table.rewards) == len(second.table.rewards)
@@ -77,9 +79,6 @@ def _paired_difference(
     return Difference(dataset, quantity, first, second, score.mean, score.standard_error, better, worse)
 
 
-ROUNDING = 1e-9  # a mean of thirds is not exactly the limit that was meant
-
-
 @dataclass(frozen=True, slots=True)
 class RewardRange:
     """Mean rewards from `low` to `high`, both included."""
@@ -93,10 +92,10 @@ class RewardRange:
 
 
 def write_curriculum(profile: Profile, path: Path, rewards: RewardRange, *, dataset: str = ALL_DATASETS) -> int:
-    """Write the input rows, as they were, of all tasks whose mean reward lies in the range; how many there are.
+    """Write the unchanged input rows of all tasks whose mean reward is in the range, and return their number.
 
-    In the order of the input; tasks without any rollout are left out. Raises ConfigError where the collection has kept
-    no input or no task is in the range.
+    Rows keep the order of the input; tasks without any rollout are omitted. Raises ConfigError where the collection
+    has kept no input or no task is in the range.
     """
     means = profile.measures.reward.mean
     chosen = np.zeros(len(means), np.bool_)
@@ -106,7 +105,7 @@ def write_curriculum(profile: Profile, path: Path, rewards: RewardRange, *, data
     if not (profile.directory / TASKS_FILE).exists():
         raise ConfigError("directory", str(profile.directory), f"has no {TASKS_FILE} to take rows from")
     if not chosen.any():
-        raise ConfigError("min_reward, max_reward", (rewards.low, rewards.high), "no task's mean reward lies there")
+        raise ConfigError("min_reward, max_reward", (rewards.low, rewards.high), "no task has a mean reward in it")
     with atomic_write(path) as file:
         for index, task in enumerate(read_tasks(profile.directory)):
             if index < len(chosen) and chosen[index]:

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` to write to, renamed to it once the block has ended and its bytes are on the disk.
+    """Open a file next to `path`, renamed to it once the block has ended and its bytes are on the disk.
 
-    Folders above are made. An error leaves what was at `path`. Writers on several machines do not meet; the last one
-    to end wins.
+    Creates missing directories. An error leaves the old file at `path`. Writers on several machines do not collide;
+    the last one to end wins.
     """
     unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ _KEY = re.compile(rb'\{"task_index": ?(\d+), ?"rollout_index": ?(\d+), ?"seed": 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of a file: its key and where it lies."""
+    """One row of a file: its key and its position."""
 
     task_index: int
     rollout_index: int
@@ -68,7 +68,7 @@ class AppendOnlyFile:
     """A file that one process at a time appends whole lines to.
 
     `append` hands the line to the operating system before it returns: a killed process loses nothing of it; a power
-    failure loses what is newer than the last `sync`. A line cut by a kill is taken off when the file is next opened.
+    failure loses what is newer than the last `sync`. A line cut by a kill is removed when the file is next opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class AppendOnlyFile:
             raise RolloutError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Give up the lock; no call follows."""
+        """Release the lock; no call may follow."""
         _open_descriptors.discard(self._descriptor)
         os.close(self._descriptor)
 
@@ -118,9 +118,7 @@ class AppendOnlyFile:
         except BlockingIOError as error:
             raise ConfigError("output_dir", str(self.path.parent), f"{self.path.name} is being written to") from error
         except OSError as error:  # a file system without locks
-            logger.warning(
-                "%s cannot be locked (%s): see to it that one job alone writes it", self.path, error.strerror
-            )
+            logger.warning("cannot lock %s (%s): make sure that only one job writes it", self.path, error.strerror)
 
     def _truncate_torn_line(self) -> int:
         size = end = os.fstat(self._descriptor).st_size
@@ -132,7 +130,7 @@ class AppendOnlyFile:
                 break
             end = start
         if end < size:
-            logger.warning("%s: its last line was cut; %d bytes of it are taken off", self.path, size - end)
+            logger.warning("%s: removed %d bytes of an incomplete last line", self.path, size - end)
             os.ftruncate(self._descriptor, end)
         return end
 
@@ -156,7 +154,7 @@ def _close_all() -> None:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The file's lines in order, each known by its key; a last line that is not whole (yet) is left out.
+    """Yield the key and position of each line in order, except for an incomplete last line.
 
     Raises DataError naming file:line for one without a key.
     """

@@ -42,7 +42,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardSet:
-    """The shards that make up a collection, those that were not begun included."""
+    """The shards that make up a collection, including those that were not begun."""
 
     directory: Path
     shards: tuple[Shard, ...]  # by seed and chunk
@@ -53,7 +53,7 @@ class ShardSet:
 
     @property
     def keys(self) -> KeySpace:
-        """Those of one seed over all chunks."""
+        """Return the keys of one seed over all chunks."""
         return KeySpace(self.num_tasks, self.num_repeats)
 
     def begun(self, seed: int) -> Sequence[Shard]:
@@ -62,7 +62,7 @@ class ShardSet:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What a shard lacks."""
+    """Rollouts that a shard lacks."""
 
     shard: Shard
     num_missing: int
@@ -80,7 +80,7 @@ class Gap:
 
 
 def load_shard_set(directory: str | Path, seeds: Iterable[int] | None = None) -> ShardSet:
-    """The collection in `directory`: of `seeds`, or of those that were begun.
+    """Load the shards in `directory`: of `seeds`, or of those that were begun.
 
     Raises ConfigError where there is none, and where shards are of different runs, with each difference.
     """
@@ -103,13 +103,13 @@ def load_shard_set(directory: str | Path, seeds: Iterable[int] | None = None) ->
     return ShardSet(directory, tuple(shards), all_seeds, keys.num_tasks, keys.num_repeats, first.run)
 
 
-def gaps(shard_set: ShardSet) -> Sequence[Gap]:
-    """One for each shard that lacks rollouts; in memory one byte a key of one shard."""
+def find_gaps(shard_set: ShardSet) -> Sequence[Gap]:
+    """Return a gap for each shard that lacks rollouts. Holds one byte for each key of one shard."""
     return [gap for shard in shard_set.shards if (gap := _find_gap(shard)) is not None]
 
 
 def _shared_identity(identity: ShardIdentity) -> dict[str, Any]:
-    """What all shards of a collection have in common."""
+    """Return the values that all shards of a collection share."""
     values = identity.to_dict()
     return {name: values[name] for name in ("format", "num_tasks", "num_repeats", "run")}
 
@@ -162,12 +162,12 @@ BLOCK_LINES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """What a merge has written."""
+    """Files and counts of a merge."""
 
     rollouts: Path
     num_rollouts: int
     num_failures: int  # attempts, also of rollouts that ended well
-    gaps: tuple[Gap, ...]  # empty: whole
+    gaps: tuple[Gap, ...]  # empty: complete
 
     @property
     def done(self) -> Path:
@@ -175,7 +175,7 @@ class MergeResult:
 
 
 class IncompleteCollection(NemoRLError):
-    """Rollouts are missing; the text lists them."""
+    """A collection lacks rollouts; the text lists them."""
 
 
 def merge(directory: str | Path, *, seeds: Iterable[int] | None = None, allow_partial: bool = False) -> MergeResult:
@@ -189,10 +189,10 @@ def merge(directory: str | Path, *, seeds: Iterable[int] | None = None, allow_pa
     IncompleteCollection for missing rollouts unless `allow_partial`. Holds some 50 bytes a rollout of one seed.
     """
     gathering = load_shard_set(directory, seeds)
-    missing = tuple(gaps(gathering))
+    missing = tuple(find_gaps(gathering))
     if missing and not allow_partial:
         listed = "\n".join(f"  {gap}" for gap in missing)
-        raise IncompleteCollection(f"{gathering.directory}: the collection is not whole:\n{listed}")
+        raise IncompleteCollection(f"{gathering.directory}: the collection is incomplete:\n{listed}")
     raise_file_limit()  # a seed's shards are open at once
     paths = {part: gathering.directory / f"{MERGED}{part}" for part in (".jsonl", "_failures.jsonl", "_identity.json")}
     done = gathering.directory / f"{MERGED}.jsonl.done"
@@ -221,7 +221,7 @@ def _write(path: Path, gathering: ShardSet, part: Callable[[Shard], Path], *, is
 
 
 def _iter_ordered_lines(paths: Sequence[Path], num_repeats: int, is_unique: bool) -> Iterator[bytes]:
-    """Lines of all files by task and rollout; those of one rollout in the order they have."""
+    """Yield the lines of all files by task and rollout; those of one rollout keep their order."""
     numbers, offsets, file_indices = array("q"), array("q"), array("I")
     for file_index, path in enumerate(paths):
         for line in read_lines(path):

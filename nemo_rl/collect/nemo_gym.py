@@ -1,4 +1,4 @@
-"""Conversion of collections from and to NeMo Gym's files (nemo-gym 0.4.0)."""
+"""Conversion between collections and NeMo Gym's files (nemo-gym 0.4.0)."""
 
 import json
 import re
@@ -23,6 +23,7 @@ ROLLOUT_INDEX = "_ng_rollout_index"
 ANSWER = "extracted_answer"  # of environments that look for one in the reply
 FAILURE_CLASS = "_ng_failure_class"
 AGENT = "agent_ref"
+KEY_FIELDS = frozenset({TASK_INDEX, ROLLOUT_INDEX})
 PARAMETERS = "responses_create_params"
 RESPONSE = "response"
 
@@ -46,15 +47,14 @@ class NemoGymFiles:
 
 
 Row = Mapping[str, Any]
-LONE_SURROGATE = re.compile(
-    "[\ud800-\udfff]"
-)  # of surrogates: orjson, which Gym reads with, refuses a file that holds one
+# Gym reads with orjson, which refuses a file that contains one.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def export_nemo_gym(merged: Path, rollouts: Path) -> NemoGymFiles:
     """Write Gym's three files from `merged`, the rollouts.jsonl that `merge` wrote.
 
-    Gym knows no seeds: the rollouts of the n-th seed go on counting behind those of the seeds before. A rollout of
+    Gym has no seeds: the rollouts of each seed are numbered after those of the seeds before it. A rollout of
     ours becomes a Responses object of its messages; one that came from Gym is as it was. Half a surrogate pair becomes
     U+FFFD. Holds one row at a time.
     Raises ConfigError where the collection has kept no input.
@@ -83,7 +83,7 @@ def _write(file: BinaryIO, row: Row) -> None:
 
 
 def _join_tasks(rows: Iterator[dict[str, Any]], directory: Path) -> Iterator[tuple[Row, Task]]:
-    """Rows with their tasks, which are read beside them, once a seed: both are in the tasks' order."""
+    """Yield rows with their tasks; both are in the order of tasks, so tasks are read once for each seed."""
     seed, index, task, tasks = None, -1, None, iter(())
     for row in rows:
         if row["seed"] != seed:
@@ -101,7 +101,7 @@ def _gym_key(row: Row, manifest: CollectionManifest) -> dict[str, int]:
 
 
 def _gym_input(task: Task) -> dict[str, Any]:
-    """The task as Gym's data has it; of other data, what an agent named like its environment would be sent."""
+    """Return the task as Gym's data has it; for other data, as input of an agent named after its environment."""
     parameters = {} if PARAMETERS in task.row else {PARAMETERS: {"input": []}}
     return {AGENT: {"type": "responses_api_agents", "name": task.task_name}, **parameters, **task.row}
 
@@ -128,7 +128,7 @@ def _gym_rollout(row: Row, task: Task) -> Row:
 
 
 def _first_generated(messages: Sequence[Row], num_turns: int) -> int:
-    """Where the policy's first message stands: a prompt may have assistant messages of its own."""
+    """Return the index of the policy's first message: a prompt may contain assistant messages too."""
     by_assistant = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     return by_assistant[-num_turns] if 0 < num_turns <= len(by_assistant) else len(messages)
 
@@ -167,9 +167,6 @@ def _message_item(message: Row) -> dict[str, Any]:
     return {"type": "message", "role": message["role"], "content": message["content"]}
 
 
-KEY = frozenset({TASK_INDEX, ROLLOUT_INDEX})
-
-
 def import_nemo_gym(rollouts: Path, directory: Path) -> RolloutStore:
     """Write the shard of seed 0 in `directory` from Gym's file of rollouts and those beside it; the store is closed.
 
@@ -195,7 +192,7 @@ def import_nemo_gym(rollouts: Path, directory: Path) -> RolloutStore:
 
 
 def _read_tasks(path: Path) -> Iterator[Task]:
-    """One of each task's inputs, which Gym writes in order."""
+    """Yield each task once from its inputs, which Gym writes in order."""
     count = 0
     for row in read_jsonl(path):
         index = _read_key(row, path).task_index
@@ -203,7 +200,7 @@ def _read_tasks(path: Path) -> Iterator[Task]:
             raise DataError(f"{path}: task {index} follows task {count - 1}")
         if index == count:
             name = _agent_name(row)
-            yield Task(str(index), name, NEMO_GYM, {key: value for key, value in row.items() if key not in KEY})
+            yield Task(str(index), name, NEMO_GYM, {key: value for key, value in row.items() if key not in KEY_FIELDS})
             count += 1
 
 
@@ -222,12 +219,12 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "num_tokens": usage.get("total_tokens", _num_generated(response)),
         "num_generated_tokens": usage.get("output_tokens", _num_generated(response)),
         "messages": [],  # of Gym's shape below
-        ORIGINAL_GYM_ROW: {key: value for key, value in row.items() if key not in KEY},
+        ORIGINAL_GYM_ROW: {key: value for key, value in row.items() if key not in KEY_FIELDS},
     }
 
 
 def _num_generated(response: Mapping[str, Any]) -> int:
-    """Where Gym's model server counts no usage, its token ids do."""
+    """Count generated token ids, for model servers that report no usage."""
     return sum(len(item.get("generation_token_ids") or ()) for item in response.get("output") or ())
 
 

@@ -1,4 +1,4 @@
-"""What a collection tells of a model and of its tasks: the whole, each data set, each task."""
+"""Statistics of a collection: over all tasks, over each dataset, and for each task."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ from nemo_rl.experience.metrics import best_of_k_probabilities, majority_at_k
 
 Floats = npt.NDArray[np.float64]
 
+ALL_DATASETS = "all"
+THRESHOLDS = (0.25, 0.5, 0.75, 1.0)  # mean rewards
 BLOCK_TASKS = 4096
-MAX_VOTERS = 32  # counting the votes of all subsets of k takes long beyond: then k = n alone
+MAX_VOTERS = 32  # above it, counting the votes of all subsets of k takes too long: only k = n
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one quantity over each task's rollouts: [T] each."""
+    """Statistics of one quantity over each task's rollouts: [T] each."""
 
     mean: Floats
     std: Floats  # unbiased (n - 1); NaN for one rollout
@@ -33,7 +35,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class TaskMetrics:
-    """All there is to know of each task."""
+    """Metrics of each task."""
 
     num_rollouts: npt.NDArray[np.int64]  # [T], those with a reward
     reward: Statistics
@@ -42,7 +44,7 @@ class TaskMetrics:
 
 
 def compute_task_metrics(table: RolloutTable, ks: Sequence[int] | None = None) -> TaskMetrics:
-    """Measure every task. `ks`: of pass@k and majority@k; None: the powers of two up to n, and n.
+    """Compute the metrics of every task. `ks`: of pass@k and majority@k; None: the powers of two up to n, and n.
 
     The mean over all that a task has counts for pass@1[avg-of-n], its name says how many are expected. Above 32
     rollouts a task majority@k is for k = n alone. Raises ConfigError for a k above n.
@@ -50,18 +52,21 @@ def compute_task_metrics(table: RolloutTable, ks: Sequence[int] | None = None) -
     num_columns = table.rewards.shape[1]
     ks = _validate_ks(ks, num_columns) if ks is not None else default_ks(num_columns)
     lengths = np.where(table.tokens == UNKNOWN_LENGTH, np.nan, table.tokens)
-    reward = _statistics(table.rewards)
+    reward = _compute_statistics(table.rewards)
     scores = {f"pass@1[avg-of-{num_columns}]": reward.mean}
     scores |= {f"pass@{k}": _pass_at_k(table.rewards, k) for k in ks if k > 1}
     if (table.answers != NO_ANSWER).any():
         voters = [k for k in ks if k > 1 and (num_columns <= MAX_VOTERS or k == num_columns)]
         scores |= {f"majority@{k}": _majority_at_k(table, k) for k in voters}
     num_rollouts = (~np.isnan(table.rewards)).sum(axis=1)
-    return TaskMetrics(num_rollouts, reward, _statistics(lengths), scores)
+    return TaskMetrics(num_rollouts, reward, _compute_statistics(lengths), scores)
 
 
 def default_ks(num_rollouts: int) -> tuple[int, ...]:
-    """Example: 12 rollouts give 1, 2, 4, 8, 12."""
+    """Return the powers of two up to the number of rollouts, and that number.
+
+    Example: 12 rollouts give 1, 2, 4, 8, 12.
+    """
     powers = (1 << exponent for exponent in range(num_rollouts.bit_length()))
     return tuple(sorted({*powers, num_rollouts}))
 
@@ -73,8 +78,8 @@ def _validate_ks(ks: Sequence[int], num_rollouts: int) -> tuple[int, ...]:
     return tuple(sorted(set(ks)))
 
 
-def _statistics(values: Floats) -> Statistics:
-    """Of each row's numbers that are no NaN."""
+def _compute_statistics(values: Floats) -> Statistics:
+    """Compute the statistics of each row's numbers that are not NaN."""
     mean, std, low, high, median = np.full((5, len(values)), np.nan)
     for start in range(0, len(values), BLOCK_TASKS):
         block = np.sort(values[start : start + BLOCK_TASKS], axis=1)  # NaN last
@@ -112,10 +117,6 @@ def _majority_at_k(table: RolloutTable, k: int) -> Floats:
     return result
 
 
-ALL_DATASETS = "all"
-THRESHOLDS = (0.25, 0.5, 0.75, 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Score:
     """The mean of one quantity over tasks."""
@@ -127,7 +128,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A data set as a whole; means are over tasks, each counting the same."""
+    """A dataset as a whole; means are over tasks with equal weights."""
 
     dataset: str  # "all": every task
     num_tasks: int
@@ -145,16 +146,16 @@ class Profile:
     directory: Path
     table: RolloutTable
     measures: TaskMetrics
-    summaries: tuple[Summary, ...]  # all tasks, then each data set where there are several
+    summaries: tuple[Summary, ...]  # all tasks, then each dataset where there are several
 
     @property
     def quantities(self) -> Mapping[str, Floats]:
-        """[T] by name, everything that a summary has a score of."""
+        """Return the values [T] by name of every score of a summary."""
         measures = self.measures
         return {"reward": measures.reward.mean, "tokens": measures.tokens.mean, **measures.scores}
 
     def task_indices(self, dataset: str) -> npt.NDArray[np.int64]:
-        """The indices of a data set's tasks."""
+        """Return the indices of a dataset's tasks. Raises ConfigError for an unknown dataset."""
         table = self.table
         if dataset == ALL_DATASETS:
             return np.arange(len(table.rewards))
@@ -182,8 +183,8 @@ def profile(
     return Profile(bare.directory, table, bare.measures, summaries)
 
 
-def task_rows(profile: Profile) -> Iterator[dict[str, Any]]:
-    """One JSON object a task, in order, one in memory at a time: its statistics, its rollouts and its own row."""
+def iter_task_rows(profile: Profile) -> Iterator[dict[str, Any]]:
+    """Yield one JSON object for each task in order: its statistics, its rollouts and its input row."""
     known: Iterable[Task | None] = chain(read_tasks(profile.directory), repeat(None))
     for index, task in zip(range(len(profile.table.rewards)), known, strict=False):
         yield _task_row(profile, index, task)
@@ -207,7 +208,7 @@ def _summarize(profile: Profile, dataset: str, thresholds: Sequence[float]) -> S
 
 
 def compute_score(values: Floats) -> Score:
-    """The mean of the numbers that are no NaN, and how sure it is."""
+    """Return the mean of the numbers that are not NaN, with its standard error."""
     values = values[~np.isnan(values)]
     count = len(values)
     mean = float(values.mean()) if count else None
@@ -229,7 +230,7 @@ def _task_row(profile: Profile, index: int, task: Task | None) -> dict[str, Any]
         "reward": _statistics_dict(measures.reward, index),
         "tokens": _statistics_dict(measures.tokens, index),
         **{name: _float_or_none(values[index]) for name, values in measures.scores.items()},
-        # By seed, then by rollout; None where one is missing.
+        # by seed, then by rollout; None: missing
         "rollout_rewards": [_float_or_none(reward) for reward in table.rewards[index]],
         "rollout_tokens": tokens,
         **({"row": task.row} if task else {}),

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from nemo_rl.collect.compare import Comparison
 from nemo_rl.collect.files import atomic_write
-from nemo_rl.collect.profile import Floats, Profile, Summary, task_rows
+from nemo_rl.collect.profile import Floats, Profile, Summary, iter_task_rows
 from nemo_rl.data.rows import encode_json_line
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LOG_COLUMNS = 160  # table width where the output is no terminal
 
 
 def write_plot(profile: Profile, path: Path) -> None:
-    """Four panels in a PNG file. Needs no display, and leaves matplotlib's settings alone."""
+    """Plot four panels to a PNG file. Needs no display, and leaves matplotlib's settings alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -80,7 +80,7 @@ def _plot_over_k(axes: "Axes", profile: Profile) -> None:
 
 
 def _scores_by_k(summary: Summary, kind: str) -> list[tuple[int, float]]:
-    """(k, mean) of pass@k or majority@k, of one rollout the mean reward."""
+    """Return (k, mean) of pass@k or majority@k; k = 1 is the mean reward."""
     means = {1: summary.scores["reward"].mean}
     for name, score in summary.scores.items():
         if match := re.fullmatch(rf"{kind}@(\d+)", name):
@@ -99,7 +99,7 @@ TASKS_PROFILE_FILE = "profile_tasks.jsonl"
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """A profile as plain values, its tasks left out."""
+    """Return a profile as plain values, without its tasks."""
     manifest = profile.table.manifest
     return {
         "seeds": list(manifest.seeds),
@@ -115,15 +115,15 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def write_profile(profile: Profile, directory: Path) -> None:
-    """`profile.json` and `profile_tasks.jsonl`, a line a task."""
+    """Write `profile.json`, and `profile_tasks.jsonl` with a line for each task."""
     write_json(profile_to_dict(profile), directory / PROFILE_FILE)
     with atomic_write(directory / TASKS_PROFILE_FILE) as file:
-        for row in task_rows(profile):
+        for row in iter_task_rows(profile):
             file.write(encode_json_line(row))
 
 
 def write_json(values: Mapping[str, Any], path: Path) -> None:
-    """A whole file of indented JSON."""
+    """Write a file of indented JSON atomically."""
     with atomic_write(path) as file:
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         file.write(text.encode("utf-8", errors="backslashreplace"))
@@ -135,9 +135,9 @@ def open_report_console() -> Console:
 
 
 def summary_table(profile: Profile) -> Table:
-    """A row a quantity, a column a data set; means over tasks, with the standard error of the mean.
+    """Tabulate quantities (rows) by dataset (columns): means over tasks, with the standard error of the mean.
 
-    What ended how, and which attempts failed, is counted over all data sets.
+    Stop reasons and failed attempts are counted over all datasets.
     """
     is_partial = any(score.num_tasks < s.num_tasks for s in profile.summaries for score in s.scores.values())
     caption = "in brackets: how many tasks have rollouts enough, where not all have" if is_partial else None
@@ -154,10 +154,10 @@ def summary_table(profile: Profile) -> Table:
 
 
 def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
-    """A row a data set and quantity; `first` and `second` are the paths or names of what is compared."""
+    """Tabulate differences by dataset and quantity; `first` and `second` are paths or names of the collections."""
     how = "task by task" if comparison.are_paired else "of means: the tasks are not the same"
     table = Table(title=escape(f"{second} against {first}, differences {how}"))
-    for name in ("data set", "quantity"):
+    for name in ("dataset", "quantity"):
         table.add_column(name)
     for name in (*_strip_common_prefix(first, second), "difference", "better", "worse"):
         table.add_column(escape(name), justify="right", overflow="fold")
@@ -174,7 +174,10 @@ def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
 
 
 def _strip_common_prefix(first: str, second: str) -> tuple[str, str]:
-    """Without the folders above that both share. Example: runs/a/step_5 and runs/a/step_9 are step_5 and step_9."""
+    """Remove the parent directories that both share.
+
+    Example: runs/a/step_5 and runs/a/step_9 give step_5 and step_9.
+    """
     one, other = first.split("/"), second.split("/")
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one[:-1], other[:-1], strict=False)))
     return "/".join(one[shared:]), "/".join(other[shared:])

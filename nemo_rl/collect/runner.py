@@ -1,4 +1,4 @@
-"""Runs the rollouts that stores lack: prompts are read as their turn comes, results stored as they end.
+"""Runs the rollouts that stores lack: prompts are read as needed, and each result is stored when it ends.
 
 Consumes: missing keys of `stores`, prompts. Produces: rows and failures in the stores. Waits for rollouts; unblocked by
 each that ends. Memory: `concurrency` rollouts, and the stores' tables.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CollectionLimits:
-    """How much runs at once, and when to give up."""
+    """Concurrency, and when to give up."""
 
     concurrency: int = 64  # rollouts
     max_failures_in_a_row: int = 100
@@ -34,7 +34,7 @@ class CollectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """Rollouts that are asked for in one call: repeats of one task, or of several where the engine wants batches."""
+    """Rollouts of one call: repeats of one task, or of several where the engine wants batches."""
 
     store: RolloutStore
     keys: tuple[RolloutKey, ...]
@@ -52,7 +52,7 @@ async def collect_rollouts(
     """Run until no store has a missing rollout; each store is marked as done when its last one has ended.
 
     `prompts` is the whole input: task i is prompt i. Each store is sampled with its own seed. A rollout that
-    fails is tried again behind all others, up to the store's `max_attempts`. When cancelled, what has ended is stored.
+    fails is tried again after all others, up to the store's `max_attempts`. When cancelled, what has ended is stored.
     Raises RolloutError on a stall and after `max_failures_in_a_row`.
     """
     runner = _Runner(prompts, dependencies, sampling, limits, on_rollout)
@@ -63,7 +63,7 @@ async def collect_rollouts(
 
 
 class _Runner:
-    """One pass after the other over what is missing."""
+    """Repeated passes over the missing rollouts."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class _Runner:
         self._supervision = Supervision(dependencies.limits.stall_timeout_s)
         self._free_slots = asyncio.Semaphore(limits.concurrency)
         self._failures_in_a_row = 0
-        self._is_stopping = False  # an error ends the pass: rollouts that still end are stored, failures are not
+        self._is_stopping = False  # an error ends the pass: rollouts that still end well are stored, failures are not
 
     async def run(self, batches: Iterator[RolloutBatch]) -> None:
-        """One pass. The first error ends all rollouts and is raised."""
+        """Run one pass. The first error ends all rollouts and is raised."""
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for batch in batches:
@@ -121,7 +121,7 @@ class _Runner:
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:
         if trajectory.failure is None:
-            store.append(key, collection_row(trajectory, write_token_ids=self._limits.write_token_ids))
+            store.append(key, make_collection_row(trajectory, write_token_ids=self._limits.write_token_ids))
             self._failures_in_a_row = 0
         else:
             attempt = store.append_failure(key, trajectory.failure)
@@ -136,8 +136,8 @@ class _Runner:
             )
 
 
-def collection_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> Mapping[str, Any]:
-    """`rollout_row` without what says nothing of a rollout that went well and belongs to no group."""
+def make_collection_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> Mapping[str, Any]:
+    """Return `rollout_row` without the fields that mean nothing for a successful rollout outside of a group."""
     row = rollout_row(trajectory, write_token_ids=write_token_ids)
     for name in ("group_id", "generation_index", "failure", "weight_versions"):
         del row[name]
@@ -145,7 +145,7 @@ def collection_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> 
 
 
 def _batches(stores: Sequence[RolloutStore], concurrency: int, *, whole: bool) -> Iterator[RolloutBatch]:
-    """The missing keys of one pass: those of a task together, at most `concurrency` in a batch.
+    """Yield the missing keys of one pass in batches: those of a task together, at most `concurrency` in each.
 
     `whole`: batches of `concurrency` over several tasks, for engines that serve one batch at a time.
     """

@@ -1,4 +1,4 @@
-"""Shards of a collection: which rollouts belong to one, what identifies its run, and its files."""
+"""Shards of a collection: their rollouts, the identity of their run, and their files."""
 
 import json
 import re
@@ -9,6 +9,10 @@ from typing import Any
 
 from nemo_rl.collect.files import atomic_write
 from nemo_rl.errors import ConfigError, DataError
+
+FORMAT = 1  # of identity files
+MAX_DIFFERENCES_SHOWN = 20
+_NAME = re.compile(r"rollouts-rs(\d+)(?:-chunk(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,8 +27,8 @@ class RolloutKey:
 class Chunk:
     """Every `count`-th task from `index` on, with all its repeats.
 
-    Strided: neighbours in a file are alike (one data set behind the other, sorted by difficulty or length), so that
-    chunks of neighbours would take unlike times. Repeats stay together, since they share the cache of their prompt.
+    Strided, because neighbours in a file are alike (datasets are concatenated, rows sorted by difficulty or length) and
+    chunks of neighbours would take unequal times. Repeats stay together to share the prefix cache of their prompt.
 
     Example: chunk 1 of 4 over 10 tasks holds tasks 1, 5, 9.
     """
@@ -43,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """All keys of one shard, numbered from 0: by task, then by repeat. Takes no memory for them."""
+    """All keys of one shard, numbered from 0: by task, then by repeat. Holds none of them in memory."""
 
     num_tasks: int  # of the whole input
     num_repeats: int
@@ -69,7 +73,7 @@ class KeySpace:
         return key.task_index in self.tasks and 0 <= key.rollout_index < self.num_repeats
 
     def number(self, key: RolloutKey) -> int:
-        """The key's place; ValueError for a key that is not of this shard."""
+        """Return the number of a key; raises ValueError for a key of another shard."""
         if key not in self:
             raise ValueError(f"{key} is not one of the {len(self)} keys of {self}")
         return self.tasks.index(key.task_index) * self.num_repeats + key.rollout_index
@@ -79,20 +83,16 @@ class KeySpace:
         return RolloutKey(self.tasks[index], repeat)
 
 
-FORMAT = 1
-MAX_DIFFERENCES_SHOWN = 20
-
-
 @dataclass(frozen=True, slots=True)
 class ShardIdentity:
-    """Seed and keys of a shard, and the run that they are of."""
+    """Seed and keys of a shard, and the identity of its run."""
 
     seed: int
     keys: KeySpace
     run: Mapping[str, Any]  # data, config, model: plain nested values, the same for all shards of a collection
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON reads it back."""
+        """Return the identity as JSON reads it back."""
         chunk = self.keys.chunk
         values = {
             "format": FORMAT,
@@ -111,7 +111,7 @@ class ShardIdentity:
 
     @classmethod
     def read(cls, path: Path) -> "ShardIdentity":
-        """Raises DataError for a file that does not say what a shard is."""
+        """Read an identity; raises DataError for a file that holds none."""
         try:
             values = json.loads(path.read_bytes())
             chunk = None if values["chunk"] is None else Chunk(values["chunk"], values["num_chunks"])
@@ -120,7 +120,7 @@ class ShardIdentity:
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, ConfigError) as error:
-            raise DataError(f"{path}: is no identity of a shard: {error}") from error
+            raise DataError(f"{path}: is not the identity of a shard: {error}") from error
 
     def check(self, path: Path) -> None:
         """Raise ConfigError unless the identity at `path` is this one, with every difference."""
@@ -129,7 +129,7 @@ class ShardIdentity:
 
 
 def describe_identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """A line for each nested key whose values differ; empty when none does.
+    """Describe each nested key whose values differ on a line; empty when none does.
 
     Example: "  run.config.temperature: was 1.0, is 0.7"
     """
@@ -159,12 +159,9 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-_NAME = re.compile(r"rollouts-rs(\d+)(?:-chunk(\d+))?")
-
-
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """Where a shard lies: five files whose names begin alike."""
+    """The files of a shard, whose names have a common prefix."""
 
     directory: Path
     name: str  # without suffix: "rollouts-rs0-chunk3"
@@ -198,7 +195,7 @@ class ShardFiles:
 
 
 def find_shards(directory: str | Path) -> Sequence[ShardFiles]:
-    """Every shard that was begun in `directory`, by seed and chunk."""
+    """Find every shard that was begun in `directory`, sorted by seed and chunk."""
     found = {path.name.removesuffix("_identity.json") for path in Path(directory).glob("rollouts-rs*_identity.json")}
     named = [(match, name) for name in found if (match := _NAME.fullmatch(name))]
     named.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 0)))

@@ -1,6 +1,6 @@
 """The store of one shard of a collection: finished rollouts, failed attempts, and what is still missing.
 
-A collector asks it for missing keys and appends what came of them; merge and profile read what it wrote.
+A collector takes missing keys from it and appends their results; merge and profile read what it wrote.
 """
 
 import json
@@ -58,7 +58,7 @@ class RolloutStore:
     def open(
         cls, directory: str | Path, *, seed: int, keys: KeySpace, identity: Mapping[str, Any], max_attempts: int = 3
     ) -> "RolloutStore":
-        """Begin the shard of `seed` and `keys.chunk` in `directory`, or go on with it.
+        """Begin the shard of `seed` and `keys.chunk` in `directory`, or resume it.
 
         `identity`: what the rollouts are of: `{"data": ..., "config": ..., "model": ...}`, plain nested values,
         the same for every seed and chunk; nothing in it that may differ from one start to the next (concurrency,
@@ -84,12 +84,12 @@ class RolloutStore:
 
     @property
     def num_given_up(self) -> int:
-        """Rollouts that have failed `max_attempts` times."""
+        """Return the number of rollouts that failed `max_attempts` times."""
         return self._num_given_up
 
     @property
     def num_missing(self) -> int:
-        """Rollouts that `missing` would give."""
+        """Return the number of rollouts that `missing` would yield."""
         return len(self._state) - self._num_finished - self._num_given_up
 
     @property
@@ -97,10 +97,10 @@ class RolloutStore:
         return self.files.done.exists()
 
     def missing(self) -> Iterator[RolloutKey]:
-        """Keys that are neither finished nor given up, by task and repeat, each once.
+        """Yield the keys that are neither finished nor given up, by task and repeat.
 
-        Looks at a key when its turn comes, so that rows may be appended in between. What fails after its turn comes
-        again in the next call.
+        The state of a key is read when its turn comes, so rows may be appended meanwhile. A rollout that fails after
+        its turn comes again in the next call.
         """
         for number, state in enumerate(self._state):
             if state < self.max_attempts:
@@ -110,11 +110,11 @@ class RolloutStore:
         return self._state[self.keys.number(key)] == FINISHED
 
     def num_attempts(self, key: RolloutKey) -> int:
-        """How often the rollout has failed; for one that is not finished."""
+        """Return how often an unfinished rollout has failed."""
         return self._state[self.keys.number(key)]
 
     def append(self, key: RolloutKey, row: Mapping[str, Any]) -> None:
-        """Add a finished rollout: `row` behind task_index, rollout_index and seed.
+        """Add a finished rollout: task_index, rollout_index and seed, followed by `row`.
 
         ValueError for a finished key, RolloutError where the disk does not take it.
         """
@@ -126,7 +126,7 @@ class RolloutStore:
         self._background_sync.sync_if_due()
 
     def append_failure(self, key: RolloutKey, failure: Failure) -> int:
-        """Note a failed attempt in the sidecar; how many there are now. ValueError for a finished key."""
+        """Record a failed attempt and return how many there are now. Raises ValueError for a finished key."""
         number = self._unfinished_number(key)
         attempt = min(self._state[number] + 1, MAX_ATTEMPTS)
         row = {"attempt": attempt, "class": failure.failure_class, "cause": failure.cause}
@@ -146,7 +146,7 @@ class RolloutStore:
             file.write((json.dumps(counts) + "\n").encode())
 
     def close(self) -> None:
-        """Sync and give up the lock; no call follows."""
+        """Sync and release the lock; no call may follow."""
         try:
             self._background_sync.close()
         finally:
@@ -204,7 +204,7 @@ class RolloutStore:
 
 
 def _check_chunking(directory: Path, seed: int, keys: KeySpace) -> None:
-    """Shards of one seed that overlap could never be merged."""
+    """Raise ConfigError for overlapping shards of one seed, which could never be merged."""
     num_chunks = None if keys.chunk is None else keys.chunk.count
     for shard in find_shards(directory):
         if shard.seed != seed:
@@ -213,11 +213,11 @@ def _check_chunking(directory: Path, seed: int, keys: KeySpace) -> None:
         if (None if begun is None else begun.count) != num_chunks:
             was = "whole (collect.chunk = null)" if begun is None else f"in {begun.count} chunks"
             now = None if keys.chunk is None else f"{keys.chunk.index}/{keys.chunk.count}"
-            raise ConfigError("collect.chunk", now, f"seed {seed} was begun {was} in {directory}: go on so")
+            raise ConfigError("collect.chunk", now, f"seed {seed} was begun {was} in {directory}: continue like that")
 
 
 class _BackgroundSync:
-    """Syncs files on a thread of its own, since a disk may take long; an error comes with the next call."""
+    """Syncs files on its own thread, since a disk may be slow; an error is raised by the next call."""
 
     def __init__(self, files: Sequence[AppendOnlyFile]) -> None:
         self._files = files
@@ -226,7 +226,7 @@ class _BackgroundSync:
         self._due_s = time.monotonic() + SYNC_PERIOD_S
 
     def sync_if_due(self) -> None:
-        """Begin a sync if the last one is old enough and has ended."""
+        """Start a sync if the last one is old enough and has ended."""
         if time.monotonic() < self._due_s:
             return
         if self._pending is not None:
@@ -237,7 +237,7 @@ class _BackgroundSync:
         self._due_s = time.monotonic() + SYNC_PERIOD_S
 
     def now(self) -> None:
-        """Return when everything is on the disk."""
+        """Sync and wait until everything is on the disk."""
         self._thread.submit(self._sync).result()
 
     def close(self) -> None:

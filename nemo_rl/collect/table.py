@@ -1,4 +1,4 @@
-"""Every rollout of a collection as numbers: reward, length and answer, in arrays of a fixed size."""
+"""All rollouts of a collection as arrays: reward, length and answer."""
 
 import json
 import logging
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 NO_ANSWER = 0
 UNKNOWN_LENGTH = -1
-# What is counted stands before the messages, which may be long: only the head of a line is parsed.
+# The counted fields precede the messages, which may be long: only the head of a line is parsed.
 _MESSAGES = b', "messages": '
 
 
 @dataclass(frozen=True, slots=True)
 class CollectionManifest:
-    """What a collection is meant to hold, and the files that hold what there is."""
+    """The expected size of a collection, and its files."""
 
     seeds: tuple[int, ...]
     num_tasks: int
@@ -44,15 +44,15 @@ class RolloutTable:
     manifest: CollectionManifest
     rewards: npt.NDArray[np.float64]  # [T, N]; NaN: missing
     tokens: npt.NDArray[np.int32]  # [T, N] generated; -1: unknown or missing
-    answers: npt.NDArray[np.int64]  # [T, N] alike where the answers are; 0: none
-    dataset_of_task: npt.NDArray[np.int32]  # [T] a place in `datasets`
+    answers: npt.NDArray[np.int64]  # [T, N] equal for equal answers; 0: none
+    dataset_of_task: npt.NDArray[np.int32]  # [T] index into `datasets`
     datasets: tuple[str, ...]
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
     failed_attempts: Mapping[str, int] = field(default_factory=dict)  # by class
 
 
 def read_manifest(directory: str | Path, seeds: Iterable[int] | None = None) -> CollectionManifest:
-    """Of the shards in `directory`, or of a merged file where no shards are. Raises ConfigError without either."""
+    """Read the manifest of the shards in `directory`, or of a merged file. Raises ConfigError without either."""
     directory = Path(directory)
     merged = directory / f"{MERGED}_identity.json"
     if find_shards(directory) or not merged.exists():
@@ -67,7 +67,7 @@ def read_manifest(directory: str | Path, seeds: Iterable[int] | None = None) -> 
             tuple(values["seeds"]), values["num_tasks"], values["num_repeats"], values["run"], (rollouts,), (failures,)
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{merged}: is no identity of a collection: {error}") from error
+        raise DataError(f"{merged}: is not the identity of a collection: {error}") from error
     if seeds is None:
         return manifest
     if absent := set(seeds) - set(manifest.seeds):
@@ -76,7 +76,7 @@ def read_manifest(directory: str | Path, seeds: Iterable[int] | None = None) -> 
 
 
 def read_table(directory: str | Path, seeds: Iterable[int] | None = None) -> RolloutTable:
-    """The rollouts in `directory`, shards or merged; reads each file once, a line at a time.
+    """Read the rollouts in `directory`, shards or merged; each file once, a line at a time.
 
     Raises DataError for a rollout that is there twice, or that the collection is not meant to hold.
     """
@@ -153,7 +153,7 @@ class _TableReader:
 
 
 def _iter_lines(path: Path) -> Iterator[tuple[bytes, str]]:
-    """Whole lines and their places."""
+    """Yield complete lines and their locations."""
     try:
         with path.open("rb", buffering=BLOCK_BYTES) as file:
             for number, line in enumerate(file, start=1):
@@ -164,7 +164,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, str]]:
 
 
 def _parse_head(line: bytes, location: str) -> Mapping[str, Any]:
-    """What stands before the messages; the whole row where that is no JSON object."""
+    """Parse the fields before the messages, or the whole row where they are not a JSON object."""
     messages = line.find(_MESSAGES)
     if messages >= 0:
         try:
@@ -181,7 +181,7 @@ def _parse_head(line: bytes, location: str) -> Mapping[str, Any]:
 
 
 def _hash_answer(answer: object) -> int:
-    """A number that is the same for the same answer, within this process."""
+    """Return a number that is equal for equal answers, within this process."""
     if answer is None:
         return NO_ANSWER
     return hash(answer if isinstance(answer, str) else json.dumps(answer, sort_keys=True)) or 1

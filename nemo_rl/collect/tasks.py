@@ -1,4 +1,4 @@
-"""The whole input of a collection, one line a task, beside its shards: profiles show it, curricula are cut from it."""
+"""The whole input of a collection, a line for each task, stored with its shards for profiles and curricula."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,17 +16,17 @@ TASKS_FILE = "tasks.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row of the input; its place in the input is its task_index."""
+    """One row of the input; its index in the input is its task_index."""
 
     prompt_id: str
     dataset: str
     task_name: str  # the environment that scores it
-    row: Mapping[str, Any]  # as the data set has it, so that a curriculum of such rows can be trained on
+    row: Mapping[str, Any]  # as the dataset has it, so that a curriculum of such rows can be trained on
 
 
 @dataclass(frozen=True, slots=True)
 class TasksSummary:
-    """What is known of the input."""
+    """Size and digest of the input."""
 
     num_tasks: int
     digest: str  # of all tasks in order; for the identity of the shards
@@ -52,7 +52,7 @@ def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> TasksSummary:
 
 
 def read_tasks(directory: str | Path) -> Iterator[Task]:
-    """All tasks in order; nothing where the directory has no such file."""
+    """Yield all tasks in order; none where the directory has no such file."""
     path = Path(directory) / TASKS_FILE
     if not path.exists():
         return

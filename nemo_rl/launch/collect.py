@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CollectionResult:
-    """How a start of a collection ended."""
+    """Outcome of one start of a collection."""
 
     directory: Path
     num_rollouts: int  # of this start's seeds and chunk
@@ -224,7 +224,7 @@ async def _open_dependencies(
     )
 
 
-# How fast, where and how patiently: these may differ from one start to the next.
+# Speed, location and patience: these may differ from one start to the next.
 NON_IDENTITY_KEYS = frozenset(
     {
         "api_key_env",
@@ -257,7 +257,7 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # of a weight file that are read for its 
 def run_identity(
     config: SampledRunConfig, tasks: TasksSummary, model_path: str, *, engine: str, served_model: str | None
 ) -> dict[str, Any]:
-    """For `RolloutStore.open`: the same for all seeds and chunks.
+    """Return the identity for `RolloutStore.open`: the same for all seeds and chunks.
 
     `engine`: vllm, hf, completions or chat. `served_model`: as the server calls it, also where `server.model` leaves it
     to the server; None: an engine is started.
@@ -298,7 +298,7 @@ def _identity_values(section: Section) -> dict[str, Any]:
 
 
 def model_digest(directory: Path) -> str | None:
-    """Of a model's files, from their names, sizes and blocks spread over each; None for a name on a hub.
+    """Return a digest of the names, sizes and sampled blocks of a model's files; None for a name on a hub.
 
     Two checkpoints of one run differ in every block; whole files would take minutes to read.
     """

@@ -11,8 +11,8 @@ from nemo_rl.collect.slurm.scripts import Submission, aggregation_script, collec
 from nemo_rl.collect.slurm.submit import (
     Jobs,
     aggregation_arguments,
+    find_missing_tasks,
     latest_directory,
-    missing_tasks,
     next_directory,
     submit_jobs,
     write_submission,
@@ -51,12 +51,12 @@ SUBMIT = Command(
 
 
 def make_submission(config: SubmitRunConfig) -> Submission:
-    """What would be submitted now; nothing is written."""
+    """Return what would be submitted now; nothing is written."""
     slurm, seeds = config.slurm, config.collect.all_seeds
     output_dir = Path(config.collect.output_dir).absolute()
     base = Path(slurm.directory).absolute() if slurm.directory else output_dir / "slurm"
     _check_directory("slurm.directory" if slurm.directory else "collect.output_dir", base)
-    missing = missing_tasks(slurm, output_dir, seeds)
+    missing = find_missing_tasks(slurm, output_dir, seeds)
     num_tasks = len(seeds) * slurm.num_chunks
     if len(missing) < num_tasks and not _has_same_config(latest_directory(base), config):
         logger.warning("the configuration is not that of the last submission: finished tasks are submitted too")
@@ -74,20 +74,20 @@ def make_submission(config: SubmitRunConfig) -> Submission:
 
 
 def engine_arguments(config: SubmitRunConfig) -> tuple[str, ...]:
-    """With these a server samples as the collection's own engine does, whatever the model says of itself."""
+    """Return server arguments that sample as the collection's own engine does, whatever the model's defaults."""
     policy = config.policy
     length = ("--max-model-len", str(policy.max_total_sequence_length))
     return (*length, "--dtype", policy.precision, "--generation-config", "vllm", "--logprobs-mode", LOGPROBS_MODE)
 
 
 def _check_directory(key: str, directory: Path) -> None:
-    """Logs lie in it: the pattern of their names is one line, in which a backslash would keep Slurm from reading it."""
+    """Raise ConfigError for a directory that Slurm's pattern of log names cannot express."""
     if "\\" in str(directory) or not str(directory).isprintable():
         raise ConfigError(key, str(directory), "must be one line of text without a backslash: Slurm names logs by it")
 
 
 def _has_same_config(directory: Path | None, config: SubmitRunConfig) -> bool:
-    """Whether the submission in `directory` had this configuration."""
+    """Return whether the submission in `directory` had this configuration."""
     if directory is None:
         return False
     path = directory / "collect.yaml"
@@ -95,7 +95,7 @@ def _has_same_config(directory: Path | None, config: SubmitRunConfig) -> bool:
 
 
 def format_submission(submission: Submission) -> str:
-    """Scripts, the calls of sbatch, and environments without secrets."""
+    """Format scripts, the calls of sbatch, and environments without secrets."""
     parts = []
     if submission.missing:
         parts += [f"# sbatch {submission.collection_script}", collection_script(submission)]

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.nemo_gym import NemoGymFiles, export_nemo_gym, import_nemo_gym
-from nemo_rl.collect.profile import profile, task_rows
+from nemo_rl.collect.profile import iter_task_rows, profile
 from tests.contracts.real_gym import gym_environment
 from tests.unit.collect.collections import collect_worked
 
@@ -42,7 +42,7 @@ def test_gyms_own_profiler_finds_the_same(collections: list[tuple[Path, NemoGymF
     command = [str(gym_environment().python), "-I", "-W", "ignore", "-c", PROFILE, json.dumps(paths)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=240).stdout
     for (directory, _), theirs in zip(collections, json.loads(output.splitlines()[-1]), strict=True):
-        ours = [row for row in task_rows(profile(directory)) if row["num_rollouts"]]
+        ours = [row for row in iter_task_rows(profile(directory)) if row["num_rollouts"]]
         assert [_essence_of_ours(row) for row in ours] == [_essence_of_gyms(row) for row in theirs]
 
 

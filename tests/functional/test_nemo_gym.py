@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl import cli
-from nemo_rl.collect.profile import profile, task_rows
+from nemo_rl.collect.profile import iter_task_rows, profile
 from nemo_rl.distributed.machine import unused_port
 from tests.contracts.real_gym import MCQA, REASONING_GYM, real_gym
 from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line
@@ -122,7 +122,7 @@ def test_an_interrupted_collection_goes_on_and_survives_the_way_through_gyms_fil
     assert said_in_gym == [row["messages"][-1]["content"] for row in merged]
 
     assert cli.run(["merge", str(again), "--from-nemo-gym", str(gyms)]) == 0
-    ours, back = ([*task_rows(profile(folder))] for folder in (output, again))
+    ours, back = ([*iter_task_rows(profile(folder))] for folder in (output, again))
     assert [statistics_of(row) for row in back] == [statistics_of(row) for row in ours]
     assert any(reward > 0 for row in ours for reward in row["rollout_rewards"])
 

@@ -1,4 +1,4 @@
-"""The two scripts of a submission, as text: an array that collects, and the job behind it that merges and profiles."""
+"""The two scripts of a submission, as text: an array that collects, and a job after it that merges and profiles."""
 
 import re
 import shlex
@@ -59,7 +59,7 @@ class Submission:
         return self.directory / f"{name}.env"
 
     def program(self, component: SlurmComponentConfig) -> tuple[str, ...]:
-        """How `nemo-rl` is called in the component's steps."""
+        """Return the words that call `nemo-rl` in the component's steps."""
         if self.slurm.program is not None:
             return tuple(self.slurm.program)
         return CONTAINER_PROGRAM if component.container else (self.python, "-m", "nemo_rl")
@@ -70,18 +70,21 @@ HIDDEN = "(hidden)"
 
 
 def format_environment(variables: Mapping[str, str]) -> str:
-    """Assignments that a shell reads; the script sources them for the steps of one component."""
+    """Format shell assignments, which the script sources for the steps of one component."""
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def format_redacted_environment(variables: Mapping[str, str]) -> str:
-    """The same, without the values of what is named like a secret, and without passwords in addresses."""
+    """Format the assignments without the values of variables named like secrets and without passwords in URLs."""
     shown = {name: HIDDEN if SECRET.search(name) else redact_passwords(value) for name, value in variables.items()}
     return format_environment(shown)
 
 
 def redact_passwords(text: str) -> str:
-    """Example: "http://me:pw@proxy" is shown as "http://(hidden)@proxy"."""
+    """Hide the credentials in URLs.
+
+    Example: "http://me:pw@proxy" becomes "http://(hidden)@proxy".
+    """
     return re.sub(r"(://)[^/@\s]+@", rf"\1{HIDDEN}@", text)
 
 
@@ -93,7 +96,7 @@ def step(
     num_nodes: int = 1,
     tasks_per_node: int = 1,
 ) -> tuple[str, ...]:
-    """An `srun` that shares the job's resources with its other steps, and ends with the first task that fails.
+    """Return an `srun` command that shares the job's resources with other steps and ends with the first failed task.
 
     The nodes of a step are the first of the job's.
     """
@@ -106,7 +109,7 @@ def step(
 
 
 def _placement_options(submission: Submission, component: SlurmComponentConfig) -> Sequence[str]:
-    """Where the step's processes are: the node's own file system, or a container's."""
+    """Return the options for the file system of the step's processes: the node's own, or a container's."""
     if component.container is None:
         return [f"--chdir={component.working_directory or submission.working_directory}"]
     words = [
@@ -121,7 +124,7 @@ def _placement_options(submission: Submission, component: SlurmComponentConfig) 
 
 
 def _mounts(submission: Submission, component: SlurmComponentConfig) -> list[str]:
-    """The component's own, and the directories of the collection, unless it mounts them itself."""
+    """Return the component's mounts and the directories of the collection, unless it mounts them itself."""
     mounts = list(component.mounts)
     targets = {mount.split(":")[1].rstrip("/") for mount in mounts}
     for path in (submission.output_dir, submission.directory):
@@ -137,7 +140,7 @@ LOOPBACK, ALL_ADDRESSES = "127.0.0.1", "0.0.0.0"
 
 
 def collection_script(submission: Submission) -> str:
-    """One task of the array: servers, waiting, collection."""
+    """Return the script of one array task: start servers, wait for them, collect."""
     parts = ["waiting", "job", "gpus", "collecting"]
     settings = {**_collection_settings(submission)}
     if submission.slurm.server is not None and submission.layout is not None:
@@ -148,7 +151,7 @@ def collection_script(submission: Submission) -> str:
 
 
 def aggregation_script(submission: Submission) -> str:
-    """Merge, then profile; a step that fails ends the job."""
+    """Return the script that merges, then profiles; a failed step ends the job."""
     component = submission.slurm.aggregation
     program, run = submission.program(component), step(submission, component, job_nodes=1)
     collection = (str(submission.output_dir), "--seeds", ",".join(map(str, submission.seeds)))
@@ -161,7 +164,7 @@ def aggregation_script(submission: Submission) -> str:
 
 
 def _setup(submission: Submission) -> str:
-    """The user's lines; environment managers read variables that are not set."""
+    """Return the user's lines, run without `set -u`: environment managers read unset variables."""
     return f"set +u\n{submission.slurm.setup}\nset -u" if submission.slurm.setup.strip() else ""
 
 
@@ -193,7 +196,7 @@ def _aggregation_directives(submission: Submission) -> list[str]:
 
 
 def _logs(submission: Submission) -> str:
-    """The folder as part of a pattern of Slurm's, in which %% is one %."""
+    """Return the log directory for a file name pattern of Slurm, in which %% is a literal %."""
     return str(submission.directory / "logs").replace("%", "%%")
 
 
@@ -250,7 +253,7 @@ def _step(
 
 
 def vllm_command(submission: Submission, server: SlurmServerConfig, layout: ServerLayout) -> tuple[str, ...]:
-    """What all processes of the servers have in common; addresses and ranks are added on the node."""
+    """Return the words that all server processes share; addresses and ranks are added on the node."""
     assert server.model is not None
     vllm = "vllm" if server.container else str(Path(submission.python).with_name("vllm"))
     words = [*(server.program or (vllm, "serve")), server.model, *submission.engine_args]
@@ -277,7 +280,7 @@ def _value(value: Setting) -> str:
 
 
 def _quote(word: str) -> str:
-    """Commas too: shellcheck takes them for a mistaken way to separate words."""
+    """Quote a word, also one with commas: shellcheck takes them for a mistaken separator."""
     quoted = shlex.quote(word)
     return f"'{word}'" if "," in word and quoted == word else quoted
 
@@ -287,7 +290,10 @@ def _shell(name: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Example: 0, 1, 2, 5 are "0-2,5"."""
+    """Format numbers as ranges.
+
+    Example: 0, 1, 2, 5 gives "0-2,5".
+    """
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

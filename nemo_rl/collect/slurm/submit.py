@@ -1,4 +1,4 @@
-"""Submitting: which array tasks are missing, the files of a submission, and Slurm's own answer."""
+"""Submission to Slurm: missing array tasks, the files of a submission, and calls of sbatch."""
 
 import shutil
 import subprocess
@@ -16,14 +16,14 @@ OWNER_ONLY = 0o600  # configurations and environments may hold secrets
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Slurm's numbers."""
+    """Job ids from Slurm."""
 
     collection: str | None  # of the array; None: nothing is missing
     aggregation: str | None
 
 
-def missing_tasks(slurm: SlurmConfig, output_dir: Path, seeds: tuple[int, ...]) -> tuple[int, ...]:
-    """Array tasks with a shard that is not done. Raises ConfigError where shards were cut otherwise."""
+def find_missing_tasks(slurm: SlurmConfig, output_dir: Path, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """Find the array tasks with an unfinished shard. Raises ConfigError where shards were cut otherwise."""
     num_shards = slurm.num_chunks * slurm.collection.num_tasks  # of a seed
     for seed in seeds:
         _check_chunks(output_dir, seed, num_shards)
@@ -36,7 +36,7 @@ def missing_tasks(slurm: SlurmConfig, output_dir: Path, seeds: tuple[int, ...]) 
 
 
 def _shards(slurm: SlurmConfig, output_dir: Path, seed: int, chunk: int) -> list[ShardFiles]:
-    """Of one array task, whose processes have chunks of their own."""
+    """Return the shards of one array task: one for each of its processes."""
     count = slurm.collection.num_tasks
     if slurm.num_chunks * count == 1:
         return [ShardFiles.of(output_dir, seed)]
@@ -53,13 +53,13 @@ def _check_chunks(output_dir: Path, seed: int, num_shards: int) -> None:
 
 
 def latest_directory(base: Path) -> Path | None:
-    """Of the last submission under `base`."""
+    """Return the directory of the last submission under `base`."""
     numbered = [path for path in base.glob("[0-9]*") if path.name.isdigit() and path.is_dir()]
     return max(numbered, key=lambda path: int(path.name), default=None)
 
 
 def next_directory(base: Path) -> Path:
-    """Of a submission that is not made yet: 0001, 0002, ..."""
+    """Return the directory of the next submission: 0001, 0002, ..."""
     latest = latest_directory(base)
     return base / f"{1 if latest is None else int(latest.name) + 1:04d}"
 
@@ -98,9 +98,9 @@ def submit_jobs(submission: Submission) -> Jobs:
 
 
 def aggregation_arguments(submission: Submission, collection: str | None) -> tuple[str, ...]:
-    """What ties the aggregation to the array: it is cancelled once that cannot go well any more.
+    """Return the dependency of the aggregation: it is cancelled once a task of the array has failed.
 
-    Where it may be partial it only waits for the array's end.
+    With `allow_partial` it only waits for the array's end.
     """
     if collection is None:
         return ()
@@ -110,7 +110,7 @@ def aggregation_arguments(submission: Submission, collection: str | None) -> tup
 
 
 def sbatch(script: Path, *arguments: str) -> str:
-    """The number of the job; raises JobError."""
+    """Submit a script and return the job id; raises JobError."""
     if shutil.which("sbatch") is None:
         raise JobError("there is no sbatch on this machine; --dry-run shows what would be submitted")
     command = ["sbatch", "--parsable", *arguments, str(script)]

@@ -33,5 +33,5 @@ def test_many_differences_are_cut():
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"chunk": 3, "num_chunks": 2, "num_tasks": 1, "num_repeats": 1}'])
 def test_a_file_that_is_no_identity_is_refused(tmp_path, text):
     (tmp_path / "i.json").write_text(text)
-    with pytest.raises(DataError, match=r"i.json: is no identity"):
+    with pytest.raises(DataError, match=r"i.json: is not the identity"):
         ShardIdentity.read(tmp_path / "i.json")

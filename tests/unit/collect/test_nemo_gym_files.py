@@ -8,7 +8,7 @@ import pytest
 from nemo_rl import cli
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.nemo_gym import export_nemo_gym, import_nemo_gym
-from nemo_rl.collect.profile import profile, task_rows
+from nemo_rl.collect.profile import iter_task_rows, profile
 from nemo_rl.collect.shards import KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.tasks import Task, read_tasks, write_tasks
@@ -80,7 +80,7 @@ def gyms(tmp_path):
 def test_a_collection_of_gym_is_profiled(gyms, tmp_path):
     store = import_nemo_gym(gyms, tmp_path / "c")
     assert (store.num_finished, store.num_missing) == (3, 1)
-    first, second = task_rows(profile(tmp_path / "c"))
+    first, second = iter_task_rows(profile(tmp_path / "c"))
     assert (first["reward"]["mean"], first["tokens"]["mean"], first["rollout_rewards"]) == (0.5, 6.0, [1.0, 0.0])
     assert (second["missing"], second["rollout_tokens"]) == (1, [None, 9])
     assert second["row"] == {name: value for name, value in given(1, 0).items() if not name.startswith("_ng_")}
@@ -114,7 +114,7 @@ def test_without_usage_the_token_ids_are_counted(gyms, tmp_path):
     bare["response"] |= {"usage": None, "output": [{"generation_token_ids": [1, 2]}, {}, {"generation_token_ids": [3]}]}
     write(gyms, [bare])
     import_nemo_gym(gyms, tmp_path / "c")
-    assert next(task_rows(profile(tmp_path / "c")))["rollout_tokens"] == [3, None]
+    assert next(iter_task_rows(profile(tmp_path / "c")))["rollout_tokens"] == [3, None]
 
 
 @pytest.mark.parametrize(

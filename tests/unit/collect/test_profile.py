@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.collect.merge import merge
-from nemo_rl.collect.profile import default_ks, profile, task_rows
+from nemo_rl.collect.profile import default_ks, iter_task_rows, profile
 from nemo_rl.collect.profile_report import write_profile
 from nemo_rl.collect.shards import KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
@@ -87,7 +87,7 @@ SCORES = {
 
 def test_every_task_is_as_worked_out_by_hand(tmp_path):
     collect_worked(tmp_path)
-    for row, expected in zip(task_rows(profile(tmp_path)), TASKS, strict=True):
+    for row, expected in zip(iter_task_rows(profile(tmp_path)), TASKS, strict=True):
         assert row.keys() == expected.keys()
         for name, value in expected.items():
             is_number = isinstance(value, float) or (name in ("reward", "tokens") and expected["num_rollouts"])
@@ -132,7 +132,7 @@ def test_seeds_may_be_chosen(tmp_path, is_merged):
         for shard in tmp_path.glob("rollouts-rs*"):
             shard.unlink()
     measured = profile(tmp_path, seeds=[1])
-    assert [row["rollout_rewards"] for row in task_rows(measured)] == [[1.0, 1.0], [0.0, 0.0], [None, None]]
+    assert [row["rollout_rewards"] for row in iter_task_rows(measured)] == [[1.0, 1.0], [0.0, 0.0], [None, None]]
     assert measured.table.failed_attempts == {"environment": 1}
 
 
@@ -200,6 +200,6 @@ def test_a_rollout_without_a_reward_counts_as_missing(tmp_path, caplog):
     with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(1, 2), identity=IDENTITY) as store:
         store.append(RolloutKey(0, 0), {"reward": None, "num_generated_tokens": 3})
         store.append(RolloutKey(0, 1), {"reward": 1.0})
-    (row,) = task_rows(profile(tmp_path))
+    (row,) = iter_task_rows(profile(tmp_path))
     assert (row["missing"], row["rollout_rewards"], row["rollout_tokens"]) == (1, [None, 1.0], [None, None])
     assert "1 rollouts have no reward" in caplog.text
