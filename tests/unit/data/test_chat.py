@@ -1,5 +1,3 @@
-"""Prompts only ever grow, for the chat templates in use; where a template keeps the past, they are its own text."""
-
 import functools
 import importlib.util
 import itertools
@@ -10,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids, to_openai_message
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
 from tests.templates import SPECIAL_TOKENS, byte_tokenizer
@@ -255,3 +253,13 @@ def test_prompt_of_a_role_that_the_template_drops_is_refused_though_it_fits():
     encoder = ChatEncoder(byte_tokenizer("chatml"), chat_template="{{ messages[-1]['content'] }}")
     with pytest.raises(ConfigError, match="system"):
         encoder.prompt_fits((Message("system", "be kind"), Message("user", "123")), (), 1000)
+
+
+def test_keys_stand_only_where_they_say_something() -> None:
+    called = Message("assistant", "", (ToolCall("c1", "add", '{"a": 1}'),))
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    assert to_openai_message(called) == {"role": "assistant", "content": "", "tool_calls": calls}
+    answer = Message("tool", "2", tool_call_id="c1")
+    assert to_openai_message(answer) == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+    assert to_openai_message(Message("user", "hi")) == {"role": "user", "content": "hi"}

@@ -44,6 +44,7 @@ REFUSALS = [
     ("configuration.md", "policy.model_name='${policy.foo}'"),
     ("configuration.md", "a=x=y"),
     ("data.md", "data.train.env_name=reasoning_gim"),
+    ("data.md", "data.train.dataset_name=jsonll"),
     ("environments.md", "++env.maths.type=maths"),
     ("generation.md", "policy.generation.temperature=0"),
     ("generation.md", "policy.generation.top_p=0.9"),
@@ -99,7 +100,6 @@ NEED_MORE = {
     "configuration.md": {"policy.train_global_batch_size"},
     "data.md": {
         "data.train.data_path",
-        "data.train.dataset_name",
         "data.train.task",
         "data.disjoint",
         "data.max_input_seq_length",

@@ -1,14 +1,28 @@
+"""Loggers: JSON Lines, TensorBoard, W&B, a user's own, and all together."""
+
 import json
+import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_rl.config.run import LoggerConfig
+from nemo_rl.config.run import LoggerConfig, WandbConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability import loggers
-from nemo_rl.observability.loggers import CompositeLogger, make_logger
+from nemo_rl.observability.loggers import (
+    CompositeLogger,
+    JsonlLogger,
+    TensorboardLogger,
+    WandbLogger,
+    has_api_key,
+    make_logger,
+)
 
 
 class Recorder:
@@ -97,3 +111,144 @@ def test_a_logger_that_cannot_start_is_left_out(
     logger.close()
     assert "the wandb logger cannot start" in caplog.text
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scalar(value: float) -> Any:
+    """A number as numpy's reductions give it."""
+    return np.float32(value)
+
+
+def test_each_call_is_a_line_that_is_readable_at_once(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    logger.log_metrics({"train/loss": 0.5, "train/total_num_tokens": 3}, 1)
+    logger.log_metrics({"validation/accuracy": scalar(0.25)}, 1)
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "train/loss": 0.5, "train/total_num_tokens": 3},
+        {"step": 1, "validation/accuracy": 0.25},
+    ]
+    logger.close()
+
+
+def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        logger = JsonlLogger(tmp_path)
+        logger.log_metrics({}, step)
+        logger.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_numbers_that_json_lacks_are_strings_that_float_reads(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    logger.log_metrics({"nan": math.nan, "up": math.inf, "down": scalar(-math.inf)}, 1)
+    logger.close()
+    [line] = lines(tmp_path / "metrics.jsonl")
+    assert line == {"step": 1, "nan": "NaN", "up": "Infinity", "down": "-Infinity"}
+    assert [float(str(line[name])) for name in ("up", "down")] == [math.inf, -math.inf]
+    assert math.isnan(float(str(line["nan"])))
+
+
+def test_tables_are_files_with_one_object_a_row(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    logger.log_table(
+        "validation/samples", ("prompt", "reward", "note"), [("Grüße\n", 1.0, None), ("\ud800", 0, Path("x"))], 7
+    )
+    logger.close()
+    [first, second] = lines(tmp_path / "tables" / "validation_samples_step7.jsonl")
+    assert first == {"prompt": "Grüße\n", "reward": 1.0, "note": None}
+    assert (second["reward"], second["note"]) == (0, "x")
+
+
+def test_a_row_of_another_length_is_refused(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    with pytest.raises(ValueError, match="shorter"):
+        logger.log_table("samples", ("prompt", "reward"), [("x",)], 1)
+    logger.close()
+
+
+def test_scalars_tables_and_configuration_are_read_back(tmp_path: Path) -> None:
+    logger = TensorboardLogger(tmp_path, {"grpo": {"seed": 42}})
+    logger.log_metrics({"train/loss": 0.5, "train/reward": 0.25}, 1)
+    logger.log_metrics({"train/loss": 0.125}, 2)
+    logger.log_table("validation/samples", ("prompt", "reward"), [("a|b\n<c>", 1.0)], 2)
+    logger.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.125)]
+    assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25)]
+    [table] = events.Tensors("validation/samples/text_summary")
+    assert table.step == 2
+    assert table.tensor_proto.string_val[0].decode() == "| prompt | reward |\n| --- | --- |\n| a\\|b<br>&lt;c> | 1.0 |"
+    [config] = events.Tensors("config/text_summary")
+    assert '"seed": 42' in config.tensor_proto.string_val[0].decode()
+
+
+@pytest.fixture
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path / "netrc"
+
+
+def test_without_a_key_the_run_is_written_offline(
+    no_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "250")  # a busy machine starts W&B's process slowly
+    logger = WandbLogger(WandbConfig(project="words", tags=["test"]), tmp_path, {"grpo": {"seed": 42}})
+    logger.log_metrics({"train/loss": 0.5, "timing/train/generation": 0.1}, 3)
+    logger.log_metrics({"validation/accuracy": 0.25, "timing/validation/total_validation_time": 2.0}, 3)
+    logger.log_table("validation/samples", ("prompt", "reward"), [("a", 1.0), ("b", "failed: x")], 3)
+    logger.close()
+
+    records = inspect(tmp_path / "wandb")
+    [run] = [r["run"] for r in records if r["type"] == "run"]
+    assert (run["project"], run["display_name"]) == ("words", tmp_path.name)
+    assert run["run_id"] == (tmp_path / "wandb_run_id").read_text()
+    assert run["config"]["update"]["grpo"] == {"seed": 42}
+    steps = {r["metric"]["glob_name"]: r["metric"]["step_metric"] for r in records if r["type"] == "metric"}
+    assert steps["train/*"] == steps["timing/train/*"] == steps["performance/*"] == "train/step"
+    assert steps["validation/*"] == steps["timing/validation/*"] == "validation/step"
+    history = [without_own(r["history"]["item"]) for r in records if r["type"] == "history"]
+    assert history[:2] == [
+        {"train/step": 3, "train/loss": 0.5, "timing/train/generation": 0.1},
+        {"validation/step": 3, "validation/accuracy": 0.25, "timing/validation/total_validation_time": 2.0},
+    ]
+    assert history[2]["validation/step"] == 3
+    [table] = tmp_path.rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [["a", 1.0], ["b", "failed: x"]]
+
+
+def inspect(folder: Path) -> list[dict]:
+    """The records of the run under `folder`, by W&B's own reader."""
+    [path] = folder.rglob("run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+    return [json.loads(line) for line in shown.stdout.splitlines()]
+
+
+def without_own(item: dict) -> dict:
+    """A history item without the keys that W&B adds."""
+    return {name: value for name, value in item.items() if not name.startswith("_")}
+
+
+def test_a_key_is_found_in_the_environment_or_in_netrc(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_api_key()
+    no_key.write_text("machine example.org login user password x\n")
+    no_key.chmod(0o600)
+    assert not has_api_key()
+    no_key.write_text("machine api.wandb.ai login user password x\n")
+    assert has_api_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8443")
+    assert not has_api_key()
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert has_api_key()
+
+
+def test_a_broken_netrc_is_no_key(no_key: Path) -> None:
+    no_key.write_text("machine\n")
+    assert not has_api_key()

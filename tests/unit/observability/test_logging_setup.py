@@ -1,14 +1,18 @@
+"""Log records of a process, and run directories."""
+
 import io
 import logging
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
 from nemo_rl.config.run import LoggerConfig
-from nemo_rl.observability.logging_setup import HANDLER_NAME, NOISY_LIBRARIES, configure_logging
+from nemo_rl.observability.logging_setup import HANDLER_NAME, NOISY_LIBRARIES, configure_logging, make_run_directory
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +85,29 @@ def test_logger_level_of_the_configuration_is_that_of_nemo_rls_records(level: st
 def test_unknown_logger_level_is_refused() -> None:
     with pytest.raises(ValidationError, match="level"):
         LoggerConfig.model_validate({"level": "LOUD"})
+
+
+def test_runs_are_numbered_after_the_last(tmp_path: Path) -> None:
+    log_dir = tmp_path / "runs"
+    assert make_run_directory(log_dir) == log_dir / "exp_001"
+    assert make_run_directory(str(log_dir)) == log_dir / "exp_002"
+    (log_dir / "exp_041").mkdir()
+    (log_dir / "exp_notes").mkdir()
+    assert make_run_directory(log_dir).name == "exp_042"
+
+
+def test_a_number_taken_by_a_file_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "exp_001").write_text("")
+    assert make_run_directory(tmp_path).name == "exp_002"
+
+
+def test_numbers_go_past_999(tmp_path: Path) -> None:
+    (tmp_path / "exp_999").mkdir()
+    assert make_run_directory(tmp_path).name == "exp_1000"
+    assert make_run_directory(tmp_path).name == "exp_1001"
+
+
+def test_runs_that_start_together_get_one_each(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: make_run_directory(tmp_path), range(32)))
+    assert len(set(made)) == 32

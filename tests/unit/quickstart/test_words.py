@@ -1,10 +1,17 @@
-"""What the warm start may see, and what the recipe measures on."""
+"""The quickstart's words and preference pairs."""
 
+import random
 from pathlib import Path
 
 import yaml
 
-from nemo_rl.quickstart.words import QUICKSTART_VALIDATION, extract_words, load_quickstart_prompts
+from nemo_rl.quickstart.words import (
+    QUICKSTART_VALIDATION,
+    extract_words,
+    load_quickstart_prompts,
+    make_preference_pairs,
+    misspell,
+)
 
 RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "quickstart.yaml"
 
@@ -18,3 +25,17 @@ def test_training_and_validation_share_no_word():
     train, validation = (set(extract_words(prompts.prompts)) for prompts in load_quickstart_prompts())
     assert (len(train), len(validation)) == (8355, 219)
     assert not train & validation
+
+
+def test_a_misspelling_is_never_the_word_backward() -> None:
+    draws = random.Random(0)
+    for word in ("abc", "level", "aaa", "xyz"):
+        assert all(misspell(word, draws) != word[::-1] for _ in range(300))
+
+
+def test_pairs_follow_prompts_and_seed() -> None:
+    prompts = load_quickstart_prompts()[1].prompts
+    pairs = make_preference_pairs(prompts, seed=1)
+    assert pairs == make_preference_pairs(prompts, seed=1) != make_preference_pairs(prompts, seed=2)
+    assert [pair.chosen[::-1] for pair in pairs] == list(extract_words(prompts))
+    assert [pair.messages for pair in pairs] == [prompt.messages for prompt in prompts]
