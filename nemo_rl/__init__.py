@@ -2,6 +2,6 @@
 
 import os
 
-# Under `uv run` Ray would build the environment anew for every worker; workers share this one.
+# Under `uv run` Ray would build the environment again for every worker; workers share this one.
 # It must be set before anything imports Ray.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

@@ -75,7 +75,7 @@ class CheckpointStore:
     def __init__(
         self, config: CheckpointingConfig, directory: Path, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`checkpoint_must_save_by` counts from here. Raises ConfigError for a metric without its prefix."""
+        """Start the clock of `checkpoint_must_save_by`. Raises ConfigError for a metric without its prefix."""
         if config.metric_name is not None and not config.metric_name.startswith(("val:", "train:")):
             raise ConfigError("checkpointing.metric_name", config.metric_name, 'must begin with "val:" or "train:"')
         self.directory = directory

@@ -2,7 +2,7 @@
 
 NemoRLError
 ├── ConfigError         a key of the configuration: raised before a model loads
-├── DataError           a data set's file, row or template
+├── DataError           a dataset's file, row or template
 ├── GenerationError     the engine did not answer a request (infra: retried)
 ├── EnvironmentContractError    an environment broke its contract or raised
 ├── PolicyError         the training backend
@@ -45,7 +45,7 @@ class ConfigError(NemoRLError):
 
 
 class DataError(NemoRLError):
-    """A data set, row or chat template that cannot be used; the text names file:line where there is one."""
+    """A dataset, row or chat template that cannot be used; the text names file:line where there is one."""
 
 
 class GenerationError(NemoRLError):
@@ -69,7 +69,7 @@ class CheckpointError(NemoRLError):
 
 
 class RolloutError(NemoRLError):
-    """Rollouts cannot go on: too many failed, or nothing has progressed before the deadline."""
+    """Rollouts cannot continue: too many failed, or nothing has progressed before the deadline."""
 
 
 class JobError(NemoRLError):

@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Environment(Protocol):
-    """Scores answers and goes on with conversations, a batch at a time."""
+    """Scores answers and continues conversations, a batch at a time."""
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
@@ -59,7 +59,7 @@ class Scorer(Protocol):
     """Rewards of whole rollouts: a rule, a reward model, a judge."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> Sequence[float | Failure]:
-        """One score a request, in order; a `Failure` is that request's alone, an exception all requests'.
+        """Return one score per request, in order; a `Failure` is that request's alone, an exception all requests'.
 
         May be called again before an earlier call has returned. Blocking work runs off the event loop.
         """
@@ -74,7 +74,7 @@ class Agent(Protocol):
     """Whoever owns its own loop and talks to the gateway as to an OpenAI server."""
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
-        """One rollout of `prompt`; every call to `base_url` is recorded. What it raises fails this rollout alone."""
+        """Run one rollout of `prompt`; every call to `base_url` is recorded. An exception fails this rollout alone."""
         ...
 
 
@@ -83,7 +83,7 @@ class Generation(Protocol):
 
     @property
     def is_async(self) -> bool:
-        """Whether calls of `generate` that overlap are served together."""
+        """Return whether calls of `generate` that overlap are served together."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
@@ -138,7 +138,7 @@ class WeightEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Where an engine on this machine finds weights: a file in shared memory, and what lies in it."""
+    """Weights for an engine on this machine: a file in shared memory, and its entries."""
 
     path: str
     entries: tuple[WeightEntry, ...]
@@ -148,9 +148,9 @@ class WeightManifest:
 class WeightChunks:
     """Weights in the object store of a cluster: the bytes of a weight file, which each machine writes once."""
 
-    name: str  # of the file; machines write it anew where `transfer` differs
+    name: str  # of the file; machines write it again if `transfer` differs
     transfer: int  # counts the refits
-    chunks: tuple[Any, ...]  # references to arrays of bytes, one behind the other (distributed/actors.py)
+    chunks: tuple[Any, ...]  # references to arrays of bytes, to be concatenated (distributed/actors.py)
     entries: tuple[WeightEntry, ...]
 
 
@@ -181,11 +181,11 @@ class TopK(NamedTuple):
     """The most likely tokens of each position, most likely first."""
 
     ids: "torch.Tensor"  # [B, T, K] int64
-    logprobs: "torch.Tensor"  # [B, T, K] float32, of the whole vocabulary's log_softmax; 0 where nobody asked
+    logprobs: "torch.Tensor"  # [B, T, K] float32, of the whole vocabulary's log_softmax; 0 where not requested
 
 
 class RequiredScores(NamedTuple):
-    """What is read of the next-token distributions, beside the log-probs of the tokens themselves."""
+    """The values to read of the next-token distributions, beside the log-probs of the tokens themselves."""
 
     candidates: str | None = None  # key of the batch: ids [B, T, K] whose log-probs are wanted; those below 0 are none
     entropy: bool = False
@@ -193,8 +193,11 @@ class RequiredScores(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """What the current weights say of a micro-batch. Entry t belongs to token t, hence to the distribution before it;
-    0 where the token mask is 0 and in entry 0. All are of log_softmax(logits / temperature), in float32."""
+    """Scores of a micro-batch under the current weights.
+
+    Entry t belongs to token t, hence to the distribution before it; 0 where the token mask is 0 and in entry 0. All are
+    of log_softmax(logits / temperature), in float32.
+    """
 
     logprobs: "torch.Tensor"  # [B, T]
     candidates: "torch.Tensor | None" = None  # [B, T, K]; 0 for ids below 0
@@ -206,7 +209,7 @@ class Teacher(Protocol):
     """A model that is asked and never trained."""
 
     async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
-        """As `Policy.logprobs`."""
+        """Return log-probs as `Policy.logprobs` does."""
         ...
 
     async def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
@@ -224,7 +227,7 @@ class Policy(Protocol):
     """The model that is trained, and its frozen reference. Calls never overlap; all are awaited in turn."""
 
     async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
-        """Log-probs of `batch["token_ids"]` under log_softmax(logits / temperature): [B, T] float32, entry 0 is 0."""
+        """Return [B, T] float32 of `batch["token_ids"]` under log_softmax(logits / temperature), entry 0 is 0."""
         ...
 
     async def reference_logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
@@ -236,7 +239,7 @@ class Policy(Protocol):
         ...
 
     async def train_step(self, batch: TrainingBatch, loss_fn: "LossFn") -> dict[str, float]:
-        """All optimizer steps of one batch; returns metrics: those of the loss, `loss`, `grad_norm`, `lr`."""
+        """Take all optimizer steps of one batch; return metrics: those of the loss, `loss`, `grad_norm`, `lr`."""
         ...
 
     async def run_with_weights(self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]") -> ResultT:
@@ -246,7 +249,7 @@ class Policy(Protocol):
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to write `weights/` (Hugging Face files), `tokenizer/` and `optimizer/` under `path`.
 
-        Returns once everything is copied, so that training may go on.
+        Returns once everything is copied, so that training may continue.
         """
         ...
 
@@ -255,7 +258,7 @@ class Policy(Protocol):
         ...
 
     async def load(self, path: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Restore what `save` wrote."""
         ...
 
     async def offload(self) -> None:
@@ -271,7 +274,7 @@ class WeightSync(Protocol):
     """Brings the policy's weights to the engine."""
 
     async def publish(self, policy: Policy, generation: Generation, *, weight_version: int) -> None:
-        """After it returns, everything that starts to be generated is sampled under `weight_version`.
+        """Publish the weights: what starts to be generated after it returns is sampled under `weight_version`.
 
         Raises WeightSyncError when a verification finds other weights in the engine.
         """
@@ -282,7 +285,7 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Normalizer:
-    """What one optimizer step divides by: counts over all its samples, whatever micro-batch or rank they are on."""
+    """The divisors of one optimizer step: counts over all its samples, whatever micro-batch or rank they are on."""
 
     num_valid_tokens: float  # sum of token_mask * sample_mask, entry 0 of each sample excluded
     num_valid_trajectories: float
@@ -306,18 +309,18 @@ class LossFn(Protocol):
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Keys of the batch that it reads."""
+        """Return the keys of the batch that it reads."""
         ...
 
     @property
     def required_scores(self) -> RequiredScores:
-        """What it reads of the model beside log-probs."""
+        """Return what it reads of the model beside log-probs."""
         ...
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
     ) -> "tuple[torch.Tensor, dict[str, Metric]]":
-        """Loss of a micro-batch; losses of an optimizer step's micro-batches are summed."""
+        """Return the loss of a micro-batch; losses of an optimizer step's micro-batches are summed."""
         ...
 
 
@@ -329,20 +332,20 @@ class AdvantageEstimator(Protocol):
     def required_keys(self) -> frozenset[str]: ...
 
     def __call__(self, batch: TrainingBatch) -> "torch.Tensor":
-        """[B, T] float32; any value where the token mask is 0."""
+        """Return [B, T] float32; any value where the token mask is 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedGroups:
-    """What a source hands to one training step."""
+    """The groups and metrics that a source hands to one training step."""
 
     groups: tuple[TrajectoryGroup, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class GroupSource(Protocol):
-    """Where the loop gets its rollouts; sync, async and filtered training differ in it alone."""
+    """A source of the loop's rollouts; sync, async and filtered training differ in it alone."""
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
         """Return the groups of one step, ordered by prompt; raise StopAsyncIteration when the dataset is exhausted."""
@@ -353,7 +356,7 @@ class GroupSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, among them `consumed_prompts` and `epoch`; what was drawn before is not drawn again.
+        """Return plain values, among them `consumed_prompts` and `epoch`; what was drawn is not drawn again.
 
         Taken after every step. `replay_buffer`, of a source that has one, refers to its frozen groups.
         """
@@ -368,7 +371,7 @@ class Logger(Protocol):
     """One place where metrics go."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Names as in docs/metrics.md, prefix included ("train/loss")."""
+        """Log metrics; names as in docs/metrics.md, prefix included ("train/loss")."""
         ...
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None: ...

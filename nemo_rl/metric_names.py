@@ -164,7 +164,7 @@ VALIDATION = MetricGroup(
         "validation/greedy_accuracy": "mean reward at temperature 0 (`grpo.val_greedy`)",
         "validation/avg_length": "mean sampled tokens of a rollout",
         "validation/pass_<k>": "pass@k of the k generations of a prompt",
-        "validation/num_failed": "failed rollouts, which are left out of the means",
+        "validation/num_failed": "failed rollouts, which are excluded from the means",
         "validation/<dataset>/<metric>": "each of these for one of several validation datasets",
     },
 )

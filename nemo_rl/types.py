@@ -21,7 +21,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant asked for, in OpenAI's shape."""
+    """A call that the assistant requested, in OpenAI's shape."""
 
     id: str
     name: str
@@ -71,20 +71,20 @@ MessageLog: TypeAlias = tuple[TokenizedMessage, ...]  # the only history of a ro
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Where a rollout starts: one row of a data set."""
+    """The start of a rollout: one row of a dataset."""
 
-    prompt_id: str  # unique in its data set
+    prompt_id: str  # unique in its dataset
     task_name: str  # the environment that scores it: a key of `env`
     messages: tuple[Message, ...]
     env_state: Mapping[str, Any] = field(default_factory=dict)  # what the environment needs, e.g. the answer
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
-    dataset: str = ""  # the data set's name, for metrics kept apart
+    dataset: str = ""  # the dataset's name, for separate metrics
     agent_name: str = ""  # NeMo Gym: the agent that runs it; empty elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next tokens are drawn."""
+    """Parameters by which the next tokens are drawn."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
@@ -104,13 +104,13 @@ class GenerationRequest:
     seed: int
     session_id: str  # requests of one session stay on one replica, whose cache holds their prefix
     messages: tuple[Message, ...] = ()  # the conversation, for servers that render it; else empty
-    tools: tuple[Mapping[str, Any], ...] = ()  # likewise
+    tools: tuple[Mapping[str, Any], ...] = ()  # its tools, for the same servers
     timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for one request."""
+    """Tokens that an engine sampled for one request."""
 
     request_id: str
     token_ids: tuple[int, ...]  # the stop token included
@@ -131,7 +131,7 @@ class FailedRequest:
 
 
 class FailureClass(StrEnum):
-    """Who failed a rollout."""
+    """The boundary at which a rollout failed."""
 
     INFRA = "infra"  # generation: retried on another replica
     ENVIRONMENT = "environment"
@@ -142,7 +142,7 @@ class FailureClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rollout has no reward."""
+    """The cause for which a rollout has no reward."""
 
     failure_class: FailureClass
     cause: str  # one line: the type and text of the first error
@@ -152,7 +152,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """What an environment answers to one turn."""
+    """An environment's answer to one turn."""
 
     observation: tuple[Message, ...] = ()  # appended to the conversation; empty: nothing
     rewards: Mapping[str, float] = field(default_factory=dict)  # of this turn by name; they add up over turns
@@ -163,7 +163,7 @@ class EnvStep:
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended."""
+    """The reason for which a rollout ended."""
 
     DONE = "done"  # the environment said so
     TRUNCATED = "truncated"  # a response cut by its token limit, or no room left for more
@@ -207,7 +207,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """The sum of the named rewards; only for a rollout that did not fail."""
+        """Return the sum of the named rewards; only for a rollout that did not fail."""
         if self.failure is not None:
             raise ValueError(f"a failed rollout has no reward: {self.failure.cause}")
         return sum(self.rewards.values())
@@ -222,13 +222,13 @@ class Trajectory:
 
     @property
     def chains(self) -> tuple[MessageLog, ...]:
-        """All histories to train on; the message log alone where no agent rewrote it."""
+        """Return all histories to train on; the message log alone where no agent rewrote it."""
         return (self.message_log, *self.other_chains)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """What an agent's run came to; its tokens are the gateway's."""
+    """The result of an agent's run; its tokens are the gateway's."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty: posted to the gateway, or scored later
     answer: str | None = None

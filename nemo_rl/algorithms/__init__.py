@@ -1,1 +1,1 @@
-"""From groups of trajectories to a trained policy: rewards, advantages, losses, and the loop that runs them."""
+"""Training of a policy from groups of trajectories: rewards, advantages, losses, and the loop that runs them."""

@@ -1,6 +1,6 @@
 """On-policy distillation from teachers with other tokenizers: from the student's rollouts to what its loss compares.
 
-A teacher reads the conversation under its own chat template (cross_tokenizer_rows.py) and is asked for its most likely
+A teacher reads the conversation under its own chat template (cross_tokenizer_rows.py) and returns its most likely
 tokens; they become distributions over the student's (cross_tokenizer_targets.py).
 """
 

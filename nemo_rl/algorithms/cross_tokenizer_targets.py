@@ -39,31 +39,31 @@ class Targets:
 
 @dataclass(frozen=True)
 class TokenMap:
-    """From the teacher's vocabulary to the student's."""
+    """Mapping from the teacher's vocabulary to the student's."""
 
     student: Vocabulary
     teacher: Vocabulary
 
     @cached_property
     def beginning(self) -> np.ndarray:
-        """[V teacher] int64: the longest student token that the teacher's token begins with, or -1."""
+        """Return [V teacher] int64: the longest student token that the teacher's token begins with, or -1."""
         return self._map_to_student(self.student.beginning)
 
     @cached_property
     def identical(self) -> np.ndarray:
-        """[V teacher] int64: the student's token of the same bytes, or -1."""
+        """Return [V teacher] int64: the student's token of the same bytes, or -1."""
         return self._map_to_student(self.student.ids.get)
 
     @cached_property
     def student_unmatched(self) -> np.ndarray:
-        """[V student] bool: no token of the teacher has the same bytes."""
+        """Return [V student] bool: no token of the teacher has the same bytes."""
         unmatched = np.ones(len(self.student.pieces), dtype=bool)
         unmatched[self.identical[self.identical >= 0]] = False
         return unmatched
 
     @cached_property
     def teacher_starts(self) -> np.ndarray:
-        """[V teacher, 2] int64: the first byte and the length of each token; -1 and 0 of those without bytes."""
+        """Return [V teacher, 2] int64: the first byte and the length of each token; -1 and 0 without bytes."""
         return np.array(
             [(piece[0] if piece else NO_TOKEN_ID, len(piece)) for piece in self.teacher.pieces], dtype=np.int64
         )
@@ -183,7 +183,7 @@ class _PrefixTargetBuilder:
 
     @cached_property
     def _may_continue(self) -> np.ndarray:
-        """[N, K] bool: a longer token than the one that was read, with the same first byte."""
+        """Return [N, K] bool: a longer token than the one that was read, with the same first byte."""
         read = np.array([(piece[0] if piece else NO_TOKEN_ID, len(piece)) for piece in self.response.teacher_pieces])
         likely = self.map.teacher_starts[np.minimum(self.scores.ids, len(self.map.teacher_starts) - 1)]
         may = (likely[..., 0] == read[:, None, 0]) & (likely[..., 1] > read[:, None, 1])
@@ -240,7 +240,7 @@ class _PrefixTargetBuilder:
 
 
 def identical_targets(response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> Targets:
-    """GOLD: whole spans are compared, at the distribution before their first token.
+    """Return the targets of GOLD: whole spans are compared, at the distribution before their first token.
 
     Of the teacher's most likely tokens, those whose bytes are a student token's go to it, the others are unmatched. The
     probabilities of a span's later tokens, those that the teacher reads, multiply all of them: the chain rule, exact

@@ -133,18 +133,18 @@ class StepFaults:
     rollouts: Mapping[TrajectoryKey, RolloutFaults] = field(default_factory=dict)
 
     def penalised(self, name: str) -> frozenset[TrajectoryKey]:
-        """Rollouts with the fault that the key `penalize_<name>` is about."""
+        """Return the rollouts with the fault that the key `penalize_<name>` is about."""
         return frozenset(key for key, faults in self.rollouts.items() if getattr(faults, name))
 
     @property
     def zero_reward_rollouts(self) -> frozenset[TrajectoryKey]:
-        """Rollouts that lose their reward."""
+        """Return the rollouts that lose their reward."""
         names = self.penalties.names if self.penalties else ()
         return frozenset[TrajectoryKey]().union(*(self.penalised(name) for name in names))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Rollouts by penalty, and replies whose advantage is overwritten; only what is on."""
+        """Return the rollouts by penalty, and replies whose advantage is overwritten; only what is on."""
         if self.penalties is None:
             return {}
         metrics = {f"reward_penalties/{name}": float(len(self.penalised(name))) for name in self.penalties.names}
@@ -231,8 +231,10 @@ class Penalties:
         )
 
     def _split_thinking(self, text: str, *, opened: bool) -> tuple[str, str]:
-        """Thinking and answer, stripped. Thinking begins with its tag or in the prompt; what is not closed is all
-        thinking."""
+        """Return thinking and answer, stripped.
+
+        Thinking begins with its tag or in the prompt; what is not closed is all thinking.
+        """
         begins = opened or text.lstrip().startswith(self._open)
         thinking, closed, answer = text.partition(self._close)
         if not begins and not closed:

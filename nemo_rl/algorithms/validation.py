@@ -39,7 +39,7 @@ class Validator:
     greedy: bool  # a second pass at temperature 0, one generation a prompt
 
     async def validate(self) -> ValidationResult:
-        """Run every set. Failed rollouts have no reward: they are left out of the means and counted.
+        """Run every set. Failed rollouts have no reward: they are excluded from the means and counted.
 
         Metrics: `accuracy` (mean reward), `avg_length` (generated tokens), `pass_<k>` with several generations,
         `greedy_accuracy`, `num_failed`; with several sets also `<set>/...` each, and the plain names are means over

@@ -1,1 +1,1 @@
-"""From prompts to training batches: rollouts, the sources of their groups, and their assembly into tensors."""
+"""The way from prompts to training batches: rollouts, the sources of their groups, and their assembly into tensors."""

@@ -46,7 +46,7 @@ async def run_recorded_rollouts(
     *,
     max_concurrency: Mapping[str, int],
 ) -> tuple[Trajectory, ...]:
-    """All jobs at once, at most `max_concurrency` of each task. Trajectories in the order of `jobs`.
+    """Run all jobs at once, at most `max_concurrency` of each task. Return trajectories in the order of `jobs`.
 
     A failure is a trajectory; RolloutError is raised on a stall alone.
     """
@@ -84,7 +84,7 @@ async def open_rollout_session(
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is left of a rollout when its session is closed."""
+    """The record of a rollout after its session is closed."""
 
     chains: tuple[Chain, ...] = ()
     is_incomplete: bool = False  # known from elsewhere than the longest chain's last response
@@ -92,7 +92,7 @@ class Recording:
 
     @property
     def longest(self) -> Chain | None:
-        """The chain of most tokens; of equal ones the last."""
+        """Return the chain of most tokens; of equal ones the last."""
         return max(
             reversed(self.chains), key=lambda chain: sum(len(m.token_ids) for m in chain.message_log), default=None
         )
@@ -162,7 +162,7 @@ def _prompt_only_log(prompt: Prompt) -> MessageLog:
 async def run_agent_rollouts(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """Each job's agent, at most `max_concurrency` of each at once. Trajectories in the order of `jobs`.
+    """Run each job's agent, at most `max_concurrency` of each at once. Return trajectories in the order of `jobs`.
 
     Waits for agents and the environments that score them; unblocked by either's results. A failure is a trajectory;
     RolloutError is raised on a stall alone.
@@ -177,7 +177,7 @@ async def run_agent_rollouts(
 
 @dataclass(frozen=True, slots=True)
 class _AgentRunOutcome:
-    """What is left when an agent has ended and its session is closed."""
+    """The outcome of an agent's run after its session is closed."""
 
     result: AgentResult | Failure
     recording: Recording = field(default_factory=Recording)

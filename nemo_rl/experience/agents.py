@@ -75,7 +75,7 @@ AGENT = Entry(AgentConfig, make=make_agent, check=check_agent)
 
 
 class SessionProvider(Protocol):
-    """What agents' rollouts need of the gateway; `gateway.manager.GatewayManager` has it."""
+    """The part of the gateway that agents' rollouts need; `gateway.manager.GatewayManager` implements it."""
 
     def open_session(
         self, *, seed: int, sampling: SamplingParams | None = None, server: int | None = None
@@ -110,7 +110,7 @@ class FunctionAgent:
     """A function `(prompt, base_url, api_key)`; its reward may be a number, numbers by name, an AgentResult or None.
 
     A number becomes the reward `{name: number}`; None: the reward is posted to the gateway, or scored later. A function
-    that is not async runs in a thread of its own, which nobody can stop: past its deadline it is left behind, and its
+    that is not async runs in a thread of its own, which cannot be stopped: past its deadline it is abandoned, and its
     session is closed. The prompt is a copy that it may change.
     """
 

@@ -37,7 +37,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class AssemblyCounts:
-    """What became of the trajectories handed to `assemble_batch`."""
+    """Counts of the trajectories handed to `assemble_batch`, by what became of them."""
 
     num_trajectories: int  # all
     num_failed: int
@@ -104,7 +104,7 @@ def make_training_samples(
 
 @dataclass(frozen=True, slots=True)
 class _BatchEntry:
-    """What the samples of a trajectory have in common."""
+    """The fields that the samples of a trajectory have in common."""
 
     trajectory_id: int
     group_id: int
@@ -167,7 +167,7 @@ def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajec
 
 
 def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of different lengths, right-padded with 0 to the longest: [B, T]."""
+    """Right-pad rows of different lengths with 0 to the longest: [B, T]."""
     flat = np.fromiter(chain.from_iterable(rows), dtype=np.int64 if dtype is torch.int64 else np.float32)
     width = max(int(lengths.max()), 1)
     table = np.zeros((len(lengths), width), dtype=flat.dtype)
@@ -176,7 +176,7 @@ def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch
 
 
 def _reward_components(trajectories: Sequence[Trajectory], trajectory_id: torch.Tensor) -> TensorDict:
-    """Rewards by name, 0 where a trajectory's environment does not give that one."""
+    """Return rewards by name, 0 where a trajectory's environment does not give that one."""
     names = sorted({name for t in trajectories for name in t.rewards})
     columns = {
         name: torch.tensor([t.rewards.get(name, 0.0) for t in trajectories], dtype=torch.float32)[trajectory_id]

@@ -53,14 +53,14 @@ class CollectionMeter:
             self._waited_s[cause] += self._clock() - started
 
     def set_num_running(self, num_tasks: int) -> None:
-        """To be told how many tasks run whenever that changes."""
+        """Record how many tasks run; called whenever that changes."""
         now = self._clock()
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
         self._busy_since = now if num_tasks else None
 
     def take(self) -> dict[str, float]:
-        """Metrics by name; what follows is counted afresh."""
+        """Return metrics by name, and reset them."""
         self.set_num_running(self._busy_since is not None)
         now = self._clock()
         metrics = {f"efficiency/exposed_wait_s/{cause}": seconds for cause, seconds in self._waited_s.items()}
@@ -97,7 +97,7 @@ class AsyncSource:
         writer: RolloutWriter | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """`num_steps`: of the whole training, where it is known; no group is issued that no step would train on."""
+        """Limit the groups issued to those of `num_steps`, the steps of the whole training, where it is known."""
         self._loader = loader
         self._dependencies = dependencies
         self._options = options
@@ -125,7 +125,7 @@ class AsyncSource:
     # ---- the trainer's side
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
-        """One step's complete groups, oldest first chosen, ordered by prompt; fewer at the end of the data set.
+        """Return one step's complete groups, chosen oldest first, ordered by prompt; fewer at the end of the dataset.
 
         `weight_version` is the trainer's; the engine holds it, too. Raises RolloutError with the first cause when too
         many rollouts fail and when nothing progresses, and whatever a background task has raised. Cancelled, it leaves
@@ -186,7 +186,7 @@ class AsyncSource:
     # ---- its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Cheap enough for every step: the groups are referred to, and `buffer_state` makes plain values of them.
+        """Return the state, cheap enough for every step: it refers to groups; `buffer_state` makes plain values of it.
 
         The prompts of a step that was handed out are consumed; those in the buffer and in flight are not.
         """
@@ -198,7 +198,7 @@ class AsyncSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first step. Prompts in flight, or with groups of another size, are issued again as they were."""
+        """Load before the first step. Prompts in flight, or with groups of another size, are issued again unchanged."""
         self._loader.load_state_dict(state)
         buffered = extract_buffer_state(state, self._loader)
         self._loader.put_back(buffered.in_flight)
@@ -269,7 +269,7 @@ class AsyncSource:
         self._meter.num_dropped += 1
 
     def _metrics(self) -> dict[str, float]:
-        """Of the time since the last step's groups."""
+        """Return the metrics of the time since the last step's groups."""
         return self._meter.take() | {
             "replay_buffer/size": float(self._buffer.num_complete),
             "replay_buffer/in_flight": float(len(self._buffer.running)),
@@ -316,7 +316,7 @@ class AsyncSource:
             self._changed.set()
 
     def _start_rollouts_or_record_error(self) -> None:
-        """As `_start_rollouts`, from a background task."""
+        """Call `_start_rollouts` from a background task; keep its error for the next `next_groups`."""
         try:
             self._start_rollouts()
         except Exception as error:  # a prompt that cannot be read any more; the trainer would wait for ever
@@ -345,7 +345,7 @@ class AsyncSource:
             await self._changed.wait()
 
     def _get_supervision(self) -> Supervision:
-        """One for all: a group that queues in the engine behind others does not stall."""
+        """Return the supervision, one for all groups: a group that queues in the engine does not stall."""
         if self._supervision is None:
             self._supervision = Supervision(self._dependencies.limits.stall_timeout_s)
         return self._supervision

@@ -19,7 +19,7 @@ from nemo_rl.types import Trajectory, TrajectoryGroup
 
 
 def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int) -> list[RolloutJob]:
-    """`num_generations` rollouts a prompt, one prompt after the other."""
+    """Make `num_generations` jobs per prompt, one prompt after the other."""
     return [
         RolloutJob(one.prompt, one.group_id, index, one.epoch) for one in prompts for index in range(num_generations)
     ]
@@ -46,7 +46,7 @@ Scheduler: TypeAlias = Callable[
 async def run_training_rollouts(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """As `run_rollouts`: each sample alone, or all together where the engine does not generate asynchronously."""
+    """Run each sample alone, or all together if the engine does not generate asynchronously; see `run_rollouts`."""
     scheduler = run_async_multi_turn_rollout if dependencies.generation.is_async else run_multi_turn_rollout
     return await run_rollouts(jobs, dependencies, options, scheduler)
 
@@ -54,9 +54,9 @@ async def run_training_rollouts(
 async def run_rollouts(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions, scheduler: Scheduler
 ) -> tuple[Trajectory, ...]:
-    """Trajectories in the order of `jobs`; `scheduler` is one of rollouts.py and runs those that no agent runs.
+    """Return trajectories in the order of `jobs`; `scheduler`, one of rollouts.py, runs those that no agent runs.
 
-    Scorers that share the engine's device have their turn behind the last rollout; progress is told then.
+    Scorers that share the engine's device have their turn after the last rollout; progress is reported then.
     """
     if dependencies.scoring.turn is None:
         return await _dispatch_jobs(jobs, dependencies, options, scheduler)

@@ -1,4 +1,4 @@
-"""What becomes of failed rollouts: they are logged once per cause, counted, and stop the run above a limit."""
+"""Handling of failed rollouts: they are logged once per cause, counted, and stop the run above a limit."""
 
 import logging
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a step's rollouts were like, as numbers: turns, tokens, how they ended, rewards by name and environment."""
+"""Metrics of a step's rollouts: turns, tokens, how they ended, rewards by name and environment."""
 
 import statistics
 from collections import Counter
@@ -11,7 +11,7 @@ from nemo_rl.types import FailureClass, StopReason, Trajectory
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics by name, without prefix; nothing for no rollouts.
+    """Return metrics by name, without prefix; empty for no rollouts.
 
     Rates are shares of all rollouts, and `failures/<class>` are counts. Turns, tokens and rewards are those of the
     rollouts that did not fail. `env/<name>/...` are those of one environment, or of one of NeMo Gym's agents: a few
@@ -66,7 +66,7 @@ def _length_metrics(survivors: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _num_environment_tokens(trajectory: Trajectory) -> int:
-    """Context tokens behind the first response: what the environment said, and the template around it."""
+    """Count context tokens after the first response: those of the environment and of the template around it."""
     lengths = [(message.is_generated, len(message.token_ids)) for message in trajectory.message_log]
     first = next((i for i, (is_generated, _) in enumerate(lengths) if is_generated), len(lengths))
     return sum(length for is_generated, length in lengths[first:] if not is_generated)
@@ -132,7 +132,7 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
     """Return the score of the majority answer of k votes, averaged over all subsets of k of the n given (None: n).
 
     Answers with equally many votes are averaged; an answer's score is the mean over those who gave it. None is no
-    answer and casts no vote; where nobody votes the score is 0.
+    answer and casts no vote; without any vote the score is 0.
 
     Example: answers [7, 7, 9, None], scores [1, 1, 0, 0]: k = 4 gives 1.
     """
@@ -153,9 +153,9 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k
     return expected / comb(len(scores), k)
 
 
-@lru_cache(maxsize=1 << 16)  # few ways to vote come back over the tasks of a data set
+@lru_cache(maxsize=1 << 16)  # few distinct vote counts occur over the tasks of a dataset
 def _count_wins(count: int, counts: tuple[int, ...], num_abstentions: int, k: int) -> float:
-    """In how many subsets of k an answer given `count` times has the most votes, a tie shared; `counts` of all."""
+    """Count the subsets of k in which an answer given `count` times wins the vote, a tie shared; `counts` of all."""
     if k == num_abstentions + sum(counts):  # everybody votes
         return (count == max(counts)) / counts.count(max(counts))
     others = list(counts)
@@ -167,7 +167,7 @@ def _count_wins(count: int, counts: tuple[int, ...], num_abstentions: int, k: in
 
 
 def _count_shared_wins(others: Sequence[int], num_abstentions: int, votes: int, remaining: int) -> float:
-    """Ways to fill the other places so that nobody has more than `votes`, each divided by the winners it leaves.
+    """Count ways to fill the other places so that no answer has more than `votes`, each divided by its winners.
 
     Adds one other answer after the other to a table {(places filled, ties): ways}.
     """

@@ -64,7 +64,7 @@ class RowPreparer:
         if unlogged := sorted(names - self._logged_names):
             self._logged_names.update(unlogged)
             logger.info(
-                "%s of NeMo Gym's rows are left out: the run decides how tokens are sampled", ", ".join(unlogged)
+                "%s of NeMo Gym's rows are ignored: the run decides how tokens are sampled", ", ".join(unlogged)
             )
 
 
@@ -74,7 +74,7 @@ EXTRACTED_ANSWER_KEY = "extracted_answer"  # in a reply: what many of Gym's envi
 
 
 class GymAgentRunner(Protocol):
-    """Who runs rows; `environments.nemo_gym.client.GymClient` does. Keeps its own deadline."""
+    """A client that runs rows, within its own deadline: `environments.nemo_gym.client.GymClient`."""
 
     async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
         """Run a row by its agent; raise GymError."""
@@ -103,7 +103,7 @@ class GymRuntime:
 async def run_nemo_gym_rollouts(
     jobs: "Sequence[RolloutJob]", dependencies: "RolloutDependencies", options: "RolloutOptions"
 ) -> tuple[Trajectory, ...]:
-    """Each job's row by its agent, at most `max_concurrency` of a stack at once. Trajectories in the order of `jobs`.
+    """Run each job's row, at most `max_concurrency` of a stack at once. Return trajectories in the order of `jobs`.
 
     Waits for Gym's agents; unblocked by their replies. A failure is a trajectory; RolloutError is raised on a stall
     alone.

@@ -1,9 +1,9 @@
-"""What background collection has under way: prompts whose rollouts run, and complete groups that wait for the trainer.
+"""The state of background collection: prompts whose rollouts run, and complete groups that wait for the trainer.
 
 Pure bookkeeping of AsyncSource: no tasks, no clock. A group's deadline is the last version of the trainer that may
 train on it: the oldest weights it was, or may be, sampled under, plus the age bound A. A step takes N groups, so those
 left after a step at version v can all be trained in time exactly if, for every d, at most N (d - v) of them have a
-deadline of d or less. Groups are issued only as far as that can hold (`capacity`) and chosen so that it goes on holding
+deadline of d or less. Groups are issued only as far as that can hold (`capacity`) and chosen so that it keeps holding
 (`choose`).
 """
 
@@ -31,7 +31,7 @@ from nemo_rl.types import (
 
 
 class WaitReason(StrEnum):
-    """Why no step can be handed out yet."""
+    """The reason that no step can be handed out yet."""
 
     TOO_FEW = "too_few_groups"  # are complete
     LATE = "late_group"  # enough are, but a group that still runs would be trained too late
@@ -56,15 +56,15 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReplayBufferState:
-    """What a checkpoint keeps, as experience/replay_buffer.py writes it; frozen, so that each step can take one."""
+    """The buffer's part of a checkpoint; frozen, so that each step can take one."""
 
     complete: tuple[BufferedGroup, ...] = ()
-    in_flight: tuple[int, ...] = ()  # places of prompts whose rollouts ran: they are issued again
+    in_flight: tuple[int, ...] = ()  # indices of prompts whose rollouts ran: they are issued again
     dropped: tuple[DroppedGroup, ...] = ()
 
     @property
     def prompt_indices(self) -> tuple[int, ...]:
-        """Of all prompts that were drawn and not trained on."""
+        """Return the indices of all prompts that were drawn and not trained on."""
         return (*(one.prompt_index for one in self.complete), *self.in_flight)
 
 
@@ -87,19 +87,19 @@ class ReplayBuffer:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Places of the prompts whose rollouts run, in the training order."""
+        """Return the indices of the prompts whose rollouts run, in the training order."""
         return tuple(sorted(self._running))
 
     @property
     def complete(self) -> tuple[BufferedGroup, ...]:
-        """In the training order."""
+        """Return the complete groups in the training order."""
         return tuple(self._complete[prompt_index] for prompt_index in sorted(self._complete))
 
     def is_running(self, prompt_index: int) -> bool:
         return prompt_index in self._running
 
     def capacity(self, *, is_trainer_waiting: bool, num_remaining_steps: int | None = None) -> int:
-        """How many more groups may be issued: A steps' worth while the trainer trains, one more while it waits.
+        """Return how many more groups may be issued: for A steps while the trainer trains, one more while it waits.
 
         `num_remaining_steps`, where it is known, is how many follow the present one.
         """
@@ -111,7 +111,7 @@ class ReplayBuffer:
         self._running[prompt_index] = weight_version
 
     def finish(self, prompt_index: int, group: TrajectoryGroup) -> None:
-        """All rollouts of a running group have ended."""
+        """Store a running group, all of whose rollouts have ended."""
         issue_version = self._running.pop(prompt_index)
         self._complete[prompt_index] = BufferedGroup(prompt_index, oldest_version(group, default=issue_version), group)
 
@@ -140,15 +140,15 @@ class ReplayBuffer:
         return tuple(sorted(chosen, key=lambda one: one.prompt_index))
 
     def running_at_age_limit(self, weight_version: int) -> tuple[int, ...]:
-        """Places of running groups that this version is the last to train on."""
+        """Return the prompt indices of running groups that this version is the last to train on."""
         return tuple(p for p, issue_version in self._running.items() if issue_version + self._max_age <= weight_version)
 
     def expired(self, weight_version: int) -> tuple[BufferedGroup, ...]:
-        """Complete groups above the age bound."""
+        """Return the complete groups above the age bound."""
         return tuple(one for one in self._complete.values() if self._deadline(one) < weight_version)
 
     def unschedulable(self, weight_version: int) -> Iterator[BufferedGroup]:
-        """Complete groups that cannot all be trained in time from this version on, N a step, earliest deadline first.
+        """Yield the complete groups that cannot be trained in time from this version on, N a step, earliest due first.
 
         None but after a resume with a smaller bound or smaller steps.
         """
@@ -162,7 +162,7 @@ class ReplayBuffer:
     def _may_pass_over_running(
         self, chosen: list[BufferedGroup], others: list[BufferedGroup], weight_version: int
     ) -> bool:
-        """Whether nothing that runs would go before those chosen, or what is left can still be trained in time."""
+        """Return whether no running group is due before those chosen, or all others can still be trained in time."""
         last = max((self._deadline(one) for one in chosen), default=weight_version)
         running = [issue_version + self._max_age for issue_version in self._running.values()]
         if all(deadline >= last for deadline in running):
@@ -189,7 +189,7 @@ def extract_buffer_state(state: Mapping[str, Any], loader: PromptLoader) -> Repl
 
 
 def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
-    """Values that `checkpoint.save_state` accepts."""
+    """Convert the state to values that `checkpoint.save_state` accepts."""
     token_store = _TokenStore()
     complete = [
         {

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a failed generation request is sent again."""
+    """The number of retries of a failed generation request, and the pause before them."""
 
     max_retries: int
     backoff_s: float  # before the first retry; doubles

@@ -1,6 +1,6 @@
 """The three schedulers of rollouts. All semantics are those of turns.py; here is only when things are called.
 
-- `run_async_multi_turn_rollout` (training): each sample goes on alone, as soon as it can;
+- `run_async_multi_turn_rollout` (training): each sample advances alone, as soon as it can;
 - `run_multi_turn_rollout_async_generation` (validation): each sample generates alone, each environment is called once a
   turn with all of its samples;
 - `run_multi_turn_rollout` (engines without async generation): the engine too is called once a turn with all samples.
@@ -60,7 +60,7 @@ class RolloutDependencies:
     encoder: ChatEncoder
     limits: RolloutLimits
     agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
-    gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name, likewise
+    gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name
     scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
     failure_log: FailureLog = field(default_factory=FailureLog)
 
@@ -78,7 +78,7 @@ class RolloutOptions:
 async def run_async_multi_turn_rollout(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """Sample-pipelined: each rollout goes on alone, as soon as it can. Trajectories in the order of `jobs`.
+    """Run each rollout alone, as soon as it can advance. Return trajectories in the order of `jobs`.
 
     Waits for generation and environments, all at once; unblocked by either's results. Needs an engine whose
     overlapping calls are served together. A failure is a trajectory; RolloutError is raised on a stall alone.
@@ -98,7 +98,7 @@ async def run_async_multi_turn_rollout(
 async def run_multi_turn_rollout_async_generation(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """Async generation; each environment is called once a turn with all of its live rollouts.
+    """Generate for each rollout alone; call each environment once a turn with all of its live rollouts.
 
     Tasks do not wait for each other. Otherwise as `run_async_multi_turn_rollout`.
     """
@@ -120,7 +120,7 @@ async def run_multi_turn_rollout_async_generation(
 async def run_multi_turn_rollout(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """Plain batched: one generation call a turn with all live rollouts, then one environment call a task.
+    """Make one generation call a turn with all live rollouts, then one environment call a task.
 
     For engines without async generation. Otherwise as `run_async_multi_turn_rollout`.
     """
@@ -201,7 +201,7 @@ class _SchedulerRun:
         return rollout
 
     async def generate(self, rollouts: Sequence[_Rollout]) -> None:
-        """One engine call with all of `rollouts`, which wait for a response."""
+        """Make one engine call with all of `rollouts`, which wait for a response."""
         requests = [_pending_request(rollout) for rollout in rollouts]
         started_at = time.perf_counter()
         results = await generate_with_retries(
@@ -216,7 +216,7 @@ class _SchedulerRun:
         self._end(rollouts)
 
     async def score(self, rollouts: Sequence[_Rollout]) -> None:
-        """One environment call with those of `rollouts`, all of one task, that have not failed."""
+        """Make one environment call with those of `rollouts`, all of one task, that have not failed."""
         waiting = [(r, r.episode.action) for r in rollouts if isinstance(r.episode.action, EnvironmentCall)]
         if not waiting:
             return
@@ -233,7 +233,7 @@ class _SchedulerRun:
     async def run_turns(
         self, rollouts: Sequence[_Rollout], generate_all: Callable[[Sequence[_Rollout]], Awaitable[None]]
     ) -> None:
-        """Turn by turn, all together: generate for those that are live, then call each of their environments once."""
+        """Run all together, turn by turn: generate for the live ones, then call each of their environments once."""
         live = [rollout for rollout in rollouts if rollout.is_live]
         while live:
             await generate_all(live)
@@ -241,7 +241,7 @@ class _SchedulerRun:
             live = [rollout for rollout in live if rollout.is_live]
 
     def submit_for_scoring(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
-        """Score the trajectory while others go on; report it at once if there is nothing to score."""
+        """Score the trajectory while other rollouts continue; report it at once if there is nothing to score."""
         if self._dependencies.scoring.needs_scoring(trajectory):
             task = asyncio.ensure_future(self._score_and_report(trajectory))
             self._scoring_tasks.append(task)

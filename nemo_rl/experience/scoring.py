@@ -1,4 +1,4 @@
-"""The end of a rollout: the scores of whole conversations, asked for as each one ends, while others still generate.
+"""The end of a rollout: the scores of whole conversations, requested as each one ends, while others still generate.
 
 What fails a score fails the rollout, as reward failure: no score is ever taken for 0.
 """
@@ -41,7 +41,7 @@ class Scoring:
     turn: ScoringTurn | None = None
 
     def needs_scoring(self, trajectory: Trajectory) -> bool:
-        """Whether it is to be scored as it ends: it did not fail, and its task has scorers that need not wait."""
+        """Return whether to score it as it ends: it did not fail, and its task has scorers that need not wait."""
         return self.turn is None and self._has_scorers(trajectory)
 
     async def score(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
@@ -103,7 +103,7 @@ async def _gather_scores(scorers: Sequence[WeightedScorer], request: ScoreReques
 
 CHUNK_SIZE = 256  # lines that are scored together
 
-PromptKey = tuple[str, str]  # data set, prompt id
+PromptKey = tuple[str, str]  # dataset, prompt id
 
 
 async def rescore_rollouts(
@@ -114,10 +114,10 @@ async def rescore_rollouts(
     scorer_only_tasks: Container[str],
     stall_timeout_s: float,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Each row with the scores of its task's scorers, in order.
+    """Yield each row with the scores of its task's scorers, in order.
 
     A scorer's reward takes the place of the one of its name, other rewards stay. A rollout that failed for want of a
-    reward is scored anew where its task is one of `scorer_only_tasks`, whose rewards are those of scorers alone: the
+    reward is scored again where its task is one of `scorer_only_tasks`, whose rewards are those of scorers alone: the
     environment's part of a failed rollout is not stored. One that failed otherwise stays as it is. Raises DataError for
     a row whose prompt is not among `prompts`, or that is no rollout.
     """
@@ -136,7 +136,7 @@ def _to_unscored_trajectory(
     try:
         prompt = prompts.get((row["dataset"], row["prompt_id"]))
         if prompt is None:
-            raise DataError(f"prompt {row['prompt_id']} is not in the data set {row['dataset']!r} of the configuration")
+            raise DataError(f"prompt {row['prompt_id']} is not in the dataset {row['dataset']!r} of the configuration")
         names = {weighted.name for weighted in scoring.by_task.get(prompt.task_name, ())}
         failure, stop_reason = _parse_failure(row, should_rescore=bool(names) and prompt.task_name in scorer_only_tasks)
         return Trajectory(

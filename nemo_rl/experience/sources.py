@@ -1,4 +1,4 @@
-"""Where the training loop gets its groups: rollouts of one step, or of as many batches as dynamic sampling needs."""
+"""Sources of the training loop's groups: rollouts of one step, or of as many batches as dynamic sampling needs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def drop_all_groups(groups: Sequence[TrajectoryGroup], *, next_version: int) -> 
 
 
 class SyncSource:
-    """Rollouts of the next `num_prompts_per_step` prompts, made when they are asked for.
+    """Rollouts of the next `num_prompts_per_step` prompts, made when they are requested.
 
     With a `writer`, all of them are written down, whatever becomes of their groups.
     """
@@ -59,7 +59,7 @@ class SyncSource:
         self._writer = writer
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
-        """One group a prompt, in their order; fewer at the end of the data set.
+        """Return one group per prompt, in their order; fewer at the end of the dataset.
 
         Groups hold their failed rollouts too. Raises RolloutError with the first cause when too many fail, and when
         nothing progresses.
@@ -82,11 +82,11 @@ class SyncSource:
         self._loader.put_back(extract_buffer_state(state, self._loader).prompt_indices)
 
     def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
-        """Nothing runs between two calls."""
+        """Return a context that does nothing: nothing runs between two calls."""
         return nullcontext()
 
     async def close(self) -> None:
-        """Nothing runs between two calls."""
+        """Do nothing: nothing runs between two calls."""
 
     async def _run(self, jobs: Sequence[RolloutJob]) -> tuple[Trajectory, ...]:
         budget = FailureBudget(num_rollouts=len(jobs), max_failed_share=self._failures.max_failed_share)
@@ -107,7 +107,7 @@ LATEST_VALUE_PREFIXES = ("efficiency/", "replay_buffer/")
 
 @dataclass(slots=True)
 class _StepAccumulator:
-    """What dynamic sampling has gathered for one step."""
+    """The groups that dynamic sampling has gathered for one step."""
 
     kept: list[TrajectoryGroup] = field(default_factory=list)
     seen: list[TrajectoryGroup] = field(default_factory=list)
@@ -193,7 +193,7 @@ class FilteredSource:
     def _metrics(
         self, accumulator: _StepAccumulator, kept: Sequence[TrajectoryGroup], lost: Sequence[TrajectoryGroup]
     ) -> dict[str, float]:
-        """Those of all rollouts, and how the filter fared: `reward` is before it, `filtered_reward` after it."""
+        """Return metrics of all rollouts and of the filter: `reward` is before it, `filtered_reward` after it."""
         return rollout_metrics(flatten_groups(accumulator.seen)) | {
             **accumulator.background,
             "dynamic_sampling_num_gen_batches": float(accumulator.num_batches),
@@ -212,12 +212,12 @@ class FilteredSource:
 
 
 def prompts_per_batch(num_prompts_per_step: int, batch_multiplier: float) -> int:
-    """How many prompts dynamic sampling draws at once: `grpo.batch_multiplier` times a step's, rounded up."""
+    """Return how many prompts dynamic sampling draws at once: `grpo.batch_multiplier` times a step's, rounded up."""
     return math.ceil(num_prompts_per_step * batch_multiplier)
 
 
 def _mean_reward(groups: Sequence[TrajectoryGroup]) -> float:
-    """Over the survivors; a step has some."""
+    """Return the mean reward of the survivors; a step has some."""
     rewards = [trajectory.reward for group in groups for trajectory in group.survivors]
     return sum(rewards) / len(rewards)
 
@@ -230,7 +230,7 @@ class RecordedResponseSource:
     """Satisfies interfaces.GroupSource.
 
     A response is what the model would have to write, its end included; beyond `max_total_length` it is cut. It has
-    log-probs of nobody (0) and no reward.
+    log-probs of 0 and no reward.
     """
 
     loader: PromptLoader
@@ -247,7 +247,7 @@ class RecordedResponseSource:
         return CollectedGroups(groups, {k: v for k, v in metrics.items() if not k.endswith("reward_mean")})
 
     def hold(self, *, until_idle: bool = False) -> AbstractAsyncContextManager[None]:
-        """Nothing runs between two calls."""
+        """Return a context that does nothing: nothing runs between two calls."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class RecordedResponseSource:
         self.loader.load_state_dict(state)
 
     async def close(self) -> None:
-        """Nothing runs between two calls."""
+        """Do nothing: nothing runs between two calls."""
 
     def _group(self, loaded: LoadedPrompt) -> TrajectoryGroup:
         prompt = loaded.prompt

@@ -1,4 +1,4 @@
-"""What keeps concurrent rollouts under control: the stall watchdog, concurrency limits, and orderly cancellation."""
+"""Supervision of concurrent rollouts: the stall watchdog, concurrency limits, and orderly cancellation."""
 
 import asyncio
 import logging

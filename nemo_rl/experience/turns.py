@@ -42,7 +42,7 @@ class RolloutJob:
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """What the rollouts of a run have in common."""
+    """The rules that the rollouts of a run have in common."""
 
     max_turns: int
     max_total_length: int  # tokens of prompt, responses and observations together
@@ -83,7 +83,7 @@ def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, t
 
 
 class Episode:
-    """A rollout under way.
+    """A rollout in flight.
 
     `action` is what it waits for: a GenerationRequest, answered through `apply_response`, or an EnvironmentCall,
     answered through `apply_env_step`. It is None once the rollout has ended; then `trajectory` gives the result.
@@ -122,7 +122,7 @@ class Episode:
         self._begin(prompt)
 
     def apply_response(self, result: Completion | Failure, *, seconds: float = 0.0) -> None:
-        """Append what was sampled and ask for its score. `seconds` is how long it took."""
+        """Append what was sampled and request its score. `seconds` is how long it took."""
         request = self.action
         assert isinstance(request, GenerationRequest)
         self._generation_s += seconds
@@ -145,7 +145,7 @@ class Episode:
         self.action = EnvironmentCall(tuple(self._conversation), state)
 
     def apply_env_step(self, result: EnvStep | Failure, *, seconds: float = 0.0) -> None:
-        """Add the rewards of the turn, then go on or end. `seconds` is how long the environment took."""
+        """Add the rewards of the turn, then continue or end. `seconds` is how long the environment took."""
         assert isinstance(self.action, EnvironmentCall)
         self._environment_s += seconds
         if isinstance(result, Failure):
@@ -222,7 +222,7 @@ class Episode:
         return StopReason.MAX_TURNS if self._num_turns >= self._rules.max_turns else None
 
     def _observe(self, observation: Sequence[Message]) -> None:
-        """Append what the environment said, and ask for the next response where there is room for one."""
+        """Append what the environment said, and request the next response if there is room for one."""
         try:
             bridge = self._encode_turn(observation)
         except Exception as error:  # a chat template may raise anything about a message that it does not expect
@@ -268,7 +268,7 @@ def _truncate_messages(messages: MessageLog, room: int) -> list[TokenizedMessage
 
 
 def _find_response_problem(result: Completion, request: GenerationRequest) -> str | None:
-    """How an engine broke its contract, or None."""
+    """Return how an engine broke its contract, or None."""
     count, limit = len(result.token_ids), request.sampling.max_new_tokens
     if count != len(result.logprobs):
         return f"the engine gave {count} tokens with {len(result.logprobs)} log-probs"
@@ -278,6 +278,6 @@ def _find_response_problem(result: Completion, request: GenerationRequest) -> st
 
 
 def _are_contiguous(spans: Sequence[WeightSpan], count: int) -> bool:
-    """Whether the spans follow each other from 0 to `count`; so do none at all."""
+    """Return whether the spans follow each other from 0 to `count`; without spans this holds."""
     ends = [0, *(span.end for span in spans)]
     return not spans or ([span.start for span in spans] == ends[:-1] and ends[-1] == count)

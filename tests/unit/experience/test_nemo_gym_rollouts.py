@@ -294,7 +294,7 @@ def test_sampling_is_that_of_the_call_whatever_the_row_says(caplog: pytest.LogCa
     assert row["responses_create_params"]["temperature"] == 0.9
     notes = [r.getMessage() for r in caplog.records if "NeMo Gym's rows" in r.getMessage()]
     assert notes == [
-        "metadata.chat_template_kwargs, metadata.extra_body, temperature, top_p of NeMo Gym's rows are left out: "
+        "metadata.chat_template_kwargs, metadata.extra_body, temperature, top_p of NeMo Gym's rows are ignored: "
         "the run decides how tokens are sampled"
     ]
 

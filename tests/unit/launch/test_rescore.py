@@ -128,7 +128,7 @@ def test_a_failed_rollout_of_a_task_without_scorers_does_not_become_a_reward_of_
 def test_rollouts_of_other_data_are_refused_and_no_output_appears(config: GRPORunConfig, tmp_path: Path) -> None:
     rows = stored(config, tmp_path / "train.jsonl")
     (tmp_path / "other.jsonl").write_text(json.dumps({**rows[0], "prompt_id": "unknown"}) + "\n")
-    with pytest.raises(DataError, match="prompt unknown is not in the data set"):
+    with pytest.raises(DataError, match="prompt unknown is not in the dataset"):
         rescore_file(config, tmp_path / "other.jsonl", tmp_path / "out.jsonl")
     (tmp_path / "none.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(DataError, match="not a line of a rollouts file"):
