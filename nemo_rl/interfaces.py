@@ -227,7 +227,10 @@ class Policy(Protocol):
     """The model that is trained, and its frozen reference. Calls never overlap; all are awaited in turn."""
 
     async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
-        """Return [B, T] float32 of `batch["token_ids"]` under log_softmax(logits / temperature), entry 0 is 0."""
+        """Return log-probs of `batch["token_ids"]`, of log_softmax(logits / temperature): [B, T] float32.
+
+        Entry 0 of each row is 0.
+        """
         ...
 
     async def reference_logprobs(self, batch: TrainingBatch) -> "torch.Tensor":

@@ -184,7 +184,7 @@ class GatewayServer:
         logger.info("the gateway listens on %s", self.base_url)
 
     async def _sweep(self) -> None:
-        """Consumes: nothing. Produces: closed sessions, once they are unused for long. Ends by cancellation."""
+        """Close sessions that were unused for long, until cancelled."""
         while True:
             await asyncio.sleep(max(self._settings.ttl_s / 10, 0.05))
             self.echoed.expire()
