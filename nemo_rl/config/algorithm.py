@@ -78,7 +78,7 @@ class AsyncRolloutsConfig(Section):
 
     enabled: bool = False
     max_trajectory_age_steps: int = Field(default=1, ge=0)  # weight updates since a group's oldest token; 0: as if sync
-    in_flight_weight_updates: bool = False  # rollouts go on through an update; else none runs during one
+    in_flight_weight_updates: bool = False  # rollouts continue through a refit; else none runs during one
     recompute_kv_cache_after_weight_updates: bool = True  # else running requests keep keys and values of old weights
     max_generation_failures: int = Field(default=10, ge=0)  # groups in a row that fail whole; above it the run stops
     stale_groups: Literal["wait", "drop"] = "wait"  # a group at the age bound that still runs: the trainer waits for it

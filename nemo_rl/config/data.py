@@ -55,7 +55,7 @@ class DatasetEntry(Entry[DatasetConfig]):
 
 
 class BaseDataConfig(Section):
-    """What every choice of datasets has."""
+    """Keys that every choice of datasets has."""
 
     dataset_fields: ClassVar[tuple[str, ...]]
 

@@ -1,7 +1,7 @@
 """Kinds: everything pluggable, found by name or by dotted path through one resolver.
 
 A kind (loss, advantage estimator, engine, weight transport, environment, scorer, dataset, processor, policy backend,
-logger) has entries. An `Entry` owns, in one file or folder of its package, its torch-free configuration section, the
+logger) has entries. An `Entry` owns, in one file or directory of its package, its torch-free configuration section, the
 check of that section against the rest of the configuration, and the factory. Built-in entries are listed by where they
 live and imported on first use, so that a configuration loads in a fraction of a second; entries of a user's own package
 are named by dotted path and need no change here.
@@ -54,7 +54,7 @@ class Kind:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that a configuration may use, built in first."""
+        """Return the names that a configuration may use, built in first."""
         return (*self.built_in, *self.registered)
 
     def register(self, name: str) -> Callable[[TargetT], TargetT]:
@@ -87,7 +87,7 @@ class Kind:
         return target if isinstance(target, Entry) else import_path(key, self.adapter)(key, name, target)
 
     def name_of(self, data: Any, fallback: str | None = None) -> str | None:
-        """Return the name that a section's data asks for: that of `name_key`, else the default, else `fallback`."""
+        """Return the name that a section's data sets: that of `name_key`, else the default, else `fallback`."""
         name = data.get(self.name_key) if isinstance(data, Mapping) else None
         return name if isinstance(name, str) else self.default or fallback
 

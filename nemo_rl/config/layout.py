@@ -42,7 +42,7 @@ def spread_over_nodes(count: int, nodes: range) -> tuple[DeviceSlot, ...]:
 
 
 def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *, key: str) -> tuple[DeviceSlot, ...]:
-    """Return one slot per GPU; on a CPU as many as the section `key` asks for. Tensor-parallel ranks are neighbours on
+    """Return one slot per GPU; on a CPU as many as the section `key` sets. Tensor-parallel ranks are neighbours on
     a node.
 
     Raises:
@@ -291,7 +291,7 @@ def _assign_engines(generation: GenerationConfig, pool: DevicePool, device: Devi
         raise ConfigError(
             generation.GPUS_PER_ENGINE_KEY,
             tensor,
-            f"an engine stands on one node, where the engines have {len(pool.gpus)} GPUs; allowed: at most that",
+            f"an engine runs on one node, where the engines have {len(pool.gpus)} GPUs; allowed: at most that",
         )
     starts = range(pool.gpus.start, pool.gpus.stop - tensor + 1, tensor)
     places = [DeviceSlot(node, tuple(range(start, start + tensor))) for node in pool.nodes for start in starts]

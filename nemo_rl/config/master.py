@@ -39,7 +39,7 @@ class RolloutRunConfig(Section):
 
     @property
     def seed(self) -> int:
-        """The seed of the prompt order and of every sample."""
+        """Return the seed of the prompt order and of every sample."""
         raise NotImplementedError
 
     @property
@@ -80,7 +80,7 @@ class TrainingRunConfig(RolloutRunConfig):
     def generation_timeout_s(self) -> float:
         """Return the deadline of one generation request.
 
-        With background collection it may queue behind the requests of as many steps as are collected ahead.
+        With background collection it may wait for the requests of as many steps as are collected ahead.
         """
         background = self.algorithm.background
         steps_ahead = background.max_trajectory_age_steps if background.enabled else 0
@@ -92,17 +92,17 @@ class TrainingRunConfig(RolloutRunConfig):
 
     @property
     def min_group_size(self) -> int:
-        """Survivors that a group needs to be trained on; never more than it has members."""
+        """Return the survivors that a group needs to be trained on; never more than it has members."""
         return min(self.rollout.min_group_size, self.algorithm.num_generations_per_prompt)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the initial weights is kept."""
+        """Return whether a frozen copy of the initial weights is kept."""
         return False
 
     @property
     def teacher_sections(self) -> dict[str, TeacherConfig]:
-        """Every teacher by the key of its section."""
+        """Return every teacher by the key of its section."""
         default = {} if self.teacher is None else {TEACHER: self.teacher}
         return default | {f"{TEACHERS}.{task}": section for task, section in self.teachers.items()}
 
@@ -132,7 +132,7 @@ class GRPORunConfig(TrainingRunConfig):
 
     @property
     def min_group_size(self) -> int:
-        """With opd a teacher and no reward decides what to learn, so a single rollout suffices."""
+        """Return 1 with opd: a teacher and no reward decides what to learn, so a single rollout suffices."""
         return super().min_group_size if self.grpo.adv_estimator.compares_group else 1
 
 
@@ -150,5 +150,5 @@ class DistillationRunConfig(TrainingRunConfig):
 
     @property
     def min_group_size(self) -> int:
-        """Rollouts are not compared with each other, so each that did not fail is trained on."""
+        """Return 1: rollouts are not compared with each other, so each that did not fail is trained on."""
         return 1

@@ -113,9 +113,9 @@ def _remove(config: dict[str, Any], path: list[str], override: Override) -> None
     parent = at(config, path[:-1])
     if not has(config, path):
         known = parent if isinstance(parent, dict) else ()
-        raise ConfigError(dotted(path), None, "the recipe has no such key to take out", known=known)
+        raise ConfigError(dotted(path), None, "the recipe has no such key to remove", known=known)
     key: Any = int(path[-1]) if isinstance(parent, list) else path[-1]
     expected = override.value()
     if expected is not None and parent[key] != expected:
-        raise ConfigError(dotted(path), parent[key], f"is not {expected!r}, so that it is not taken out")
+        raise ConfigError(dotted(path), parent[key], f"is not {expected!r}, so it is not removed")
     del parent[key]

@@ -34,13 +34,13 @@ class _TokenBudgetConfig(Section):
 
 
 class SequencePackingConfig(_TokenBudgetConfig):
-    """Samples lie one behind the other in a micro-batch, without padding."""
+    """Samples are concatenated in a micro-batch, without padding."""
 
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
 
 
 class DynamicBatchingConfig(_TokenBudgetConfig):
-    """Samples of like length are padded to the longest, as many as the budget holds."""
+    """Samples of similar length are padded to the longest, as many as the budget holds."""
 
     sequence_length_round: int = Field(default=64, gt=0)  # the padded length is a multiple of it
 
@@ -174,7 +174,7 @@ class ResourcesConfig(Section):
     """GPUs of the engines alone, taken from those of `cluster`."""
 
     gpus_per_node: int | None = Field(default=None, gt=0)  # None: all of these nodes
-    num_nodes: int | None = Field(default=None, gt=0)  # None: they stand on the policy's nodes
+    num_nodes: int | None = Field(default=None, gt=0)  # None: on the policy's nodes
 
 
 class ColocatedConfig(Section):
@@ -183,7 +183,7 @@ class ColocatedConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled, whatever the engine."""
+    """The sampling of responses, for every engine."""
 
     max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -216,7 +216,7 @@ class GenerationConfig(SamplingConfig):
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the context length that the section asks for; None: the policy's."""
+        """Return the context length that the section sets; None: the policy's."""
         return None
 
     @property
@@ -259,7 +259,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerStageConfig(Section):
-    """One scheduler of a sequence, or the steps at which the sequence goes on."""
+    """One scheduler of a sequence, or the steps at which the next one takes over."""
 
     name: str | None = None  # a dotted path, e.g. torch.optim.lr_scheduler.LinearLR
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -267,9 +267,9 @@ class SchedulerStageConfig(Section):
 
 
 class ModelConfig(Section):
-    """What every use of `policy` needs: a model."""
+    """The key that every use of `policy` needs: a model."""
 
-    model_name: str  # a Hugging Face name or a folder
+    model_name: str  # a Hugging Face name or a directory
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -277,13 +277,13 @@ class ModelConfig(Section):
 
 
 class SampledModelConfig(ModelConfig):
-    """What rollouts need of it as well: how it is sampled."""
+    """The keys that rollouts also need: the sampling of the model."""
 
     generation: SamplingConfig = SamplingConfig()
 
     @property
     def max_response_length(self) -> int:
-        """Tokens that one response may have."""
+        """Return the maximum number of tokens of one response."""
         return self.generation.max_new_tokens or self.max_total_sequence_length
 
 
@@ -309,7 +309,7 @@ class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):
 
 
 class EndpointLimitsConfig(Section):
-    """What a server is asked to bear."""
+    """Limits of the requests to a server."""
 
     max_concurrency: int = Field(default=64, gt=0)  # requests at once, over all replicas
     requests_per_minute: float | None = Field(default=None, gt=0)
@@ -320,7 +320,7 @@ class EndpointLimitsConfig(Section):
 
 
 class ServedModelConfig(Section):
-    """A server over HTTP; several URLs are replicas, and the least busy one is asked."""
+    """A server over HTTP; several URLs are replicas, and each request goes to the least busy one."""
 
     base_urls: list[str] = Field(min_length=1)  # roots, with or without /v1
     model: str
@@ -339,7 +339,7 @@ class TeacherConfig(ParallelModelConfig):
         default_factory=MEGATRON_TEACHER.new
     )
 
-    model_name: str  # a Hugging Face name or a folder; with `server` its tokenizer alone is loaded from there
+    model_name: str  # a Hugging Face name or a directory; with `server` its tokenizer alone is loaded from there
     tokenizer: TokenizerConfig = TokenizerConfig()
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     precision: Literal["float32", "bfloat16"] = "bfloat16"

@@ -44,7 +44,7 @@ class SFTRunConfig(Section):
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens of one conversation."""
+        """Return the maximum number of tokens of one conversation."""
         return self.data.max_input_seq_length or self.policy.max_total_sequence_length
 
     @property

@@ -27,7 +27,7 @@ class SlurmComponentConfig(Section):
 
 
 class SlurmServerConfig(SlurmComponentConfig):
-    """OpenAI-compatible servers that an array task starts for its collection, behind one address."""
+    """OpenAI-compatible servers that an array task starts for its collection, served at one address."""
 
     model: str | None = None  # a Hugging Face name or a directory; None: part of `command`
     program: list[str] | None = Field(default=None, min_length=1)  # before model and flags; None: `vllm serve`

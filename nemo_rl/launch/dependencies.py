@@ -1,4 +1,4 @@
-"""What rollouts depend on besides an engine: environments, scorers, agents and NeMo Gym stacks, opened from the
+"""The dependencies of rollouts besides an engine: environments, scorers, agents and NeMo Gym stacks, opened from the
 configuration and closed in reverse order."""
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -17,8 +17,8 @@ from nemo_rl.config.sft import SFTRunConfig
 from nemo_rl.errors import ConfigError
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
-QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # likewise
-QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # likewise; its tokenizer is another
+QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # also with "-N"
+QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # also with "-N"; its tokenizer differs
 _QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
 MODEL_FILE = "config.json"  # every Hugging Face model has it
 
@@ -79,10 +79,10 @@ def check_model_name(key: str, name: str) -> None:
         if quickstart_model(key, name) is not None or checkpoint_weights(name) is not None:
             return
         check_directory(key, name)
-        folder = Path(name)
-        if not folder.is_dir() or (folder / MODEL_FILE).is_file():
+        directory = Path(name)
+        if not directory.is_dir() or (directory / MODEL_FILE).is_file():
             return
-        checkpoints = [str(path) for path in folder.glob("step_*")]
+        checkpoints = [str(path) for path in directory.glob("step_*")]
     raise ConfigError(key, name, f"the directory has no {MODEL_FILE}, so it is not a model", known=checkpoints)
 
 
@@ -112,7 +112,8 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
-def _closest_sibling(folder: Path) -> list[str]:
+def _closest_sibling(directory: Path) -> list[str]:
     """Return the sibling directory with the most similar name."""
-    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    return [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, beside, n=1)]
+    parent = directory.parent
+    names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    return [str(parent / name) for name in difflib.get_close_matches(directory.name, names, n=1)]

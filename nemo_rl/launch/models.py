@@ -47,7 +47,7 @@ async def prepare_model(directory: Path, recipe: Recipe, *, on_step: OnStep | No
     """Make `directory` a Hugging Face model with tokenizer and chat template; a complete one is kept.
 
     Takes half a minute on two CPU cores. The directory appears atomically, also when several processes make it. When
-    cancelled, training stops after the current step and leaves nothing behind.
+    cancelled, training stops after the current step and the directory is not created.
     """
     marker = directory / COMPLETE_MARKER
     if marker.is_file() and marker.read_text() == recipe.text:

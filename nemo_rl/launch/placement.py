@@ -49,7 +49,7 @@ def collection_placement_plan(*configs: SampledRunConfig) -> str:
 def _describe_server(config: SampledRunConfig) -> str:
     server = config.server
     if server.address is not None:
-        return f"{server.model or 'the one model'} behind {', '.join(server.addresses)}, api: {server.api}"
+        return f"{server.model or 'the one model'} served at {', '.join(server.addresses)}, api: {server.api}"
     copies = {"tensor parallel": server.tensor_parallel_size, "data parallel": server.data_parallel_size}
     split = [f"{size} {name}" for name, size in copies.items() if size > 1]
     device = choose_device(config.policy.device, server.engine(config.policy.generation).devices)
@@ -107,7 +107,7 @@ def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[
 def _describe_teacher(key: str, config: TrainingRunConfig, layout: Layout) -> str:
     section = config.teacher_sections[key]
     if section.server is not None:
-        return f"{section.server.model} behind {', '.join(section.server.base_urls)}"
+        return f"{section.server.model} served at {', '.join(section.server.base_urls)}"
     shared = ", in turns with the policy" if layout.device == "cuda" and section.colocated.enabled else ""
     return (
         f"{section.model_name}, {_describe_ranks(section, layout, layout.teachers[key])}{shared}, {section.precision}"

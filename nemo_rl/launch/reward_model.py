@@ -118,7 +118,7 @@ async def _resolve_model_path(model_name: str) -> str:
 
 
 def _load_pairs(name: str, dataset: PreferenceDatasetConfig, tokens: ConversationTokenizer) -> list[TokenPair]:
-    """Return the pairs as tokens; pairs that are too long are left out and counted in the log."""
+    """Return the pairs as tokens; pairs that are too long are dropped and counted in the log."""
     preferences = _load_preferences(name, dataset)[: dataset.size]
     pairs = []
     for preference in preferences:

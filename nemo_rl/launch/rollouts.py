@@ -78,7 +78,7 @@ def check_tasks(config: RolloutRunConfig, prompt_sets: Sequence[PromptSet]) -> N
     """Raise ConfigError for a prompt without an environment."""
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):
-            raise ConfigError(f"env.{task}", None, f"needed by the data set {prompt_set.name!r}", known=config.env)
+            raise ConfigError(f"env.{task}", None, f"needed by the dataset {prompt_set.name!r}", known=config.env)
 
 
 def make_limits(config: RolloutRunConfig, *, max_retries: int | None = None) -> RolloutLimits:

@@ -64,7 +64,7 @@ def check_teachers_fit(config: TrainingRunConfig, inputs: Inputs, teacher_paths:
             model = load_config(path, section.hf_config_overrides, section=key)
             section.parallelism.check_model(model, key=f"{key}.{section.backend_key}")
             sizes[key] = model.get_text_config().vocab_size
-            if not uses_cross_tokenizer(config):  # with it, what exceeds the teacher's context is left out
+            if not uses_cross_tokenizer(config):  # which drops what exceeds the teacher's context
                 _check_context_length(key, section, model, config.policy.max_total_sequence_length)
     if isinstance(config, DistillationRunConfig):
         for key, size in sizes.items():
@@ -182,7 +182,7 @@ async def validate_teachers(
     """Return `validation/teacher_accuracy`, and the greedy one where configured: means over the teachers.
 
     Each teacher answers the prompts of its own tasks, sampled by the hf engine in this process; served teachers and the
-    tasks of agents are left out.
+    tasks of agents are excluded.
     """
     by_teacher: list[dict[str, float]] = []
     for key, path in teacher_paths.items():

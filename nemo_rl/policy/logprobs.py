@@ -42,7 +42,7 @@ def logprobs_and_entropy(
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """With lp = log_softmax(z) and p = exp(lp): d lp_k / dz = 1_k - p, and d H / dz = -p (lp + H)."""
+    """The gradients of lp = log_softmax(z) and H, with p = exp(lp): d lp_k / dz = 1_k - p, d H / dz = -p (lp + H)."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, wants_entropy: bool) -> Any:

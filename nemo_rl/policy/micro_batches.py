@@ -24,7 +24,7 @@ def expected_optimizer_steps(num_samples_per_step: int, train_global_batch_size:
 def split_optimizer_steps(group_id: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
     """Split rows into at most `num_steps` optimizer steps of nearly equal size, without cutting a group.
 
-    A group goes to the step in which its middle row falls; a step without a group is left out.
+    A group goes to the step in which its middle row falls; a step without a group is omitted.
 
     Example: groups of 3, 3, 2 and 4 rows in two steps: rows 0..5 and 6..11.
     """
@@ -41,7 +41,7 @@ def split_optimizer_steps(group_id: torch.Tensor, num_steps: int) -> list[torch.
 
 
 class MicroBatching(Protocol):
-    """Which samples the model computes together."""
+    """A partition of samples into micro-batches."""
 
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
         """Return the micro-batches of each rank, the same number for all: indices into `lengths`, or none.
@@ -73,7 +73,8 @@ class SampleCount:
 
 @dataclass(frozen=True, slots=True)
 class PaddedTokens:
-    """As many samples of similar length as fit into `tokens`, padding included (`policy.dynamic_batching`)."""
+    """Micro-batches of as many samples of similar length as fit into `tokens`, with padding
+    (`policy.dynamic_batching`)."""
 
     tokens: int
     key: str  # of the configuration, for the error

@@ -137,7 +137,7 @@ def _masked_positions(batch: TrainingBatch, row: int) -> list[int]:
 def _logprob(entry: Mapping[str, Mapping[str, Any]] | None, token_id: int) -> float:
     found = (entry or {}).get(str(token_id))
     if found is None:
-        raise PolicyError(f"the teacher's server left out the log-prob of token {token_id}")
+        raise PolicyError(f"the teacher's server returned no log-prob of token {token_id}")
     return _to_logprob(found)
 
 

@@ -47,7 +47,7 @@ class MegatronSchedulerConfig(Section):
 
 
 class MegatronDDPConfig(Section):
-    """How gradients are summed over data-parallel ranks."""
+    """Options of the reduction of gradients over data-parallel ranks."""
 
     grad_reduce_in_fp32: bool = True
     overlap_grad_reduce: bool = False  # with the backward pass

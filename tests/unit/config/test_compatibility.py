@@ -116,7 +116,7 @@ def test_what_is_not_needed_is_noted_once(load: Load, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         load("policy: {generation_batch_size: 64, make_sequence_length_divisible_by: 8}")
     assert caplog.messages == [
-        "policy.generation_batch_size = 64 has no effect: the hf engine takes what it is asked for"
+        "policy.generation_batch_size = 64 has no effect: the hf engine batches the requests that it receives"
     ]
 
 

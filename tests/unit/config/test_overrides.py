@@ -58,7 +58,7 @@ def test_tilde_takes_out_what_is_there() -> None:
     assert applied("~grpo.seed=1", {"grpo": {"seed": 1}}) == {"grpo": {}}
     with pytest.raises(ConfigError, match=r"grpo\.seed = 1: is not 2"):
         applied("~grpo.seed=2", {"grpo": {"seed": 1}})
-    with pytest.raises(ConfigError, match=r"no such key to take out; did you mean grpo\.seed\?"):
+    with pytest.raises(ConfigError, match=r"no such key to remove; did you mean grpo\.seed\?"):
         applied("~grpo.sed", {"grpo": {"seed": 1}})
 
 

@@ -177,7 +177,7 @@ def test_the_plan_shows_the_teachers(distillation_recipe: DistillationRecipe, te
     config = distillation_recipe(f"++teachers.letters={json.dumps(served)}".replace('"', ""))
     lines = placement_plan(config).splitlines()
     assert f"#   teacher: {teacher_folder}, FSDP2, 1 rank on cpu, float32" in lines
-    assert "#   teachers.letters: m behind http://h:1" in lines
+    assert "#   teachers.letters: m served at http://h:1" in lines
 
 
 def test_the_plan_shows_a_teacher_on_stages_and_one_that_they_do_not_divide_is_refused(

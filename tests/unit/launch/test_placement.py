@@ -118,9 +118,9 @@ def test_the_plan_of_a_collection_has_its_model_and_engine() -> None:
         (("server.backend=hf",), "#   generation: hf on cpu, started by the driver, float32"),
         (
             ("server.address=[http://a:1,http://b:1]", "server.api=chat"),
-            "#   generation: the one model behind http://a:1, http://b:1, api: chat",
+            "#   generation: the one model served at http://a:1, http://b:1, api: chat",
         ),
-        (("server.address=http://a:1", "server.model=m"), "#   generation: m behind http://a:1, api: auto"),
+        (("server.address=http://a:1", "server.model=m"), "#   generation: m served at http://a:1, api: auto"),
         (("++env.asker={type: agent, command: [cat]}",), "#   agents: asker; gateway on 127.0.0.1"),
     ],
 )

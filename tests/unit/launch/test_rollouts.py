@@ -52,14 +52,14 @@ def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(recipe
 
 def test_a_task_without_an_environment_names_entry_and_data_set(recipe: Recipe, model_folder: Path) -> None:
     config = recipe("~env.letters", "data.train.env_name=null", "++env.letter={type: math}")
-    with pytest.raises(ConfigError, match=r"env\.math = None: needed by the data set 'train'; known: letter"):
+    with pytest.raises(ConfigError, match=r"env\.math = None: needed by the dataset 'train'; known: letter"):
         loaded(config, str(model_folder))
 
 
 def test_a_validation_sets_task_needs_its_environment_too(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"input": "z", "output": "z"}) + "\n")
     config = recipe(f"++data.validation={{dataset_name: jsonl, data_path: {tmp_path / 'held_out.jsonl'}, name: held}}")
-    with pytest.raises(ConfigError, match=r"env\.math = None: needed by the data set 'held'; known: letters"):
+    with pytest.raises(ConfigError, match=r"env\.math = None: needed by the dataset 'held'; known: letters"):
         loaded(config, str(model_folder))
 
 

@@ -105,7 +105,7 @@ def test_failed_tries_are_made_again_and_a_dead_server_is_an_error_that_names_it
     [
         (None, "is it a vLLM server"),
         ([None], "no log-probs of the"),
-        ([None, *[entry((0, -1.0))] * 3], "left out the log-prob of token"),
+        ([None, *[entry((0, -1.0))] * 3], "returned no log-prob of token"),
         ([None, *[{str(i): {"logprob": float("nan")} for i in range(8)}] * 3], "NaN"),
     ],
     ids=["none", "too few", "another token", "nan"],

@@ -1,6 +1,6 @@
-# Tasks of a step that stand on one node.
+# Tasks of a step that share a node.
 
-# share_gpus NUM_TASKS: of the visible GPUs this task keeps its share, where several tasks stand on a node.
+# share_gpus NUM_TASKS: keeps this task's share of the visible GPUs if several tasks run on a node.
 share_gpus() {
     local gpus share
     if (($1 == 1)) || [[ -z "${CUDA_VISIBLE_DEVICES:-}" ]]; then

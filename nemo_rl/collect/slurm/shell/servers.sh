@@ -1,4 +1,4 @@
-# The servers of an array task, from the job's side; all stand behind one address when `start_servers` returns.
+# The servers of an array task, from the job's side; all are served at one address when `start_servers` returns.
 
 # start_servers: adds to `watched` what must live, and to collect_command the address.
 start_servers() {

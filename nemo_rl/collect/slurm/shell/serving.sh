@@ -1,6 +1,6 @@
-# What a server process does on its node before it is the server: it finds a port, and those that it belongs to.
+# The work of a server process on its node before it becomes the server: finding a port and the rest of its group.
 
-# free_port FIRST: a port of the 5,600 from FIRST on that nobody listens on. They lie below those that the kernel gives
+# free_port FIRST: a port of the 5,600 from FIRST on that is free. They are below those that the kernel gives
 # to outgoing connections, and tasks of one step on one node never try the same one.
 free_port() {
     local attempt port random tasks=${tasks_per_node:-1}
@@ -41,7 +41,7 @@ await_file() {
     local deadline=$((SECONDS + $2))
     until [[ -s "$1" ]]; do
         if ((SECONDS >= deadline)); then
-            echo "$1 is not there after $2 s" >&2
+            echo "$1 does not exist after $2 s" >&2
             return 1
         fi
         sleep 1

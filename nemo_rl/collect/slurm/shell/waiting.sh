@@ -18,7 +18,7 @@ show_log() {
     tail -n "$log_tail_lines" "$2" 2>/dev/null | sed 's/^/    /' >&2 || true
 }
 
-# http_status HOST PORT PATH: the status that a GET is answered with; nothing where nobody answers.
+# http_status HOST PORT PATH: the status that a GET is answered with; nothing without an answer.
 http_status() {
     local status
     # shellcheck disable=SC2016  # expanded by the inner shell
@@ -31,7 +31,7 @@ http_status() {
 }
 
 # wait_for_server NAME PID LOG ADDRESS_FILE PATH TIMEOUT_S
-# Returns when a GET of PATH is answered with 200; then server_host and server_port are what stands in ADDRESS_FILE, as
+# Returns when a GET of PATH is answered with 200; then server_host and server_port are read from ADDRESS_FILE, as
 # "HOST PORT". Fails, with the log's tail, when the process ends before that or the time is over.
 wait_for_server() {
     local name=$1 pid=$2 log=$3 address_file=$4 path=$5 timeout_s=$6
