@@ -125,7 +125,7 @@ class _TableReader:
         try:
             task, repeat, seed = row["task_index"], row["rollout_index"], row["seed"]
             if seed not in self._first_column_of_seed:
-                return  # of a merged file: a seed that was not asked for
+                return  # a seed of a merged file that was not requested
             if not (0 <= task < manifest.num_tasks and 0 <= repeat < manifest.num_repeats):
                 raise DataError(f"{location}: task {task}, rollout {repeat}: not a rollout of this collection")
             at = task, self._first_column_of_seed[seed] + repeat

@@ -87,7 +87,7 @@ class Kind:
         return target if isinstance(target, Entry) else import_path(key, self.adapter)(key, name, target)
 
     def name_of(self, data: Any, fallback: str | None = None) -> str | None:
-        """Return the name that a section's data sets: that of `name_key`, else the default, else `fallback`."""
+        """Return the name set in a section's data: that of `name_key`, else the default, else `fallback`."""
         name = data.get(self.name_key) if isinstance(data, Mapping) else None
         return name if isinstance(name, str) else self.default or fallback
 
