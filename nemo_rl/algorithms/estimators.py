@@ -5,7 +5,7 @@ Imports no torch, since a configuration imports it; the estimators themselves ar
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -168,7 +168,7 @@ def adapt_estimator(key: str, path: str, target: Any) -> Entry[CustomEstimatorCo
     if not callable(target):
         raise ConfigError(key, path, "must name a class, or a function, that makes an interfaces.AdvantageEstimator")
 
-    factory: Callable[..., AdvantageEstimator] = target
+    factory = cast(Callable[..., AdvantageEstimator], target)
 
     def make(section: CustomEstimatorConfig, loss: LossConfig | None) -> AdvantageEstimator:
         return factory(**section.kwargs)

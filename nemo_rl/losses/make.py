@@ -6,7 +6,7 @@ Loads no torch until a loss is made, since entries are imported whenever a confi
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pydantic import Field
 
@@ -84,7 +84,7 @@ def adapt_loss(key: str, path: str, target: Any) -> Entry[CustomLossConfig]:
     if not callable(target):
         raise ConfigError(key, path, "must name a class, or a function, that makes a loss (interfaces.LossFn)")
 
-    factory: Callable[..., LossFn] = target
+    factory = cast(Callable[..., LossFn], target)
 
     def make(section: CustomLossConfig, context: LossContext) -> LossFn:
         return factory(**section.kwargs)

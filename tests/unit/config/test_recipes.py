@@ -42,7 +42,7 @@ def test_every_recipe_of_distillation_loads_and_its_resolved_form_is_the_same_co
 
 
 def test_distillation_math_has_nemo_rls_sizes() -> None:
-    config = load_distillation_config(RECIPES / "distillation_math.yaml")
+    config: Any = load_distillation_config(RECIPES / "distillation_math.yaml")
     distillation, teacher = config.distillation, config.teacher
     assert (distillation.num_prompts_per_step, distillation.num_generations_per_prompt) == (128, 1)
     assert (distillation.topk_logits_k, config.loss_fn.kl_type) == (64, "mixed")
