@@ -49,9 +49,11 @@ def test_policy_on_a_thread_gives_what_its_rank_gives(run: Layouts, models: dict
         return results
 
     logprobs, metrics, weights = asyncio.run(use(on_a_thread(models["qwen2"])))
-    assert torch.equal(logprobs, expected[0])
-    assert metrics == expected[1]
-    assert all(torch.equal(weights[name], weight) for name, weight in expected[2].items())
+    # Another process places its tensors elsewhere, and on some processors a matrix product rounds by the alignment.
+    torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
+    assert metrics == pytest.approx(expected[1], rel=1e-5)
+    for name, weight in expected[2].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
 
 
 def test_event_loop_goes_on_during_a_training_step(models: dict[str, Path]) -> None:

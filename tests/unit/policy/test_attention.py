@@ -69,7 +69,9 @@ def test_attention_of_a_pack_never_holds_all_pairs_of_tokens() -> None:
 def test_packing_is_refused_where_attention_is_the_models_own() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.set_attn_implementation("eager")
-    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'llama' compute"):
+    with pytest.raises(
+        ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'llama' do not compute"
+    ):
         CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)
 
 

@@ -160,4 +160,5 @@ def test_chunks_change_no_gradient_of_candidates_and_entropy() -> None:
         assert scores.entropy is not None
         (scores.logprobs.sum() + (scores.candidates**2).sum() + scores.entropy.sum()).backward()
         gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)  # of sums over 17 tokens
+    for whole, chunked in zip(*gradients, strict=True):  # sums over 17 tokens: rounded relative to the largest entry
+        torch.testing.assert_close(whole, chunked, rtol=0, atol=1e-5 * whole.abs().max().item())
