@@ -51,7 +51,7 @@ def test_a_few_steps_on_a_file_of_messages_then_two_more(fresh: Path, chats: Pat
     ]
     first = run_command_line(SCRIPT, tmp_path / "first", *arguments, "sft.max_num_steps=2")
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "1 of 21 conversations have more than 64 tokens: 1 are left out" in first.stderr
+    assert "1 of 21 conversations have more than 64 tokens: dropped 1, truncated 0" in first.stderr
     assert "Validation loss" in first.stdout
     metrics = first.metrics()
     assert metrics[0]["data/train/num_dropped"] == 1
