@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
-from nemo_rl.collect.shards import KeySpace
+from nemo_rl.collect.shards import KeySpace, Task, write_tasks
 from nemo_rl.collect.store import RolloutStore
-from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.config.data import DatasetConfig, InputDataConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.datasets import load_input

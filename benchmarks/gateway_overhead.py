@@ -23,9 +23,10 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
-from nemo_rl.launch.model_names import QUICKSTART_MODEL
+from nemo_rl.launch.model_files import QUICKSTART_MODEL
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
@@ -145,9 +146,7 @@ async def main() -> None:
         vllm_cfg=VllmConfig(max_num_seqs=NUM_AGENTS, enable_prefix_caching=False),
         vllm_kwargs={"hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN}},
     )
-    engine = await VllmGeneration.create(
-        section, model_path=model_path, dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
-    )
+    engine = await VllmGeneration.create(section, EngineModel(model_path, "float32", MAX_MODEL_LEN, "cpu"))
     print(f"{NUM_AGENTS} agents, {CALLS} calls each a round; medians of {ROUNDS} rounds")
     print(f"| engine | tokens a call | gateway tok/s | direct tok/s | ratio, at 256 [{BAR_RATIO}] ", end="")
     print(f"| CPU ms a call | direct | difference [{BAR_MS}] |\n|---|---|---|---|---|---|---|---|", flush=True)

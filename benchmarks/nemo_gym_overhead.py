@@ -30,7 +30,7 @@ from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, Rollout
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
-from nemo_rl.launch.model_names import QUICKSTART_MODEL
+from nemo_rl.launch.model_files import QUICKSTART_MODEL
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams, TrajectoryGroup
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from nemo_rl.algorithms.run import TrainingRun
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
-RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[1] / "nemo_rl" / "recipes" / "quickstart.yaml"
 
 
 class Recorder:

@@ -20,11 +20,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.config.run import WeightSyncConfig
-from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import GenerationRequest, SamplingParams
+from nemo_rl.weight_sync.host_memory import SharedMemory
 from nemo_rl.weight_sync.refit import TransportWeightSync
-from nemo_rl.weight_sync.shared_memory import SharedMemory
 
 WARM_UP_ROUNDS, ROUNDS = 3, 12
 BAR = 10.0  # copies
@@ -105,7 +105,7 @@ async def measure(dtype: str, num_replicas: int, *, is_busy: bool) -> tuple[int,
     section = VllmGenerationConfig(vllm_cfg=cfg, num_replicas=num_replicas)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(Path(directory))
-        engine = await make_generation(section, model_path=directory, dtype=dtype, max_model_len=2048, device="cpu")
+        engine = await make_generation(section, EngineModel(directory, dtype, 2048, "cpu"))
     policy, transport = Weights(model), TimedSharedMemory()
     sync = TransportWeightSync([], WeightSyncConfig(), dtype, transport=transport)
     refits, copies = [], []

@@ -23,6 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from nemo_rl import interfaces
 from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.launch.models import resolve_model
@@ -138,7 +139,7 @@ async def main(rounds: int, numbers: Iterable[int]) -> None:
     print("| requests | keys and values | pause ms | load | resume | held (worst) | gap | step | at most 50 |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     engine = await WatchedGeneration.create(
-        VllmGenerationConfig(), model_path=model_path, dtype="float32", max_model_len=128, device="cpu"
+        VllmGenerationConfig(), EngineModel(model_path, dtype="float32", max_model_len=128, device="cpu")
     )
     assert isinstance(engine, WatchedGeneration)
     for num_requests, keep_cache in itertools.product(numbers, (False, True)):

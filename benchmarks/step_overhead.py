@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.algorithms.loop import TrainingProgress, train_one_step
-from nemo_rl.algorithms.resuming import CheckpointWriter, restore
+from nemo_rl.algorithms.run import CheckpointWriter, restore
 from nemo_rl.config.loading import load_config
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.training import open_run

@@ -1,18 +1,15 @@
 """Distil a teacher into a language model, on the model's own samples.
 
 uv run examples/run_distillation.py                                the quickstart: two CPU cores, five minutes
-uv run examples/run_distillation.py --config examples/configs/distillation_math.yaml
+uv run examples/run_distillation.py --config distillation_math.yaml
 uv run examples/run_distillation.py loss_fn.kl_type=reverse distillation.topk_logits_k=16
 uv run examples/run_distillation.py --dry-run                      resolve and validate the configuration only
 """
 
 import sys
-from pathlib import Path
 
 from nemo_rl.commands import run_command
 from nemo_rl.launch.commands import DISTILLATION_JOB
 
-QUICKSTART = Path(__file__).parent / "configs" / "distillation.yaml"
-
 if __name__ == "__main__":
-    sys.exit(run_command(DISTILLATION_JOB.command(__doc__ or "", QUICKSTART)))
+    sys.exit(run_command(DISTILLATION_JOB.command(__doc__ or "", "distillation")))

@@ -7,12 +7,9 @@ uv run examples/run_eval.py --dry-run                              resolve and v
 """
 
 import sys
-from pathlib import Path
 
 from nemo_rl.commands import run_command
 from nemo_rl.launch.commands import EVAL_JOB
 
-RECIPE = Path(__file__).parent / "configs" / "eval.yaml"
-
 if __name__ == "__main__":
-    sys.exit(run_command(EVAL_JOB.command(__doc__ or "", RECIPE)))
+    sys.exit(run_command(EVAL_JOB.command(__doc__ or "", "eval")))

@@ -1,18 +1,15 @@
 """Train a language model with GRPO.
 
 uv run examples/run_grpo.py                                        the quickstart: two CPU cores, five minutes
-uv run examples/run_grpo.py --config examples/configs/grpo_math_1B.yaml
+uv run examples/run_grpo.py --config grpo_math_1B.yaml
 uv run examples/run_grpo.py grpo.num_prompts_per_step=4 ++policy.optimizer.kwargs.lr=1e-4
 uv run examples/run_grpo.py --dry-run                              resolve and validate the configuration only
 """
 
 import sys
-from pathlib import Path
 
 from nemo_rl.commands import run_command
 from nemo_rl.launch.commands import GRPO_JOB
 
-QUICKSTART = Path(__file__).parent / "configs" / "quickstart.yaml"
-
 if __name__ == "__main__":
-    sys.exit(run_command(GRPO_JOB.command(__doc__ or "", QUICKSTART)))
+    sys.exit(run_command(GRPO_JOB.command(__doc__ or "", "quickstart")))

@@ -6,12 +6,9 @@ uv run examples/run_rm.py --dry-run                                resolve and v
 """
 
 import sys
-from pathlib import Path
 
 from nemo_rl.commands import run_command
 from nemo_rl.launch.commands import REWARD_MODEL_JOB
 
-QUICKSTART = Path(__file__).parent / "configs" / "rm_quickstart.yaml"
-
 if __name__ == "__main__":
-    sys.exit(run_command(REWARD_MODEL_JOB.command(__doc__ or "", QUICKSTART)))
+    sys.exit(run_command(REWARD_MODEL_JOB.command(__doc__ or "", "rm_quickstart")))

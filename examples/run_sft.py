@@ -1,17 +1,14 @@
 """Train a language model on conversations.
 
 uv run examples/run_sft.py                                         the quickstart: two CPU cores, a minute
-uv run examples/run_sft.py --config examples/configs/sft.yaml data.train.data_path=chats.jsonl
+uv run examples/run_sft.py --config sft.yaml data.train.data_path=chats.jsonl
 uv run examples/run_sft.py --dry-run                               resolve and validate the configuration only
 """
 
 import sys
-from pathlib import Path
 
 from nemo_rl.commands import run_command
 from nemo_rl.launch.commands import SFT_JOB
 
-QUICKSTART = Path(__file__).parent / "configs" / "sft_quickstart.yaml"
-
 if __name__ == "__main__":
-    sys.exit(run_command(SFT_JOB.command(__doc__ or "", QUICKSTART)))
+    sys.exit(run_command(SFT_JOB.command(__doc__ or "", "sft_quickstart")))

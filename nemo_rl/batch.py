@@ -13,7 +13,7 @@ SAMPLE_MASK = "sample_mask"  # [B] float32; 0: no gradient from this sample (ove
 TRAJECTORY_ID = "trajectory_id"  # [B] int64; 0..N-1 in the order of the batch; samples of one trajectory share it
 GROUP_ID = "group_id"  # [B] int64; rollouts that are compared with each other
 TRAJECTORY_TOKENS = "trajectory_tokens"  # [B] float32; sum of token_mask over all samples of the trajectory
-REWARD = "reward"  # [B] float32; of the trajectory, after scaling and shaping
+REWARD = "reward"  # [B] float32; of the trajectory, or of the chain where it has its own, after scaling and shaping
 REWARD_COMPONENTS = "reward_components"  # nested: reward name -> [B] float32, before scaling and shaping
 TRUNCATED = "truncated"  # [B] bool; the rollout was cut
 

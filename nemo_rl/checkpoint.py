@@ -1,9 +1,10 @@
-"""Checkpoints on disk: complete or absent, ranked by a metric, and found on resume.
+"""Checkpoints on disk: complete or absent, ranked by a metric, verified and found on resume.
 
 A checkpoint is written to `tmp_step_N` and renamed to `step_N` once it is complete and on disk, so that a process
 killed at any point leaves the old or the new one. An existing `step_N` is `old_step_N` between the two renames. Inside:
 
-    training_info.json   TrainingInfo; written last
+    manifest.json        size and SHA-256 of every other file; written last
+    training_info.json   TrainingInfo
     config.yaml          the run's resolved configuration
     policy/              weights/, tokenizer/, optimizer/: what `Policy.save` writes
     train_dataloader.pt  the source's state
@@ -12,6 +13,7 @@ killed at any point leaves the old or the new one. An existing `step_N` is `old_
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -21,6 +23,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,17 @@ from nemo_rl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
+MANIFEST_FILE = "manifest.json"
 INFO_FILE = "training_info.json"
 CONFIG_FILE = "config.yaml"
 POLICY_DIRECTORY = "policy"
 DATALOADER_FILE = "train_dataloader.pt"
 REPLAY_BUFFER_FILE = "replay_buffer.pt"
 RNG_FILE = "rng_state.pt"
+
+HASH_THREADS = 4
+HASH_CHUNK_BYTES = 1 << 20
+MAX_JSON_BYTES = 16 << 20  # of the two JSON files
 
 _DIRECTORY = re.compile(r"(tmp_|old_|)step_(\d+)")
 
@@ -64,6 +72,11 @@ class Checkpoint:
     def step(self) -> int:
         """Return the number of steps trained."""
         return self.info.step
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its files."""
+        return sum(path.stat().st_size for path in _files(self.path).values())
 
 
 class CheckpointStore:
@@ -113,6 +126,7 @@ class CheckpointStore:
         final = self.directory / f"step_{info.step}"
         with _raise_checkpoint_error(f"{final} cannot be written"):
             (path / INFO_FILE).write_text(_to_json(info))
+            write_manifest(path, info.step)
             _fsync_tree(path)
             if final.exists():
                 os.rename(final, self.directory / f"old_step_{info.step}")
@@ -137,6 +151,58 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """Return the complete checkpoint with the most steps."""
         return max(self.checkpoints(), key=lambda c: c.step, default=None)
+
+    def resume_point(self) -> Checkpoint | None:
+        """Return the newest checkpoint whose files are all as they were written; None where nothing was saved.
+
+        A damaged one is logged by the name of its file, and the one before is taken. Raises CheckpointError where all
+        are damaged: the run would silently start afresh.
+        """
+        if not self.directory.is_dir():
+            return None
+        with _raise_checkpoint_error(f"the checkpoints in {self.directory} cannot be read"):
+            self._recover_interrupted()
+            by_step = self._directories_by_step("")
+            problems: list[str] = []
+            for step in sorted(by_step, reverse=True):
+                try:
+                    return verify_checkpoint(by_step[step])
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    logger.error("damaged checkpoint: %s", error)
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} can be resumed from: {'; '.join(problems)}; "
+                "remove them, or name another checkpointing.checkpoint_dir, to start afresh"
+            )
+        return None
+
+    def set_damaged_aside(self, resumed: Checkpoint) -> None:
+        """Rename the damaged checkpoints after the one that is resumed from: their steps will be saved again."""
+        with _raise_checkpoint_error(f"damaged checkpoints in {self.directory} cannot be renamed"):
+            for step, path in self._directories_by_step("").items():
+                if step > resumed.step:
+                    aside = self.directory / f"damaged_step_{step}"
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.rename(path, aside)
+                    logger.error("%s is kept as %s; training continues from step %d", path, aside.name, resumed.step)
+
+    def discard(self, step: int) -> int:
+        """Remove what was written of the checkpoint of `step`; return how many bytes that were."""
+        path = self.directory / f"tmp_step_{step}"
+        num_bytes = sum(file.stat().st_size for file in _files(path).values())
+        shutil.rmtree(path, ignore_errors=True)
+        return num_bytes
+
+    def describe_space(self, written_bytes: int) -> str:
+        """Describe the space that a checkpoint needs and the space that is free, for errors."""
+        latest = self.latest()
+        needed = (
+            f"needs about {format_bytes(latest.num_bytes)}" if latest else f"needs over {format_bytes(written_bytes)}"
+        )
+        with contextlib.suppress(OSError):
+            return f"a checkpoint {needed}, {format_bytes(shutil.disk_usage(self.directory).free)} are free"
+        return f"a checkpoint {needed}"
 
     def best(self) -> Checkpoint | None:
         """Return the checkpoint that `metric_name` ranks first; the newest without a metric."""
@@ -195,6 +261,52 @@ class CheckpointStore:
             shutil.rmtree(path)
 
 
+def write_manifest(path: Path, step: int) -> None:
+    """Write size and SHA-256 of every file below `path`: under another name first, so that it is complete or absent."""
+    files = _files(path)
+    entries = dict(zip(files, _hash_files(list(files.values())), strict=True))
+    text = json.dumps({"step": step, "files": entries}, indent=1) + "\n"
+    draft = path / f"{MANIFEST_FILE}.tmp"
+    draft.write_text(text)
+    _fsync(draft)
+    os.rename(draft, path / MANIFEST_FILE)
+
+
+def verify_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a directory; raises CheckpointError for one that is not as it was written."""
+    manifest = _read_json(path / MANIFEST_FILE)
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise CheckpointError(f"{path / MANIFEST_FILE} lists no files")
+    found = _files(path)
+    for name, entry in files.items():
+        size = found[name].stat().st_size if name in found else None
+        if size is None:
+            raise CheckpointError(f"{path / name} is missing")
+        if size != entry.get("size"):
+            raise CheckpointError(f"{path / name} has {size} bytes, and was written with {entry.get('size')}")
+    if foreign := sorted(name for name in found.keys() - files.keys() if name.startswith(POLICY_DIRECTORY)):
+        raise CheckpointError(f"{path / foreign[0]} was not written with the checkpoint")
+    for name, actual in zip(files, _hash_files([found[name] for name in files]), strict=True):
+        if actual["sha256"] != files[name].get("sha256"):
+            raise CheckpointError(f"{path / name} has other content than was written (SHA-256)")
+    info = _parse_info(path, _read_json(path / INFO_FILE))
+    if manifest.get("step") != info.step:
+        raise CheckpointError(f"{path / MANIFEST_FILE} has step {manifest.get('step')!r}, not {info.step}")
+    return Checkpoint(path, info)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size as people read it.
+
+    Example: 1_500_000_000 is "1.50 GB".
+    """
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 class SaveDeadline:
     """Deadline that requests one save when another step might not end in time."""
 
@@ -235,7 +347,10 @@ def parse_duration_s(text: str) -> float:
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write plain values and tensors; raises CheckpointError for anything that `load_state` would refuse."""
     with _raise_checkpoint_error(f"{path} cannot be written"):
-        torch.save(dict(state), path)
+        try:
+            torch.save(dict(state), path)
+        except RuntimeError as error:  # torch's own writer, where the disk is full
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
     load_state(path)
 
 
@@ -287,15 +402,64 @@ def _to_json(info: TrainingInfo) -> str:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in a directory; None, with a warning, if it is incomplete."""
+    """Return the checkpoint in a directory, its files unverified; None, with a warning, if it is incomplete."""
     try:
-        content = json.loads((path / INFO_FILE).read_text())
-        metrics = {name: float(value) for name, value in content["metrics"].items()}
-        info = TrainingInfo(content["step"], content["consumed_prompts"], content["epoch"], metrics)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("ignoring incomplete checkpoint %s: %r", path, error)
+        return Checkpoint(path, _parse_info(path, _read_json(path / INFO_FILE)))
+    except CheckpointError as error:
+        logger.warning("ignoring incomplete checkpoint %s: %s", path, error)
         return None
-    return Checkpoint(path, info)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raises CheckpointError for anything else."""
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{file} is larger than {format_bytes(MAX_JSON_BYTES)}")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return content
+
+
+def _parse_info(path: Path, content: dict[str, Any]) -> TrainingInfo:
+    """Return the training info of the checkpoint in `path`; raises CheckpointError where a value cannot be right."""
+    match = _DIRECTORY.fullmatch(path.name)
+    for name in ("step", "consumed_prompts", "epoch"):
+        value = content.get(name)
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{path / INFO_FILE}: {name} is {value!r}, not a count")
+    if match is not None and content["step"] != int(match[2]):
+        raise CheckpointError(f"{path / INFO_FILE}: step is {content['step']}, in the directory of step {match[2]}")
+    try:
+        metrics = {str(name): float(value) for name, value in content["metrics"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path / INFO_FILE}: metrics are no numbers by name: {error!r}") from error
+    return TrainingInfo(content["step"], content["consumed_prompts"], content["epoch"], metrics)
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Return all files below a checkpoint but its manifest, by their names within it, sorted."""
+    found = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+    return {name: found[name] for name in sorted(found) if not name.startswith(MANIFEST_FILE)}
+
+
+def _hash_files(files: list[Path]) -> list[dict[str, Any]]:
+    """Return size and SHA-256 of each file; several at once, since hashing leaves the interpreter free."""
+    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="checkpoint-hash") as executor:
+        return list(executor.map(_hash_file, files))
+
+
+def _hash_file(file: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def _fsync_tree(root: Path) -> None:

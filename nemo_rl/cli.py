@@ -25,10 +25,23 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
+    "grpo": Verb("nemo_rl.launch.commands", "GRPO", "train a model with GRPO or a relative of it"),
+    "distill": Verb("nemo_rl.launch.commands", "DISTILL", "distil a teacher into a model, on the model's own samples"),
+    "sft": Verb("nemo_rl.launch.commands", "SFT", "train a model on conversations"),
+    "rm": Verb("nemo_rl.launch.commands", "RM", "train a reward model on preferences"),
+    "eval": Verb("nemo_rl.launch.commands", "EVAL", "pass@k of a model, optionally compared with another"),
     "collect": Verb("nemo_rl.launch.commands", "COLLECT", "collect rollouts of a model over datasets"),
+    "view": Verb("nemo_rl.viewer.commands", "VIEW", "look at runs and collections in the browser"),
+    "compare": Verb("nemo_rl.viewer.commands", "COMPARE", "compare runs or collections with the first of them"),
+    "check": Verb("nemo_rl.viewer.commands", "CHECK", "look for what is wrong with a run; recompute a step"),
     "merge": Verb("nemo_rl.collect.commands", "MERGE", "join the shards of a collection"),
     "profile": Verb("nemo_rl.collect.commands", "PROFILE", "statistics of a collection, pass@k, a curriculum"),
-    "submit": Verb("nemo_rl.launch.submit", "SUBMIT", "run a collection as Slurm jobs"),
+    "run": Verb("nemo_rl.launch.supervisor", "RUN", "run a training command, restarted when it dies or hangs"),
+    "submit": Verb("nemo_rl.launch.submission", "SUBMIT", "run a collection or a training command as Slurm jobs"),
+    "init": Verb("nemo_rl.launch.project", "INIT", "write a project of your own that trains as it is"),
+    "doctor": Verb("nemo_rl.launch.doctor", "DOCTOR", "faults of this machine and of a recipe, with their cures"),
+    "config": Verb("nemo_rl.config.commands", "CONFIG", "recipes by name, every key explained, NeMo-RL's translated"),
+    "constraints": Verb("nemo_rl.launch.project", "CONSTRAINTS", "the tested versions, for pip and uv"),
     "route": Verb("nemo_rl.collect.slurm.router", "ROUTE", "one address for several OpenAI-compatible servers"),
 }
 

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,23 +43,51 @@ class Command:
     run: Callable[[argparse.Namespace], ExitCode]
     program: str | None = None  # as --help shows it; None: the script's name
     reported_errors: tuple[type[Exception], ...] = ()
+    details: Callable[[], str] | None = None  # made for --help alone, and shown at its end
+    takes_command: bool = False  # the words after `--` are another command: `parsed.command`
 
 
 def run_command(command: Command, arguments: Sequence[str] | None = None) -> ExitCode:
     """Run a command with `arguments` (None: those of the process) and return its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=command.program, description=command.description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.details = command.details
     command.add_arguments(parser)
-    parsed = parser.parse_intermixed_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if command.takes_command and "--" in words else len(words)
+    parsed = parser.parse_intermixed_args(words[:end])
+    if command.takes_command:
+        parsed.command = words[end + 1 :]
     try:
         return command.run(parsed)
     except NemoRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return ExitCode.BAD_INPUT if isinstance(error, ConfigError | DataError) else ExitCode.FAILED
+        return exit_code_of(type(error))
     except command.reported_errors as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.FAILED
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except BaseException as error:
+        if not isinstance(error, (KeyboardInterrupt, *_cancellations())):
+            raise
         sys.stderr.write("interrupted\n")
         return ExitCode.INTERRUPTED
+
+
+def exit_code_of(error: type[NemoRLError]) -> ExitCode:
+    """Return the exit code of a command that an error of this type ended."""
+    return ExitCode.BAD_INPUT if issubclass(error, ConfigError | DataError) else ExitCode.FAILED
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help ends with details that are made on request."""
+
+    details: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + ("" if self.details is None else "\n" + self.details())
+
+
+def _cancellations() -> tuple[type[BaseException], ...]:
+    """Return asyncio.CancelledError, unless nothing has imported asyncio, whose import takes long."""
+    return (sys.modules["asyncio"].CancelledError,) if "asyncio" in sys.modules else ()

@@ -1,22 +1,29 @@
 """The errors that this project raises, one type a boundary.
 
 NemoRLError
-├── ConfigError         a key of the configuration: raised before a model loads
+├── ConfigError         a key of the configuration: raised before a model loads; CombinedConfigError: several
 ├── DataError           a dataset's file, row or template
 ├── GenerationError     the engine did not answer a request (infra: retried)
-├── EnvironmentContractError    an environment broke its contract or raised
+├── EnvironmentContractError    an environment broke its contract or raised; UserExitError: it tried to end the run
 ├── PolicyError         the training backend
 ├── WeightSyncError     the engine does not hold the policy's weights
 ├── CheckpointError     a checkpoint that cannot be written or read
 ├── RolloutError        too many failed rollouts, or none that ever ends
 ├── JobError            a job that Slurm did not take
-└── WorkerError         a process of ours failed or did not answer; WorkerDied: it is gone
+└── WorkerError         a process of ours failed; WorkerDied: it is gone; WorkerTimeout: it did not answer in time
 
 What happens to one rollout is no exception: it is a `types.Failure` on its trajectory.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+MAX_LOGGED_CHARACTERS = 300
+CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+    0x202E: "\\u202e",  # text after it is shown from right to left
+}
 
 
 class NemoRLError(Exception):
@@ -44,6 +51,49 @@ class ConfigError(NemoRLError):
         return ConfigError(f"{prefix}.{self.key}", self.value, self.problem, known=self.known)
 
 
+class CombinedConfigError(ConfigError):
+    """Several problems of one configuration, grouped by their cause; key, value and problem are the first one's."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.key, first.value, first.problem, known=first.known)
+        self.errors = tuple(errors)
+        groups: dict[str, list[ConfigError]] = {}
+        for error in errors:
+            groups.setdefault(error.problem, []).append(error)
+        self.args = (f"{len(errors)} problems:\n" + "\n".join(map(_format_group, groups.values())),)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the first line of a library's error, with its type, for an error of ours."""
+    lines = str(error).strip().splitlines()
+    return escape(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+
+
+def escape(text: str, limit: int = MAX_LOGGED_CHARACTERS) -> str:
+    """Return a client's text for a log or a terminal: control characters as escapes, at most `limit` characters.
+
+    Example: "a\\n\\x1b[2J" is "a\\\\x0a\\\\x1b[2J".
+    """
+    cut = text if len(text) <= limit else f"{text[:limit]}..."
+    return cut.translate(CONTROL_CHARACTERS)
+
+
+def raise_config_errors(errors: Iterable[ConfigError]) -> None:
+    """Raise the problems of a configuration as one error, each once; do nothing where there are none."""
+    flat = [one for error in errors for one in (error.errors if isinstance(error, CombinedConfigError) else (error,))]
+    unique = list({str(error): error for error in flat}.values())
+    if unique:
+        raise unique[0] if len(unique) == 1 else CombinedConfigError(unique)
+
+
+def _format_group(errors: Sequence[ConfigError]) -> str:
+    if len(errors) == 1:
+        return f"  {errors[0]}"
+    settings = ", ".join(f"{error.key} = {error.value!r}" for error in errors)
+    return f"  {settings}: {errors[0].problem}"
+
+
 class DataError(NemoRLError):
     """A dataset, row or chat template that cannot be used; the text names file:line where there is one."""
 
@@ -54,6 +104,10 @@ class GenerationError(NemoRLError):
 
 class EnvironmentContractError(NemoRLError):
     """An environment broke its contract: a wrong number of results, a wrong type."""
+
+
+class UserExitError(EnvironmentContractError):
+    """An environment, reward function or scorer called `sys.exit` or raised KeyboardInterrupt."""
 
 
 class PolicyError(NemoRLError):
@@ -77,7 +131,11 @@ class JobError(NemoRLError):
 
 
 class WorkerError(NemoRLError):
-    """A process of ours died, or did not answer before its deadline."""
+    """A process of ours failed, died, or did not answer before its deadline."""
+
+
+class WorkerTimeout(WorkerError):
+    """A call that a process or thread of ours did not answer before its deadline."""
 
 
 class WorkerDied(WorkerError):

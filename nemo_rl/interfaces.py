@@ -78,6 +78,9 @@ class Agent(Protocol):
         ...
 
 
+EnginePart: TypeAlias = Literal["weights", "kv_cache"]  # of an engine's memory
+
+
 class Generation(Protocol):
     """An engine that samples tokens."""
 
@@ -103,11 +106,15 @@ class Generation(Protocol):
         """Load the weights that `manifest` names; only while paused or idle. What is sampled next has this version."""
         ...
 
-    async def sleep(self) -> None:
-        """Give the device's memory to the trainer. Nothing on a CPU, and for engines that inherit it."""
+    async def sleep(self, *, discards_weights: bool = False) -> None:
+        """Give the device's memory to the trainer. Nothing on a CPU, and for engines that inherit it.
+
+        With `discards_weights` a refit must follow before the next request; else the weights are kept on the host.
+        """
         return
 
-    async def wake(self) -> None:
+    async def wake(self, *parts: "EnginePart") -> None:
+        """Take the device's memory back, for these parts; none named: all."""
         return
 
     async def close(self) -> None: ...
@@ -120,10 +127,21 @@ class HasReplicas(Protocol):
     @property
     def replicas(self) -> "Sequence[Generation]": ...
 
+    @property
+    def replica_names(self) -> Sequence[str]: ...
+
 
 def engine_replicas(generation: Generation) -> Sequence[Generation]:
     """Return the engines that hold weights of their own: those behind a router, else the engine itself."""
     return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
+
+
+def engine_names(generation: Generation) -> Sequence[str]:
+    """Return the names of `engine_replicas`, in their order."""
+    return generation.replica_names if isinstance(generation, HasReplicas) else (ONLY_ENGINE,)
+
+
+ONLY_ENGINE = "engine 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +174,10 @@ class WeightChunks:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """Weights in the memory of a CUDA device that policy and engine share."""
+    """Weights that each policy rank hands to the engine worker on its own device (distributed/tensor_buckets.py)."""
 
-    handle: bytes  # of the allocation, as torch.multiprocessing pickles it; offsets count from its start
-    entries: tuple[WeightEntry, ...]
+    token: str  # in the address where the two meet
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +187,15 @@ class WeightStream:
     host: str  # of the store where the members meet
     port: int
     group: int  # counts the groups: another one is joined where it differs
-    size: int  # members: the policy's first rank and all engine workers
+    members: tuple[str, ...]  # names: the policy's first rank, then each worker of each engine
+    engine: str  # the name of the engine that is told this
     backend: str  # "nccl", on a CPU "gloo"
     timeout_s: float
 
 
 Weights: TypeAlias = WeightManifest | WeightChunks | DeviceWeights | WeightStream
+
+OffloadPart: TypeAlias = Literal["weights", "optimizer", "reference"]  # the optimizer's: its state and the gradients
 
 
 class TopK(NamedTuple):
@@ -249,11 +270,21 @@ class Policy(Protocol):
         """Call `use` with (Hugging Face name, tensor) pairs where the weights live, in the dtype engines want."""
         ...
 
+    async def run_on_all_ranks(
+        self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]"
+    ) -> "Sequence[ResultT]":
+        """Call `use` as `run_with_weights` does, on every rank with all of the weights; return the results by rank."""
+        ...
+
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to write `weights/` (Hugging Face files), `tokenizer/` and `optimizer/` under `path`.
 
         Returns once everything is copied, so that training may continue.
         """
+        ...
+
+    async def has_written_save(self) -> bool:
+        """Return whether `finish_save` would not wait."""
         ...
 
     async def finish_save(self) -> None:
@@ -264,22 +295,42 @@ class Policy(Protocol):
         """Restore what `save` wrote."""
         ...
 
-    async def offload(self) -> None:
-        """Move everything off the accelerator, so that an engine may use it. Nothing on a CPU."""
+    async def offload(self, *parts: OffloadPart) -> None:
+        """Move these parts off the accelerator, so that an engine may use it; none named: all. A no-op on a CPU.
+
+        What needs a part that is away raises PolicyError.
+        """
         ...
 
-    async def onload(self) -> None: ...
+    async def onload(self, *parts: OffloadPart) -> None:
+        """Move these parts back; none named: all."""
+        ...
 
     async def close(self) -> None: ...
+
+
+class DeviceTurns(Protocol):
+    """The turns that policy and engines take during a refit, on a device that they share."""
+
+    def delivery(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the device holds both weights; afterwards the engines alone use it."""
+        ...
+
+    def policy_turn(self, *parts: OffloadPart) -> AbstractAsyncContextManager[None]:
+        """Inside, these parts of the policy are on the device; afterwards the engines alone use it."""
+        ...
 
 
 class WeightSync(Protocol):
     """Brings the policy's weights to the engine."""
 
-    async def publish(self, policy: Policy, generation: Generation, *, weight_version: int) -> None:
+    async def publish(
+        self, policy: Policy, generation: Generation, *, weight_version: int, turns: DeviceTurns | None = None
+    ) -> None:
         """Publish the weights: what starts to be generated after it returns is sampled under `weight_version`.
 
-        Raises WeightSyncError when a verification finds other weights in the engine.
+        `turns` are taken where policy and engines share a device; None: they do not. Raises WeightSyncError when a
+        verification finds other weights in the engine.
         """
         ...
 
@@ -292,6 +343,7 @@ class Normalizer:
 
     num_valid_tokens: float  # sum of token_mask * sample_mask, entry 0 of each sample excluded
     num_valid_trajectories: float
+    num_positive_tokens: float = 0.0  # the part of num_valid_tokens in samples with a (shaped) reward above 0
 
 
 @dataclass(frozen=True, slots=True)

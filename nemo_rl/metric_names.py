@@ -33,7 +33,8 @@ OPTIMIZATION = MetricGroup(
         "train/global_valid_toks": "tokens that contribute to the gradient",
         "train/total_num_tokens": "tokens of the batch, including prompts, excluding padding",
         "train/num_optimizer_steps": "optimizer steps taken on the batch",
-        "train/num_skipped_steps": "optimizer steps skipped because no token had a gradient or its norm was not finite",
+        "train/num_skipped_steps": "optimizer steps that left the weights as they were",
+        "train/skipped_steps/<cause>": "those by cause: no_valid_tokens, nonfinite_loss, nonfinite_gradient",
     },
 )
 REWARDS = MetricGroup(
@@ -77,6 +78,10 @@ POLICY_GRADIENT = MetricGroup(
         "train/approx_entropy": f"{TOKENS} of -exp(lp - lp_gen) lp",
         "train/num_invalid_tool_calls": "replies whose advantage is `grpo.invalid_tool_call_advantage`",
         "train/num_malformed_thinking": "replies whose advantage is `grpo.malformed_thinking_advantage`",
+        "train/oversampling/begun_groups": "groups begun for the step (`rollout.oversample` above 1)",
+        "train/oversampling/deferred_groups": "of these, whose prompts the next step begins with",
+        "train/oversampling/cancelled_groups": "deferred groups with rollouts that had not ended",
+        "train/oversampling/discarded_rollouts": "ended rollouts of deferred groups",
         "train/dynamic_sampling_num_gen_batches": "batches generated to fill the step (dynamic sampling)",
         "train/dynamic_sampling_num_discarded_valid_samples": "usable rollouts that did not fit the step",
     },
@@ -154,6 +159,7 @@ BACKGROUND_COLLECTION = MetricGroup(
         "train/replay_buffer/size": "complete groups left in the buffer after this step's groups are taken",
         "train/replay_buffer/in_flight": "groups whose rollouts are still running at that time",
         "train/replay_buffer/dropped_groups": "groups dropped since the last step: late, or older than the bound",
+        "train/replay_buffer/given_up_rollouts": "rollouts of late groups that were given up (`stale_groups: trim`)",
     },
 )
 VALIDATION = MetricGroup(
@@ -201,6 +207,7 @@ SECONDS = MetricGroup(
         "timing/train/teacher_logprobs": "the teachers' forward passes, including moving them to the device",
         "timing/train/policy_and_reference_logprobs": "forward passes before training",
         "timing/train/advantage_calculation": "advantages",
+        "timing/train/rollout_details": "recording the groups of `logger.rollout_details`",
         "timing/train/policy_training": "forward, backward and optimizer",
         "timing/train/weight_sync": "sending the new weights to the engine",
         "timing/train/checkpointing": "waiting for a checkpoint, in steps that begin or finish one",

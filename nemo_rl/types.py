@@ -4,7 +4,7 @@ Everything here is a frozen dataclass and holds no tensor: token ids are `tuple[
 `tuple[float, ...]`. Tensors begin in experience/assembly.py, which makes the `TrainingBatch`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -83,6 +83,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """A constraint on a response: each token is drawn from those that can still lead to a match."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar"]
+    text: str = ""  # the schema as JSON, the expression, or the grammar in EBNF
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters by which the next tokens are drawn."""
 
@@ -92,6 +100,7 @@ class SamplingParams:
     top_k: int = -1  # -1: off
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    guide: Guide | None = None  # log-probs are then of the masked distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,8 @@ class GenerationRequest:
     messages: tuple[Message, ...] = ()  # the conversation, for servers that render it; else empty
     tools: tuple[Mapping[str, Any], ...] = ()  # its tools, for the same servers
     timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
+    # called with sampled tokens as they come, and the index of the first; engines that cannot never call it
+    on_tokens: Callable[[int, Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,7 @@ class Completion:
 
     request_id: str
     token_ids: tuple[int, ...]  # the stop token included
-    logprobs: tuple[float, ...]  # of the sampled tokens, under log_softmax(logits / temperature)
+    logprobs: tuple[float, ...]  # of the sampled tokens, after temperature, top-k and top-p
     finish_reason: Literal["stop", "length"]
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest weights that it was sampled under
     weight_spans: tuple[WeightSpan, ...] = ()  # where these differ: adjacent, from 0 to the end, oldest first
@@ -198,6 +209,7 @@ class Trajectory:
     timings: Timings = field(default_factory=Timings)
     other_chains: tuple[MessageLog, ...] = ()  # an agent's further histories, each trained on as a sample of its own
     loss_weight: float = 1.0  # 0: in metrics and in the baseline, but without a gradient
+    chain_rewards: tuple[Mapping[str, float], ...] = ()  # given to single chains, one entry each; empty: to none
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
@@ -211,6 +223,10 @@ class Trajectory:
         if self.failure is not None:
             raise ValueError(f"a failed rollout has no reward: {self.failure.cause}")
         return sum(self.rewards.values())
+
+    def rewards_of_chain(self, index: int) -> Mapping[str, float]:
+        """Return the rewards that a chain trains with: the rollout's, where its own do not replace them by name."""
+        return {**self.rewards, **self.chain_rewards[index]} if self.chain_rewards else self.rewards
 
     @property
     def num_generated_tokens(self) -> int:
@@ -256,5 +272,5 @@ class TrainingSample:
     token_ids: tuple[int, ...]  # [T]
     token_mask: tuple[int, ...]  # [T]; 1 where the policy sampled the token
     generation_logprobs: tuple[float, ...]  # [T]; 0 where the mask is 0
-    reward: float  # of the whole trajectory
+    reward: float  # of the trajectory, or of its chain where that has one of its own
     loss_weight: float = 1.0  # 0: in the baseline, but without a gradient (overlong filtering)

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two virtual nodes on this machine, configured in a folder of its own; it ends all it started."""
+"""A Slurm cluster of two virtual nodes on this machine, configured in its own directory; it ends what it started."""
 
 import contextlib
 import getpass
@@ -47,12 +47,12 @@ BatchStartTimeout=100
 UnkillableStepTimeout=600
 CompleteWait=0
 InactiveLimit=0
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -67,12 +67,12 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SlurmCluster:
-    folder: Path
+    directory: Path
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment of a shell that submits to this cluster."""
-        return {**_without_slurm(os.environ), "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {**_without_slurm(os.environ), "SLURM_CONF": str(self.directory / "slurm.conf")}
 
     def run(self, *command: str) -> str:
         """Return the output of a Slurm command."""
@@ -118,25 +118,25 @@ def wait_until(
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+def slurm_cluster(directory: Path) -> Iterator[SlurmCluster]:
     """Start a cluster whose nodes wait for jobs."""
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for name in ("state", *(f"spool-{node}" for node in NODES)):
-        (folder / name).mkdir()
-    configuration = folder / "slurm.conf"
-    configuration.write_text(_configuration(folder))
+        (directory / name).mkdir()
+    configuration = directory / "slurm.conf"
+    configuration.write_text(_configuration(directory))
     commands = [["slurmctld", "-D", "-i", "-f", str(configuration)]]
     commands += [["slurmd", "-D", "-N", node, "-f", str(configuration)] for node in NODES]
     environment = {**_without_slurm(os.environ), "SLURM_CONF": str(configuration)}
     daemons = []
-    cluster = SlurmCluster(folder)
+    cluster = SlurmCluster(directory)
     try:
         for command in commands:
-            with (folder / "daemons.log").open("ab") as log:
+            with (directory / "daemons.log").open("ab") as log:
                 daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
         wait_until(
             lambda: _all_idle(cluster),
-            lambda: (folder / "daemons.log").read_text(),
+            lambda: (directory / "daemons.log").read_text(),
             hopeless=lambda: any(daemon.poll() is not None for daemon in daemons),
         )
         yield cluster
@@ -144,7 +144,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         _end(daemons, configuration)
 
 
-def _configuration(folder: Path) -> str:
+def _configuration(directory: Path) -> str:
     ports = unused_ports(1 + len(NODES))
     host = socket.gethostname().split(".")[0]
     nodes = [
@@ -152,7 +152,7 @@ def _configuration(folder: Path) -> str:
         for node, port in zip(NODES, ports[1:], strict=True)
     ]
     return CONFIGURATION.format(
-        host=host, address="127.0.0.1", controller_port=ports[0], folder=folder, nodes="\n".join(nodes)
+        host=host, address="127.0.0.1", controller_port=ports[0], directory=directory, nodes="\n".join(nodes)
     )
 
 

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     quickstart = commands.add_parser("quickstart", help="words to spell backward, half of them for mcqa")
-    quickstart.add_argument("--folder", type=Path, default=Path(os.environ.get("NEMO_GYM_DATA", "data/nemo_gym")))
+    quickstart.add_argument("--directory", type=Path, default=Path(os.environ.get("NEMO_GYM_DATA", "data/nemo_gym")))
     quickstart.set_defaults(run=make_quickstart)
     tasks = commands.add_parser("reasoning-gym", help="rows of tasks of reasoning_gym, which take turns")
     tasks.add_argument("tasks", nargs="+")
@@ -59,7 +59,7 @@ def make_quickstart(parsed: argparse.Namespace) -> None:
     """Return the quickstart's words, alternating between two environments; no validation word is trained on."""
     for prompt_set, name in zip(load_quickstart_prompts(), ("train", "validation"), strict=True):
         rows = ((spelling_row, choice_row)[i % 2](prompt) for i, prompt in enumerate(prompt_set.prompts))
-        write(parsed.folder / f"quickstart_{name}.jsonl", rows)
+        write(parsed.directory / f"quickstart_{name}.jsonl", rows)
 
 
 def spelling_row(prompt: Prompt) -> Row:

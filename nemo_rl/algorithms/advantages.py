@@ -5,19 +5,22 @@ B samples, T tokens, N trajectories, P groups. Formulas: docs/losses.md.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.config.loss import PolicyGradientLossConfig
+from nemo_rl.errors import ConfigError
 from nemo_rl.losses.policy_gradient import kl_estimate
 from nemo_rl.types import TrainingBatch, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
 RELATIVE_STD_TOLERANCE = 1e-6  # a deviation below this share of the largest magnitude is rounding
+CANCELLATION_TOLERANCE = 1e-4  # the same for a sum of normalised rewards, where STD_EPSILON adds its own error
+MIN_SHARE_OF_GROUP_STD = 0.5  # leave-one-out: what the others' deviation is at least, of the whole group's
 STD_EPSILON = 1e-6
 MIN_TOKEN_VARIANCE = 1e-8  # in the whitening of tokens
 
@@ -55,14 +58,25 @@ class RewardAdvantages(ABC):
 
 
 class GroupRelativeAdvantages(RewardAdvantages):
-    """A = r - baseline of the group, over the group's deviation with `normalize` (GRPO, arXiv 2402.03300)."""
+    """A = r - baseline of the group, over a deviation with `normalize` (GRPO, arXiv 2402.03300).
+
+    The deviation is the group's, or with `batch_std` that of all rewards.
+    """
 
     def __init__(
-        self, reward_kl: PolicyGradientLossConfig | None = None, *, leave_one_out: bool = False, normalize: bool = True
+        self,
+        reward_kl: PolicyGradientLossConfig | None = None,
+        *,
+        leave_one_out: bool = False,
+        normalize: bool = True,
+        std_epsilon: float = STD_EPSILON,
+        batch_std: bool = False,
     ) -> None:
         super().__init__(reward_kl)
         self._leave_one_out = leave_one_out
         self._normalize = normalize
+        self._std_epsilon = std_epsilon
+        self._batch_std = batch_std
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
         """Return each reward relative to its group."""
@@ -72,7 +86,9 @@ class GroupRelativeAdvantages(RewardAdvantages):
         """Return each of the rewards [N] relative to its group."""
         baseline, std = baseline_and_std(rewards, group, leave_one_out=self._leave_one_out)
         advantages = rewards - baseline
-        return divide_by_std(advantages, std) if self._normalize else advantages
+        if not self._normalize:
+            return advantages
+        return divide_by_std(advantages, unbiased_std(rewards) if self._batch_std else std, self._std_epsilon)
 
 
 class DecoupledAdvantages(GroupRelativeAdvantages):
@@ -84,10 +100,11 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
         *,
         leave_one_out: bool = False,
         normalize: bool = True,
-        reward_weights: Mapping[str, float] | None = None,
+        std_epsilon: float = STD_EPSILON,
+        reward_weights: Mapping[str, float] | Sequence[float] | None = None,
     ) -> None:
-        """Weigh rewards by name; those that `reward_weights` does not name count 1 (arXiv 2601.05242)."""
-        super().__init__(reward_kl, leave_one_out=leave_one_out, normalize=normalize)
+        """Weigh rewards (arXiv 2601.05242) by name, 1 where not named, or in the alphabetical order of all names."""
+        super().__init__(reward_kl, leave_one_out=leave_one_out, normalize=normalize, std_epsilon=std_epsilon)
         self._reward_weights = reward_weights or {}
 
     @property
@@ -98,13 +115,22 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
         """Return the whitened sum over the named rewards."""
         names = sorted(str(name) for name, _ in trajectories.batch[keys.REWARD_COMPONENTS].items())
-        if absent := sorted(set(self._reward_weights) - set(names)):
+        weights = self._reward_weights
+        if not isinstance(weights, Mapping):
+            if len(weights) != len(names):
+                problem = f"must have one weight for each reward: {', '.join(names)}"
+                raise ConfigError("grpo.adv_estimator.reward_weights", list(weights), problem)
+            weights = dict(zip(names, weights, strict=True))
+        if absent := sorted(set(weights) - set(names)):
             logger.warning("adv_estimator.reward_weights names %s, which no reward of this batch is", ", ".join(absent))
         total = torch.zeros(len(trajectories.group), dtype=torch.float64, device=trajectories.group.device)
+        magnitude = total.new_zeros(())
         for name in names:
             relative = self.compare(trajectories.first((keys.REWARD_COMPONENTS, name)), trajectories.group)
-            total += self._reward_weights.get(name, 1.0) * relative
-        return divide_by_std(total - total.mean(), unbiased_std(total))
+            weighted = weights.get(name, 1.0) * relative
+            total, magnitude = total + weighted, magnitude + weighted.abs().max()
+        std = unbiased_std(total, magnitude, tolerance=CANCELLATION_TOLERANCE)  # terms that cancel leave rounding
+        return divide_by_std(total - total.mean(), std)
 
 
 class WhitenedAdvantages(RewardAdvantages):
@@ -157,7 +183,10 @@ def clip_advantages(advantages: torch.Tensor, low: float | None, high: float | N
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryIndex:
-    """The trajectories of a batch, N of them, each seen through its first sample."""
+    """The trajectories of a batch, N of them, each seen through its first sample.
+
+    Chains of one trajectory with different rewards are compared as trajectories of their own.
+    """
 
     batch: TrainingBatch
     trajectory_index: torch.Tensor  # [B]: the trajectory of each sample, 0..N-1
@@ -167,9 +196,15 @@ class TrajectoryIndex:
     @classmethod
     def of(cls, batch: TrainingBatch) -> "TrajectoryIndex":
         """Return the index of a batch."""
-        ids, trajectory_index = torch.unique(batch[keys.TRAJECTORY_ID], return_inverse=True)
+        ids = batch[keys.TRAJECTORY_ID]
+        if (rewards := batch.get(keys.REWARD, None)) is not None:
+            units, trajectory_index = torch.unique(
+                torch.stack([ids.double(), rewards.double()], -1), dim=0, return_inverse=True
+            )
+        else:
+            units, trajectory_index = torch.unique(ids, return_inverse=True)
         rows = torch.arange(len(trajectory_index), device=trajectory_index.device)
-        first_sample = torch.full_like(ids, len(trajectory_index)).scatter_reduce_(0, trajectory_index, rows, "amin")
+        first_sample = torch.full_like(rows[: len(units)], len(rows)).scatter_reduce_(0, trajectory_index, rows, "amin")
         _, group = torch.unique(batch[keys.GROUP_ID][first_sample], return_inverse=True)
         return cls(batch, trajectory_index, first_sample, group)
 
@@ -184,9 +219,12 @@ def baseline_and_std(
     """Return mean and unbiased std of each reward's group, or of its others with `leave_one_out`: [N] float64 each.
 
     `group` [N] counts from 0 without gaps. Where no other reward exists the mean is the reward itself; the std is 0
-    where fewer than two rewards define it, and where it is zero but for rounding.
+    where fewer than two rewards define it, and where it is zero but for rounding. Otherwise the std of the others is
+    at least half of that of the whole group: it bounds |r - mean| / std by 2 sqrt(G), where others that are nearly
+    equal would make it as large as they are close.
 
-    Example: leave-one-out of one group [1, 2, 3]: means [2.5, 2, 1.5], stds [.7071, 1.4142, .7071].
+    Example: leave-one-out of one group [1, 2, 3]: means [2.5, 2, 1.5], stds [.7071, 1.4142, .7071]; of
+    [0, .3, .3, .3, .3, .3, .3, .3001] the first std is .0530, half of the group's, in place of .00004.
     """
     rewards = rewards.double()
     counts = torch.bincount(group)  # [P]
@@ -205,27 +243,44 @@ def baseline_and_std(
     mean = (table[:, None] * peers).sum(-1) / num_peers.clamp(min=1)
     squares = ((table[:, None] - mean[..., None]).square() * peers).sum(-1)
     std = (squares / (num_peers - 1).clamp(min=1)).sqrt()
-    std = torch.where(_is_rounding_error(std, table.abs().amax(-1, keepdim=True)), 0.0, std)
+    least = MIN_SHARE_OF_GROUP_STD * _group_std(table, counts) if leave_one_out else torch.zeros_like(std)
+    std = torch.where(_is_rounding_error(std, table.abs().amax(-1, keepdim=True)), 0.0, std.maximum(least))
     baseline = torch.where(num_peers > 0, mean, table)
     return baseline[group, index_in_group], std.expand_as(table)[group, index_in_group]
 
 
-def unbiased_std(values: torch.Tensor) -> torch.Tensor:
-    """Return the std of [N] values: a scalar, 0 for fewer than two and where it is zero but for rounding."""
+def _group_std(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the unbiased std of each row's first `counts` [P] entries: [P, 1] of [P, G], whose other entries are 0."""
+    present = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+    mean = table.sum(-1, keepdim=True) / counts[:, None]
+    squares = ((table - mean).square() * present).sum(-1, keepdim=True)
+    return (squares / (counts[:, None] - 1).clamp(min=1)).sqrt()
+
+
+def unbiased_std(
+    values: torch.Tensor, magnitude: torch.Tensor | None = None, *, tolerance: float = RELATIVE_STD_TOLERANCE
+) -> torch.Tensor:
+    """Return the std of [N] values: a scalar, 0 for fewer than two and where it is zero but for rounding.
+
+    `magnitude` is the largest of what the values were computed from (None: their own), which rounding is relative to.
+    """
     if len(values) < 2:
         return values.new_zeros(())
     std = (values - values.mean()).square().sum().div(len(values) - 1).sqrt()
-    return torch.where(_is_rounding_error(std, values.abs().max()), 0.0, std)
+    magnitude = values.abs().max() if magnitude is None else magnitude
+    return torch.where(_is_rounding_error(std, magnitude, tolerance), 0.0, std)
 
 
-def _is_rounding_error(std: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+def _is_rounding_error(
+    std: torch.Tensor, magnitude: torch.Tensor, tolerance: float = RELATIVE_STD_TOLERANCE
+) -> torch.Tensor:
     """Return whether a std is zero relative to the largest magnitude of what it was computed from."""
-    return std <= RELATIVE_STD_TOLERANCE * magnitude
+    return std <= tolerance * magnitude
 
 
-def divide_by_std(centred: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Return centred / (std + 1e-6), or `centred` itself where the std is 0."""
-    return torch.where(std > 0, centred / (std + STD_EPSILON), centred)
+def divide_by_std(centred: torch.Tensor, std: torch.Tensor, epsilon: float = STD_EPSILON) -> torch.Tensor:
+    """Return centred / (std + epsilon), or `centred` itself where the std is 0."""
+    return torch.where(std > 0, centred / (std + epsilon), centred)
 
 
 def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -239,5 +294,42 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def is_informative(group: TrajectoryGroup) -> bool:
     """Return whether the raw rewards of the group's survivors differ by more than rounding; one alone never does."""
-    rewards = torch.tensor([t.reward for t in group.survivors], dtype=torch.float64)
+    of_chains = (t.rewards_of_chain(i) for t in group.survivors for i in range(len(t.chains)))
+    rewards = torch.tensor([sum(each.values()) for each in of_chains], dtype=torch.float64)
     return bool(unbiased_std(rewards) > 0)
+
+
+@torch.no_grad()
+def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return the metrics of a batch, named as in docs/metrics.md without their prefix.
+
+    `reward` and `filtered_reward` are the mean raw reward of the batch's trajectories; where dynamic sampling drops
+    groups, the source replaces `reward` by the mean over all of them. `shaped_reward` is what the advantages are
+    computed from. Advantages are over the valid tokens; 0 where there is none.
+    """
+    mask = batch[keys.TOKEN_MASK]  # [B, T]
+    trajectories = TrajectoryIndex.of(batch)
+    raw = torch.zeros_like(batch[keys.REWARD])  # [B]
+    for component in batch[keys.REWARD_COMPONENTS].values():
+        raw = raw + component
+    raw = raw[trajectories.first_sample].double()  # [N]
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    # The prompt ends at the first sampled token, or with the sequence where none was sampled.
+    prompt_lengths = torch.where(mask > 0, steps, batch[keys.LENGTHS][:, None]).amin(-1)
+    metrics = {
+        "reward": float(raw.mean()),
+        "filtered_reward": float(raw.mean()),
+        "shaped_reward": float(trajectories.first(keys.REWARD).mean()),
+        "mean_prompt_length": float(prompt_lengths[trajectories.first_sample].double().mean()),
+        "total_num_tokens": float(batch[keys.LENGTHS].sum()),
+    }
+    advantages = batch.get(keys.ADVANTAGES, None)
+    if advantages is not None:
+        advantages = advantages[(mask * batch[keys.SAMPLE_MASK][:, None]) > 0].double()
+        has_tokens = len(advantages) > 0
+        metrics |= {
+            "advantages/mean": float(advantages.mean()) if has_tokens else 0.0,
+            "advantages/max": float(advantages.max()) if has_tokens else 0.0,
+            "advantages/min": float(advantages.min()) if has_tokens else 0.0,
+        }
+    return metrics

@@ -12,11 +12,33 @@ from itertools import accumulate
 
 import numpy as np
 
-from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
-from nemo_rl.data.token_alignment import SPECIAL, Vocabulary
+from nemo_rl.data.token_alignment import SPECIAL, Span, Vocabulary, align
 
 NO_TOKEN_ID = -1  # an id that is no token
 MIN_PROBABILITY = 1e-30  # probability that something is divided by
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedResponse:
+    """One sampled message in both tokenizations.
+
+    The teacher's tokens are those of the text and one that ends the turn, also where the student's response has no end:
+    the distribution before it is the one that follows the text.
+    """
+
+    student_start: int  # in the student's sequence
+    student_ids: tuple[int, ...]
+    student_pieces: tuple[bytes, ...]  # a token that adds no text is empty
+    num_aligned: int  # of the student's tokens: later ones follow bytes that are not valid text
+    is_ended: bool  # the student's last token ends the turn
+    teacher_start: int  # in the teacher's sequence
+    teacher_ids: tuple[int, ...]
+    teacher_pieces: tuple[bytes, ...]  # that of the turn's end is empty
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans of the text's tokens, without the end of the turn."""
+        return align(self.student_pieces[: self.num_aligned], self.teacher_pieces[:-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,23 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.run import Placement
-from nemo_rl.algorithms.stages import batch_metrics
+from nemo_rl import nemo_rl_names
+from nemo_rl.algorithms.advantages import batch_metrics
+from nemo_rl.algorithms.run import Placement, StepBatch, TeacherStage
 from nemo_rl.config.master import DistillationRunConfig
 from nemo_rl.experience.assembly import BatchRow, assemble_batch
 from nemo_rl.experience.supervision import gather_or_cancel
 from nemo_rl.interfaces import CollectedGroups, LossFn, Teacher, TopK
-from nemo_rl.observability.timer import StepTimer
+from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.policy.micro_batches import trim
 from nemo_rl.types import TrainingBatch
 
 AnswerT = TypeVar("AnswerT")
-
-
-class TeacherStage(Protocol):
-    """Queries teachers and adds, in place, the keys of a batch that its loss or advantages read."""
-
-    async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
-        """Return metrics of the step; `rows` has one item for each row of the batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +117,8 @@ class Distillation:
     teacher_stage: TeacherStage
     placement: Placement
 
-    async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> tuple[TrainingBatch, dict[str, float]]:
-        """Return the batch with the teachers' log-probs, and its metrics."""
+    async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> StepBatch:
+        """Return the batch with the teachers' log-probs."""
         with timer("data_processing"):
             batch, rows = assemble_batch(collected.groups, min_group_size=self.config.min_group_size)
         with timer("teacher_logprobs"):
@@ -134,4 +127,7 @@ class Distillation:
         batch_level_metrics = batch_metrics(batch)
         if self.config.distillation.off_policy:  # recorded responses have no reward
             batch_level_metrics = {name: value for name, value in batch_level_metrics.items() if "reward" not in name}
-        return batch, {**batch_level_metrics, **metrics, **collected.metrics}
+        return StepBatch(batch, rows, {**batch_level_metrics, **metrics, **collected.metrics})
+
+
+__getattr__ = nemo_rl_names.refuse(__name__)

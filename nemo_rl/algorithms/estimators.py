@@ -3,23 +3,22 @@
 Imports no torch, since a configuration imports it; the estimators themselves are in advantages.py.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from nemo_rl import batch as keys
-from nemo_rl.config.algorithm import AdvantageEstimatorConfig
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, entry_from_callable
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.config.master import AdvantageEstimatorConfig, GRPORunConfig
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import AdvantageEstimator
+
+if TYPE_CHECKING:
+    from nemo_rl.interfaces import AdvantageEstimator
 
 
-def make_advantage_estimator(section: AdvantageEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+def make_advantage_estimator(section: AdvantageEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
     """Return the estimator of a section; `loss` is the section of the loss, whose KL may belong to the reward."""
     return ADVANTAGE_ESTIMATORS.entry(section.name, key="grpo.adv_estimator.name").make(section, loss)
 
@@ -28,8 +27,10 @@ class GroupEstimatorConfig(AdvantageEstimatorConfig):
     """Keys of the built-in estimators; NeMo-RL's recipes set them whatever the estimator is."""
 
     normalize_rewards: bool = True  # divide by the group's standard deviation
-    use_leave_one_out_baseline: bool = False
+    use_leave_one_out_baseline: bool = False  # the baseline of a rollout is the mean of the others of its group
     minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean
+    normalization_scope: Literal["group", "batch"] = "group"  # grpo: whose standard deviation divides
+    std_epsilon: float = Field(default=1e-6, ge=0)  # added to the standard deviation
 
 
 class GRPOEstimatorConfig(GroupEstimatorConfig):
@@ -38,17 +39,48 @@ class GRPOEstimatorConfig(GroupEstimatorConfig):
     name: str = "grpo"
 
 
-def check_grpo_estimator(key: str, section: GroupEstimatorConfig, config: GRPORunConfig) -> None:
+def check_unread(key: str, section: GroupEstimatorConfig) -> None:
     """Raise ConfigError for a key that only another estimator reads."""
     if not section.minus_baseline:
         raise ConfigError(f"{key}.minus_baseline", False, "read by name: reinforce_plus_plus only; allowed: true")
+    if section.normalization_scope != "group" and section.name != "grpo":
+        raise ConfigError(
+            f"{key}.normalization_scope", section.normalization_scope, "read by name: grpo only; allowed: group"
+        )
 
 
-def _make_group_relative(section: GRPOEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+def check_group_size(key: str, section: GroupEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError where every group has one rollout, which is its own baseline: all advantages would be 0."""
+    if config.grpo.num_generations_per_prompt == 1:
+        raise ConfigError(
+            "grpo.num_generations_per_prompt",
+            1,
+            f"every advantage of {key}.name: {section.name} would be 0, as a rollout is compared with others of its "
+            f"prompt; must be at least 2, or {key}: {{name: reinforce_plus_plus, minus_baseline: false}}",
+        )
+
+
+def check_grpo_estimator(key: str, section: GRPOEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for unread keys, options that exclude each other, and groups of one."""
+    check_unread(key, section)
+    check_group_size(key, section, config)
+    if section.normalization_scope == "batch" and section.use_leave_one_out_baseline:
+        raise ConfigError(
+            f"{key}.normalization_scope",
+            "batch",
+            f"{key}.use_leave_one_out_baseline takes the deviation of the group's others; allowed: group",
+        )
+
+
+def _make_group_relative(section: GRPOEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
     from nemo_rl.algorithms.advantages import GroupRelativeAdvantages  # loads torch
 
     return GroupRelativeAdvantages(
-        loss.reward_kl, leave_one_out=section.use_leave_one_out_baseline, normalize=section.normalize_rewards
+        loss.reward_kl,
+        leave_one_out=section.use_leave_one_out_baseline,
+        normalize=section.normalize_rewards,
+        std_epsilon=section.std_epsilon,
+        batch_std=section.normalization_scope == "batch",
     )
 
 
@@ -59,12 +91,14 @@ class GDPOEstimatorConfig(GroupEstimatorConfig):
     """`name: gdpo` (arXiv 2601.05242): each named reward relative to its group, then their weighted sum, whitened."""
 
     name: str = "gdpo"
-    reward_weights: dict[str, float] = Field(default_factory=dict)  # by reward name; 1 where not named
+    # By reward name, 1 where not named; or a list in the alphabetical order of the names, one for each.
+    reward_weights: dict[str, float] | list[float] = Field(default_factory=dict)
 
 
 def check_gdpo(key: str, section: GDPOEstimatorConfig, config: GRPORunConfig) -> None:
-    """Raise ConfigError for options that change the total reward, which is not read."""
-    check_grpo_estimator(key, section, config)
+    """Raise ConfigError for unread keys, groups of one, and options that change the total reward, which is not read."""
+    check_unread(key, section)
+    check_group_size(key, section, config)
     options = {
         "grpo.reward_scaling.enabled": config.grpo.reward_scaling.enabled,
         "grpo.reward_shaping.enabled": config.grpo.reward_shaping.enabled,
@@ -74,13 +108,14 @@ def check_gdpo(key: str, section: GDPOEstimatorConfig, config: GRPORunConfig) ->
         raise ConfigError(option, True, "gdpo reads the named rewards as they are; allowed: false")
 
 
-def _make_gdpo(section: GDPOEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+def _make_gdpo(section: GDPOEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
     from nemo_rl.algorithms.advantages import DecoupledAdvantages  # loads torch
 
     return DecoupledAdvantages(
         loss.reward_kl,
         leave_one_out=section.use_leave_one_out_baseline,
         normalize=section.normalize_rewards,
+        std_epsilon=section.std_epsilon,
         reward_weights=section.reward_weights,
     )
 
@@ -93,14 +128,25 @@ class ReinforcePlusPlusConfig(GroupEstimatorConfig):
 
     name: str = "reinforce_plus_plus"
 
+    @property
+    def compares_group(self) -> bool:
+        """Return whether the group's mean is subtracted."""
+        return self.minus_baseline
 
-def _make_reinforce_plus_plus(section: ReinforcePlusPlusConfig, loss: LossConfig) -> AdvantageEstimator:
+
+def check_reinforce_plus_plus(key: str, section: ReinforcePlusPlusConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for groups of one, where their mean is subtracted."""
+    if section.minus_baseline:
+        check_group_size(key, section, config)
+
+
+def _make_reinforce_plus_plus(section: ReinforcePlusPlusConfig, loss: LossConfig) -> "AdvantageEstimator":
     from nemo_rl.algorithms.advantages import WhitenedAdvantages  # loads torch
 
     return WhitenedAdvantages(loss.reward_kl, minus_baseline=section.minus_baseline)
 
 
-REINFORCE_PLUS_PLUS = Entry(ReinforcePlusPlusConfig, make=_make_reinforce_plus_plus)
+REINFORCE_PLUS_PLUS = Entry(ReinforcePlusPlusConfig, make=_make_reinforce_plus_plus, check=check_reinforce_plus_plus)
 
 
 class OPDEstimatorConfig(GroupEstimatorConfig):
@@ -130,10 +176,10 @@ def check_opd(key: str, section: OPDEstimatorConfig, config: GRPORunConfig) -> N
     }
     for option in (option for option, is_on in options.items() if is_on):
         raise ConfigError(option, True, "adv_estimator.name: opd reads no reward; allowed: false")
-    check_grpo_estimator(key, section, config)
+    check_unread(key, section)
 
 
-def _make_opd(section: OPDEstimatorConfig, loss: LossConfig) -> AdvantageEstimator:
+def _make_opd(section: OPDEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
     from nemo_rl.algorithms.advantages import TeacherAdvantages  # loads torch
 
     return TeacherAdvantages()
@@ -145,7 +191,7 @@ OPD = Entry(OPDEstimatorConfig, make=_make_opd, check=check_opd)
 class CustomEstimatorConfig(AdvantageEstimatorConfig):
     """`name: package.module:Name`: a class, or a function that returns an estimator, called with `kwargs`."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
 
     @property
     def uses_teachers(self) -> bool:
@@ -165,23 +211,14 @@ class CustomEstimatorConfig(AdvantageEstimatorConfig):
 
 def adapt_estimator(key: str, path: str, target: Any) -> Entry[CustomEstimatorConfig]:
     """Return the entry of a user's own class or function; raises ConfigError for `key` where it is neither."""
-    if not callable(target):
-        raise ConfigError(key, path, "must name a class, or a function, that makes an interfaces.AdvantageEstimator")
-
-    factory = cast(Callable[..., AdvantageEstimator], target)
-
-    def make(section: CustomEstimatorConfig, loss: LossConfig | None) -> AdvantageEstimator:
-        return factory(**section.kwargs)
 
     def check(section_key: str, section: CustomEstimatorConfig, config: GRPORunConfig) -> None:
-        try:
-            inspect.signature(target).bind(**section.kwargs)
-        except TypeError as error:
-            raise ConfigError(f"{section_key}.kwargs", section.kwargs, f"{path} cannot be called: {error}") from error
-        if not isinstance(target(**section.kwargs), AdvantageEstimator):
-            raise ConfigError(key, path, "makes no interfaces.AdvantageEstimator: required_keys and __call__")
         if config.loss_fn.reward_kl is not None:
             problem = f"{path} is made of its kwargs alone; for the loss's section it must be a kinds.Entry"
             raise ConfigError("loss_fn.use_kl_in_reward", True, f"{problem}; allowed: false")
 
-    return Entry(CustomEstimatorConfig, make=make, check=check)
+    from nemo_rl.interfaces import AdvantageEstimator  # here: most configurations need no protocol
+
+    return entry_from_callable(
+        CustomEstimatorConfig, AdvantageEstimator, key=key, path=path, target=target, check=check
+    )

@@ -1,20 +1,32 @@
-"""The loop of every algorithm that trains on rollouts.
+"""The loop of every algorithm that trains on rollouts, and its reports: metrics, rates, waits and samples of a step.
 
 Synchronous, asynchronous and filtered training differ only in `run.source`, algorithms only in `run.algorithm`.
 """
 
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from nemo_rl.algorithms.interrupt import Interrupted
-from nemo_rl.algorithms.report import report_step, report_validation
-from nemo_rl.algorithms.resuming import CheckpointWriter, Position, Resumable, restore
-from nemo_rl.algorithms.run import TrainingRun
+from nemo_rl.algorithms.run import CheckpointWriter, Interrupted, Position, Resumable, TrainingRun, restore
+from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.errors import RolloutError
-from nemo_rl.observability.timer import StepTimer
+from nemo_rl.interfaces import Logger
+from nemo_rl.observability.loggers import StepTimer
+from nemo_rl.observability.progress import Progress
+from nemo_rl.types import FailureClass, Trajectory
 
 logger = logging.getLogger(__name__)
+
+POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")
+WAITING_PHASES = {
+    "generation": ("generation", "exposed_generation"),
+    "teachers": ("teacher_logprobs",),
+    "weight_sync": ("weight_sync",),
+    "checkpointing": ("checkpointing",),
+}
+SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
 
 
 @dataclass(slots=True)
@@ -72,9 +84,15 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
             except StopAsyncIteration:
                 training.data_exhausted = True
                 return
-        batch, metrics = await run.algorithm.make_batch(collected, timer)
+        made = await run.algorithm.make_batch(collected, timer)
+        if run.details is not None:
+            with timer("rollout_details"):
+                await run.details.record(step + 1, made.batch, made.rows, policy)
+        if training.checkpoint_writer.has_pending:  # before training: a death in it then costs this step alone
+            with timer("checkpointing"):
+                await training.checkpoint_writer.finish_if_written()
         with timer("policy_training"):
-            metrics |= await policy.train_step(batch, run.algorithm.loss_fn)
+            metrics = made.metrics | await policy.train_step(made.batch, run.algorithm.loss_fn)
         if training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
                 await training.checkpoint_writer.finish()
@@ -84,7 +102,7 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
             refit_done = await _refit(run, step)
         if refit_done and _should_validate(run, step):
             await _validate(run, training, timer)
-        await save_if_due(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
+        await _save_in_turn(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
     report_step(run, step, metrics, timer)
 
 
@@ -94,7 +112,6 @@ async def _refit(run: TrainingRun, step: int) -> bool:
     Background rollouts continue during the refit with `in_flight_weight_updates`; else they finish first, and none
     starts meanwhile. A stop requested while they finish skips the refit: the trained step is complete without it.
     """
-    await run.placement.prepare_for_refit()
     async with AsyncExitStack() as stack:
         hold = run.source.hold(until_idle=not run.config.algorithm.background.in_flight_weight_updates)
         try:
@@ -102,8 +119,7 @@ async def _refit(run: TrainingRun, step: int) -> bool:
         except Interrupted:
             logger.info("skipping the refit of step %d: a stop was requested", step)
             return False
-        await run.weight_sync.publish(run.policy, run.generation, weight_version=step)
-    await run.placement.prepare_for_generation()
+        await run.weight_sync.publish(run.policy, run.generation, weight_version=step, turns=run.placement)
     return True
 
 
@@ -113,7 +129,13 @@ async def _finish(run: TrainingRun, training: TrainingProgress) -> None:
     logger.info("dataset exhausted after %d steps (%s.max_num_epochs)", training.position.step, section)
     if run.config.algorithm.val_at_end and training.position.step not in training.validations:
         await _validate(run, training, StepTimer())
-    await save_if_due(run, training, StepTimer(), is_last=True)
+    await _save_in_turn(run, training, StepTimer(), is_last=True)
+
+
+async def _save_in_turn(run: TrainingRun, training: TrainingProgress, timer: StepTimer, *, is_last: bool) -> None:
+    """Save where that is due, with the policy on the device, which the engine has had since the refit."""
+    turn = run.placement.policy_turn("weights", "optimizer")
+    await save_if_due(run, training, timer, is_last=is_last, turn=turn)
 
 
 def _should_validate(run: TrainingRun, step: int) -> bool:
@@ -134,16 +156,27 @@ async def _validate(run: TrainingRun, training: TrainingProgress, timer: StepTim
         logger.info("discarding the validation after step %d: a stop was requested", training.position.step)
         return
     training.validations[training.position.step] = validation.metrics
-    report_validation(run, training.position.step, validation, timer)
+    await report_validation(run, training.position.step, validation, timer)
 
 
-async def save_if_due(run: Resumable, training: TrainingProgress, timer: StepTimer, *, is_last: bool) -> None:
-    """Begin a checkpoint where one is due; finish it now after the last step or past the deadline, else later."""
+async def save_if_due(
+    run: Resumable,
+    training: TrainingProgress,
+    timer: StepTimer,
+    *,
+    is_last: bool,
+    turn: AbstractAsyncContextManager[None] | None = None,
+) -> None:
+    """Begin a checkpoint where one is due; finish it now after the last step or past the deadline, else later.
+
+    The policy is copied inside `turn`.
+    """
     store = run.checkpoints
     if store is None or not store.should_save(training.position.step, is_last=is_last):
         return
     with timer("checkpointing"):
-        await training.checkpoint_writer.begin(training.position, checkpoint_metrics(training))
+        async with turn or nullcontext():
+            await training.checkpoint_writer.begin(training.position, checkpoint_metrics(training))
         if is_last or store.deadline_reached:
             await training.checkpoint_writer.finish()
 
@@ -154,3 +187,90 @@ def checkpoint_metrics(training: TrainingProgress) -> dict[str, float]:
     return {f"train:{k}": v for k, v in training.metrics.items()} | {
         f"val:{k}": v for k, v in validation_metrics.items()
     }
+
+
+class ReportTarget(Protocol):
+    """A run that reports its steps."""
+
+    @property
+    def logger(self) -> Logger: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+
+def report_step(run: ReportTarget, step: int, metrics: dict[str, float], timer: StepTimer) -> None:
+    """Log the metrics of one training step under their prefixes, and show them."""
+    seconds = timer.seconds()
+    validation_s = seconds.pop("total_validation_time", 0.0)
+    performance = throughput(metrics, seconds, validation_s)
+    run.logger.log_metrics(
+        {_add_train_prefix(name): value for name, value in metrics.items() if name != "train_flops"}
+        | {f"efficiency/{name}": value for name, value in efficiency(seconds, validation_s).items()}
+        | {f"timing/train/{name}": value for name, value in seconds.items()}
+        | {f"performance/{name}": value for name, value in performance.items()},
+        step,
+    )
+    run.progress.step(step, metrics=metrics | performance, seconds=seconds)
+
+
+def _add_train_prefix(name: str) -> str:
+    """Return the metric's full name; a background source reports waits, which have a prefix of their own."""
+    return name if name.startswith("efficiency/") else f"train/{name}"
+
+
+def efficiency(seconds: dict[str, float], validation_s: float) -> dict[str, float]:
+    """Return the share of a step in which the policy computed, and the seconds in which it waited, by cause."""
+    busy_s = sum(seconds.get(name, 0.0) for name in POLICY_PHASES)
+    waits = {cause: sum(seconds.get(name, 0.0) for name in names) for cause, names in WAITING_PHASES.items()}
+    waits["validation"] = validation_s
+    shares = {"training_busy_pct": 100 * busy_s / max(seconds["total_step_time"], 1e-9)}
+    return shares | {f"exposed_wait_s/{cause}": waited for cause, waited in waits.items()}
+
+
+def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_s: float) -> dict[str, float]:
+    """Return the rates of one step, without the time of its validation."""
+    total = max(seconds["total_step_time"] - validation_s, 1e-9)
+    num_tokens = metrics["total_num_tokens"]
+    rates = {
+        "samples_per_sec": metrics["global_valid_seqs"] / total,
+        "tokens_per_sec": num_tokens / total,
+        "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
+    }
+    if "num_rollouts" in metrics:
+        generation_s = seconds.get("generation", total)  # in the background it takes the whole step
+        rates["generation_tokens_per_sec"] = _num_sampled_tokens(metrics) / max(generation_s, 1e-9)
+    if "train_flops" in metrics:  # of the whole step, from the policy
+        rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
+    return rates
+
+
+def _num_sampled_tokens(metrics: dict[str, float]) -> float:
+    """Return the sampled tokens of all rollouts that did not fail, also of those not trained on."""
+    num_failed = sum(metrics[f"failures/{failure_class}"] for failure_class in FailureClass)
+    return metrics["mean_gen_tokens_per_sample"] * (metrics["num_rollouts"] - num_failed)
+
+
+async def report_validation(run: TrainingRun, step: int, validation: ValidationResult, timer: StepTimer) -> None:
+    """Log the metrics of one validation and its first rollouts as a table; write all rollouts to a file."""
+    metrics = {f"validation/{name}": value for name, value in validation.metrics.items()}
+    metrics["timing/validation/total_validation_time"] = timer.seconds()["total_validation_time"]
+    run.logger.log_metrics(metrics, step)
+    if run.validation_rollouts is not None:
+        await run.validation_rollouts.write(step, validation.trajectories)
+    rows = sample_rows(validation.trajectories[: run.config.logger.num_val_samples_to_print])
+    run.logger.log_table("validation/samples", SAMPLE_COLUMNS, rows, step)
+    run.progress.validation(step, metrics=validation.metrics, columns=SAMPLE_COLUMNS, rows=rows)
+
+
+def sample_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, str, str, str]]:
+    """Return one row for each rollout, as SAMPLE_COLUMNS; a failed one has its cause in place of a reward."""
+    rows = []
+    for trajectory in trajectories:
+        prompt = "\n".join(message.content for message in trajectory.prompt.messages)
+        turns = [m.message for m in trajectory.message_log[len(trajectory.prompt.messages) :]]
+        response = "\n".join(f"{m.role}: {m.content}" if len(turns) > 1 else m.content for m in turns)
+        failure = trajectory.failure
+        reward = f"failed: {failure.cause}" if failure else f"{trajectory.reward:.3f}"
+        rows.append((prompt, response, reward, str(trajectory.stop_reason)))
+    return rows

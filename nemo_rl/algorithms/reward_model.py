@@ -1,6 +1,6 @@
 """Training of a reward model on preferences (Bradley and Terry): the better answer learns the higher score.
 
-One process, float32. Made by launch/reward_model.py; computes scores as environments/scorers does.
+One process, float32. Made by launch/supervised.py; computes scores as environments/scorers does.
 """
 
 import random
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.config.reward_model import RewardModelRunConfig
+from nemo_rl.config.supervised import RewardModelRunConfig
 from nemo_rl.environments.scorers.classifier import score_padded
 
 

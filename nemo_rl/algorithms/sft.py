@@ -1,6 +1,6 @@
 """Supervised training on conversations: the loop, and the loss on the validation sets.
 
-Shares the end of a step with loop.py, which trains on rollouts: report.py and resuming.py.
+Shares the end of a step with loop.py, which trains on rollouts: its reports and checkpoints.
 """
 
 import logging
@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
-from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, save_if_due
-from nemo_rl.algorithms.report import report_step
-from nemo_rl.algorithms.resuming import CheckpointWriter, Position, restore
+from nemo_rl import nemo_rl_names
+from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, report_step, save_if_due
+from nemo_rl.algorithms.run import CheckpointWriter, Interrupt, Interrupted, Position, restore
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.config.supervised import SFTRunConfig
 from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Logger, Policy
 from nemo_rl.losses.sft import NegativeLogLikelihood, negative_log_likelihood
+from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.observability.progress import Progress
-from nemo_rl.observability.timer import StepTimer
 from nemo_rl.policy.micro_batches import loss_mask
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SFTRun:
-    """Everything that a supervised run is made of; launch/sft.py makes it."""
+    """Everything that a supervised run is made of; launch/supervised.py makes it."""
 
     config: SFTRunConfig
     run_dir: Path
@@ -125,3 +124,6 @@ async def _validation_loss(run: SFTRun, held_out: SupervisedDataset) -> float:
 def _batches(samples: Sequence[SupervisedSample], size: int, limit: int | None) -> Iterator[Sequence[SupervisedSample]]:
     for start in range(0, len(samples), size)[:limit]:
         yield samples[start : start + size]
+
+
+__getattr__ = nemo_rl_names.refuse(__name__)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemo_rl.data.datasets import PromptSet
-from nemo_rl.experience.collection import run_rollouts
-from nemo_rl.experience.metrics import pass_at_k
+from nemo_rl.experience.records import pass_at_k
 from nemo_rl.experience.rollouts import (
     RolloutDependencies,
     RolloutJob,
@@ -14,6 +13,7 @@ from nemo_rl.experience.rollouts import (
     run_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
 )
+from nemo_rl.experience.sources import run_rollouts
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 
@@ -70,7 +70,8 @@ class Validator:
                 for prompt in prompts[start : start + self.batch_size]
                 for index in range(num_generations)
             ]
-            trajectories += await run_rollouts(jobs, self.dependencies, RolloutOptions(sampling, self.seed), scheduler)
+            options = RolloutOptions(sampling, self.seed, trains=False)
+            trajectories += await run_rollouts(jobs, self.dependencies, options, scheduler)
         return trajectories
 
 

@@ -9,19 +9,10 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from nemo_rl.collect.compare import RewardRange, compare, write_curriculum
+from nemo_rl.collect import profile_report
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.nemo_gym import export_nemo_gym, import_nemo_gym
-from nemo_rl.collect.profile import ALL_DATASETS, THRESHOLDS, Profile, profile
-from nemo_rl.collect.profile_report import (
-    PLOT_FILE,
-    comparison_table,
-    open_report_console,
-    summary_table,
-    write_json,
-    write_plot,
-    write_profile,
-)
+from nemo_rl.collect.profile import ALL_DATASETS, THRESHOLDS, Profile, RewardRange, compare, profile, write_curriculum
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.config.collect import parse_seeds
 from nemo_rl.errors import ConfigError
@@ -90,10 +81,10 @@ def _profile(parsed: argparse.Namespace) -> ExitCode:
     measured = profile(parsed.directory, seeds=parsed.seeds, ks=parsed.k, thresholds=parsed.thresholds)
     output = parsed.output or parsed.directory
     output.mkdir(parents=True, exist_ok=True)
-    console = open_report_console()
-    console.print(summary_table(measured))
-    write_profile(measured, output)
-    write_plot(measured, output / PLOT_FILE)
+    console = profile_report.open_report_console()
+    console.print(profile_report.summary_table(measured))
+    profile_report.write_profile(measured, output)
+    profile_report.write_plot(measured, output / profile_report.PLOT_FILE)
     if parsed.compare is not None:
         _compare(parsed, measured, output, console)
     if rewards is not None:
@@ -115,8 +106,8 @@ PROFILE = Command(
 def _compare(parsed: argparse.Namespace, measured: Profile, output: Path, console: Console) -> None:
     earlier = profile(parsed.compare, seeds=parsed.seeds, ks=parsed.k, thresholds=parsed.thresholds)
     comparison = compare(earlier, measured)
-    console.print(comparison_table(comparison, str(parsed.compare), str(parsed.directory)))
-    write_json(asdict(comparison), output / COMPARISON_FILE)
+    console.print(profile_report.comparison_table(comparison, str(parsed.compare), str(parsed.directory)))
+    profile_report.write_json(asdict(comparison), output / COMPARISON_FILE)
 
 
 def _reward_range(parsed: argparse.Namespace) -> RewardRange | None:

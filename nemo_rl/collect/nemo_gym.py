@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_rl.collect.files import atomic_write
-from nemo_rl.collect.shards import KeySpace, RolloutKey
+from nemo_rl.collect.shards import TASKS_FILE, KeySpace, RolloutKey, Task, read_tasks, write_tasks
 from nemo_rl.collect.store import MAX_ATTEMPTS, RolloutStore
 from nemo_rl.collect.table import CollectionManifest, read_manifest
-from nemo_rl.collect.tasks import TASKS_FILE, Task, read_tasks, write_tasks
 from nemo_rl.data.nemo_gym import NEMO_GYM
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, DataError

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_rl.collect.compare import Comparison
 from nemo_rl.collect.files import atomic_write
-from nemo_rl.collect.profile import Floats, Profile, Summary, iter_task_rows
+from nemo_rl.collect.profile import Comparison, Floats, Profile, Summary, iter_task_rows
 from nemo_rl.data.rows import encode_json_line
 
 if TYPE_CHECKING:

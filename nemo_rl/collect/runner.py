@@ -14,10 +14,10 @@ from typing import Any
 from nemo_rl.collect.shards import RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.collection import run_training_rollouts
+from nemo_rl.experience.records import rollout_row
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
+from nemo_rl.experience.sources import run_training_rollouts
 from nemo_rl.experience.supervision import Supervision
-from nemo_rl.experience.writer import rollout_row
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class _Runner:
                 self._is_stopping = True
                 raise
 
-        options = RolloutOptions(self._sampling, seed, progress=ended, supervision=self._supervision)
+        options = RolloutOptions(self._sampling, seed, progress=ended, supervision=self._supervision, trains=False)
         await run_training_rollouts(jobs, self._dependencies, options)
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from nemo_rl.collect.files import BLOCK_BYTES
 from nemo_rl.collect.merge import MERGED, load_shard_set
-from nemo_rl.collect.shards import find_shards
-from nemo_rl.collect.tasks import read_tasks
+from nemo_rl.collect.shards import find_shards, read_tasks
 from nemo_rl.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)

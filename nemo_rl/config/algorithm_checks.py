@@ -11,11 +11,11 @@ from nemo_rl.config.loss import PolicyGradientLossConfig
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, LOSSES
 from nemo_rl.config.section import Section
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, raise_config_errors
 
 
 def check_grpo(config: GRPORunConfig) -> None:
-    """Raise ConfigError for the first combination that cannot run."""
+    """Raise ConfigError for the combinations that cannot run, all at once."""
     checks: tuple[Callable[[GRPORunConfig], None], ...] = (
         _check_dynamic_sampling,
         _check_rewards,
@@ -23,8 +23,13 @@ def check_grpo(config: GRPORunConfig) -> None:
         _check_estimator,
         _check_penalties,
     )
+    found = []
     for check in checks:
-        check(config)
+        try:
+            check(config)
+        except ConfigError as error:
+            found.append(error)
+    raise_config_errors(found)
 
 
 def check_distillation(config: DistillationRunConfig) -> None:
@@ -58,6 +63,12 @@ def check_policy_gradient(
                 f"{key}.{name}", value, f"has no meaning with {key}.type: {section.type}; allowed: {allowed}"
             )
     _check_truncation(key, section)
+    if section.trajectory_token_divisor is not None and section.token_level_loss:
+        raise ConfigError(
+            f"{key}.trajectory_token_divisor",
+            section.trajectory_token_divisor,
+            f"divides the sum over a trajectory, which {key}.token_level_loss: true does not form; allowed: null",
+        )
     if section.use_kl_in_reward and section.reference_policy_kl_penalty == 0:
         raise ConfigError(f"{key}.reference_policy_kl_penalty", 0.0, "use_kl_in_reward needs a weight above 0")
     if not isinstance(config, GRPORunConfig):

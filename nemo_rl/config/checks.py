@@ -1,18 +1,20 @@
 """Rules across sections that the schema cannot express. They load no model and no torch, and only check that files
 exist."""
 
-from collections.abc import Callable
-from typing import TypeGuard
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
+from nemo_rl.config import master
 from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
-from nemo_rl.config.data import check_file, resolve_dataset
+from nemo_rl.config.data import DatasetConfig, check_prompt_file, resolve_dataset
 from nemo_rl.config.environment_checks import check_environments, check_scorers
-from nemo_rl.config.layout import make_layout
+from nemo_rl.config.layout import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
 from nemo_rl.config.registries import ENGINES, PROCESSORS
-from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.errors import ConfigError, suggest_name
+from nemo_rl.config.supervised import SFTConfig, SFTRunConfig
+from nemo_rl.errors import ConfigError, raise_config_errors, suggest_name
 from nemo_rl.metric_names import ranking_metrics
 
 
@@ -70,27 +72,49 @@ def check_checkpointing(config: TrainingRunConfig) -> None:
     A name with a slash ("val:<dataset>/accuracy", "train:advantages/mean") depends on the data and is checked when
     the first checkpoint is written.
     """
-    metric = config.checkpointing.metric_name
-    if not config.checkpointing.enabled or metric is None:
+    section = config.algorithm_key
+    extra = _pass_metrics(config)
+    metric = _ranking_metric(config, config.algorithm, section, extra, "accuracy", "train:reward or null")
+    if metric is None or metric.kind == "train":
         return
-    kind, _, name = metric.partition(":")
+    if metric.name.rpartition("/")[2] == "greedy_accuracy" and not config.algorithm.val_greedy:
+        raise ConfigError(KEY, metric.text, f"needs {section}.val_greedy: true")
+
+
+class RankingMetric(NamedTuple):
+    """`checkpointing.metric_name`, split."""
+
+    text: str  # as configured
+    kind: str  # "val" or "train"
+    name: str
+
+
+def _ranking_metric(
+    config: TrainingRunConfig | SFTRunConfig,
+    validation: master.RolloutTrainingConfig | SFTConfig,
+    section: str,
+    extra: frozenset[str],
+    example: str,
+    without: str,
+) -> RankingMetric | None:
+    """Return the metric that ranks checkpoints, None where none does; raises ConfigError unless the run computes it.
+
+    `extra` are names of validations that `section` adds; `example` and `without` are what the errors propose.
+    """
+    text = config.checkpointing.metric_name
+    if not config.checkpointing.enabled or text is None:
+        return None
+    kind, _, name = text.partition(":")
     if kind not in ("val", "train") or not name:
-        raise ConfigError(KEY, metric, 'must be "val:" or "train:" and a metric\'s name, e.g. "val:accuracy"')
-    known = ranking_metrics(kind, config.algorithm_key) | (_pass_metrics(config) if kind == "val" else frozenset())
+        raise ConfigError(KEY, text, f'must be "val:" or "train:" and a metric\'s name, e.g. "val:{example}"')
+    known = ranking_metrics(kind, section) | (extra if kind == "val" else frozenset())
     if "/" not in name and name not in known:
-        raise ConfigError(KEY, metric, f"no such metric{suggest_name(name, known)}")
-    if kind == "val":
-        _check_validation_runs(config, metric, name)
-
-
-def _check_validation_runs(config: TrainingRunConfig, metric: str, name: str) -> None:
-    algorithm, section = config.algorithm, config.algorithm_key
-    if config.data.validation is None:
-        raise ConfigError(KEY, metric, "needs a dataset in data.validation; without one use train:reward or null")
-    if algorithm.val_period == 0 and not algorithm.val_at_end:
-        raise ConfigError(KEY, metric, f"needs {section}.val_period above 0, or {section}.val_at_end")
-    if name.rpartition("/")[2] == "greedy_accuracy" and not algorithm.val_greedy:
-        raise ConfigError(KEY, metric, f"needs {section}.val_greedy: true")
+        raise ConfigError(KEY, text, f"no such metric{suggest_name(name, known)}")
+    if kind == "val" and not config.data.validates:
+        raise ConfigError(KEY, text, f"needs a dataset in data.validation; without one use {without}")
+    if kind == "val" and validation.val_period == 0 and not validation.val_at_end:
+        raise ConfigError(KEY, text, f"needs {section}.val_period above 0, or {section}.val_at_end")
+    return RankingMetric(text, kind, name)
 
 
 def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
@@ -143,19 +167,29 @@ def check_task_teachers(config: TrainingRunConfig, task_names: frozenset[str]) -
 
 
 def check(config: TrainingRunConfig) -> None:
-    """Raise ConfigError for the first combination that cannot run."""
-    for one in (*_ROLLOUT_CHECKS, *_TRAINING_CHECKS):
-        one(config)
+    """Raise ConfigError for the combinations that cannot run, all at once."""
+    checks: list[Callable[[Any], None]] = [*_ROLLOUT_CHECKS, *_TRAINING_CHECKS]
     if isinstance(config, GRPORunConfig):
-        check_grpo(config)
+        checks.append(check_grpo)
     if isinstance(config, DistillationRunConfig):
-        check_distillation(config)
+        checks.append(check_distillation)
+    run_checks(checks, config)
+
+
+def run_checks(checks: Iterable[Callable[[Any], None]], config: Any) -> None:
+    """Run every check, and raise what they found as one ConfigError."""
+    found = []
+    for one in checks:
+        try:
+            one(config)
+        except ConfigError as error:
+            found.append(error)
+    raise_config_errors(found)
 
 
 def check_rollouts(config: RolloutRunConfig) -> None:
-    """Raise ConfigError for the first problem of what rollouts alone need."""
-    for one in _ROLLOUT_CHECKS:
-        one(config)
+    """Raise ConfigError for the problems of what rollouts alone need."""
+    run_checks(_ROLLOUT_CHECKS, config)
 
 
 def _check_batches(config: TrainingRunConfig) -> None:
@@ -190,9 +224,23 @@ def _check_groups(config: TrainingRunConfig) -> None:
         raise ConfigError("rollout.min_group_size", smallest, f"must be at most {key} = {size}")
 
 
+def _check_oversampling(config: TrainingRunConfig) -> None:
+    """Refuse an early stop where groups are not collected one by one before each step."""
+    factor, key = config.rollout.oversample, "rollout.oversample"
+    if factor == 1:
+        return
+    if config.algorithm.background.enabled:
+        problem = "must be 1: background collection begins the groups of later steps too, and keeps what a step leaves"
+        raise ConfigError(key, factor, problem)
+    if config.reward_model.shares_device:
+        problem = "must be 1: scorers on the engine's device have their turn after the last rollout"
+        raise ConfigError(key, factor, f"{problem}, or reward_model.enable_resource_pool: true")
+    if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
+        raise ConfigError(key, factor, "must be 1 with distillation.off_policy, which samples nothing")
+
+
 def _check_sampling(config: TrainingRunConfig) -> None:
-    """Require samples of the whole distribution: the trainer's log-probs are log_softmax(logits / T) and include no
-    other filter."""
+    """Require samples that differ, and of the whole distribution where they are compared with a teacher's."""
     generation, path = config.policy.generation, "policy.generation"
     if generation.temperature == 0:
         raise ConfigError(
@@ -200,10 +248,15 @@ def _check_sampling(config: TrainingRunConfig) -> None:
             0.0,
             f"training needs samples that differ: above 0 (for validation: {config.algorithm_key}.val_temperature)",
         )
+    if not uses_teachers(config):
+        return
+    reason = "teachers' log-probs are of the whole distribution"
+    found: list[ConfigError] = []
     if generation.top_p < 1:
-        raise ConfigError(f"{path}.top_p", generation.top_p, "training needs the whole distribution: 1.0")
+        found.append(ConfigError(f"{path}.top_p", generation.top_p, f"{reason}: 1.0"))
     if generation.top_k is not None:
-        raise ConfigError(f"{path}.top_k", generation.top_k, "training needs the whole distribution: null")
+        found.append(ConfigError(f"{path}.top_k", generation.top_k, f"{reason}: null"))
+    raise_config_errors(found)
 
 
 def _check_lengths(config: RolloutRunConfig) -> None:
@@ -255,17 +308,21 @@ def check_data(config: RolloutRunConfig | SFTRunConfig) -> None:
     for field in config.data.dataset_fields:
         if getattr(config.data, field) == []:
             raise ConfigError(f"data.{field}", [], "must name a dataset")
-    for key, own in config.data.datasets:
-        entry, section = resolve_dataset(own, config.data.default, key=key, supervised=isinstance(config, SFTRunConfig))
-        if entry.open_prompts is not None and isinstance(config, SFTRunConfig):
-            problem = "its rows are tasks of agents, without the answers that supervised training needs"
-            raise ConfigError(f"{key}.dataset_name", section.dataset_name, problem)
-        if entry.check is not None:
-            entry.check(key, section, config)
-        check_file(f"{key}.prompt_file", section.prompt_file)
-        check_file(f"{key}.system_prompt_file", section.system_prompt_file)
-        if section.processor is not None:
-            PROCESSORS.entry(section.processor, key=f"{key}.processor")
+    checks = [partial(_check_dataset, key, own) for key, own in config.data.datasets]
+    run_checks(checks, config)
+
+
+def _check_dataset(key: str, own: DatasetConfig, config: RolloutRunConfig | SFTRunConfig) -> None:
+    entry, section = resolve_dataset(own, config.data.default, key=key, supervised=isinstance(config, SFTRunConfig))
+    if entry.open_prompts is not None and isinstance(config, SFTRunConfig):
+        problem = "its rows are tasks of agents, without the answers that supervised training needs"
+        raise ConfigError(f"{key}.dataset_name", section.dataset_name, problem)
+    if entry.check is not None:
+        entry.check(key, section, config)
+    check_prompt_file(f"{key}.prompt_file", section.prompt_file)
+    check_prompt_file(f"{key}.system_prompt_file", section.system_prompt_file)
+    if section.processor is not None:
+        PROCESSORS.entry(section.processor, key=f"{key}.processor")
 
 
 def _check_env_names(config: RolloutRunConfig) -> None:
@@ -287,6 +344,7 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     _check_engine,
     _check_batches,
     _check_groups,
+    _check_oversampling,
     _check_sampling,
     _check_layout,
     check_scheduler,
@@ -295,3 +353,41 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     check_teachers,
     check_teacher_batching,
 )
+
+
+UNUSED_DATASET_KEYS = ("env_name", "agent_name", "processor")  # dataset keys that only rollouts read
+
+
+def check_sft(config: SFTRunConfig) -> None:
+    """Raise ConfigError for the combinations that cannot run, all at once; files are only looked for."""
+    checks = (check_scheduler, check_data, _check_unused_keys, _check_sft_lengths, _check_sft_metric, _check_sft_policy)
+    run_checks(checks, config)
+
+
+def _check_sft_policy(config: SFTRunConfig) -> None:
+    check_micro_batch(config.policy)
+    if config.policy.device != "auto":
+        make_policy_layout(config.policy, config.cluster, config.policy.device)
+
+
+def _check_unused_keys(config: SFTRunConfig) -> None:
+    for section_key, dataset in (*config.data.datasets, ("data.default", config.data.default)):
+        for key in UNUSED_DATASET_KEYS:
+            if getattr(dataset, key) is not None:
+                raise ConfigError(f"{section_key}.{key}", getattr(dataset, key), "supervised training does not read it")
+
+
+def _check_sft_lengths(config: SFTRunConfig) -> None:
+    longest, total = config.data.max_input_seq_length, config.policy.max_total_sequence_length
+    if longest is not None and longest > total:
+        raise ConfigError(
+            "data.max_input_seq_length", longest, f"must be at most policy.max_total_sequence_length = {total}"
+        )
+
+
+def _check_sft_metric(config: SFTRunConfig) -> None:
+    """Check the metric that ranks checkpoints; a name with a slash ("val:<dataset>/loss") is checked at the first
+    checkpoint."""
+    metric = _ranking_metric(config, config.sft, "sft", frozenset(), "loss", "null")
+    if metric is not None and metric.name.rpartition("/")[2] == "loss" and config.checkpointing.higher_is_better:
+        raise ConfigError("checkpointing.higher_is_better", True, f"{metric.text} is better when it is lower: false")

@@ -28,7 +28,7 @@ class CollectConfig(Section):
     concurrency: int = Field(default=64, gt=0)  # rollouts at once
     max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # of a rollout that fails, over all starts
     max_failures_in_a_row: int = Field(default=100, gt=0)  # above it the collection stops: something is broken
-    max_rollout_turns: int = Field(default=1, gt=0)
+    max_rollout_turns: int = Field(default=1, gt=0)  # of the conversation with an environment
     write_token_ids: bool = False  # of every message, with log-probs where sampled
 
     @property
@@ -65,19 +65,19 @@ class ServerConfig(Section):
     api_key_env: str | None = None  # the environment variable that holds the key
     # completions: token ids in, token ids out (vLLM). chat: messages, which the server renders itself.
     api: Literal["auto", "completions", "chat"] = "auto"
-    requests_per_minute: float | None = Field(default=None, gt=0)
-    tokens_per_minute: float | None = Field(default=None, gt=0)
+    requests_per_minute: float | None = Field(default=None, gt=0)  # sent to the server at most; None: no limit
+    tokens_per_minute: float | None = Field(default=None, gt=0)  # of prompts and responses at most; None: no limit
 
     # The engine; errors beside `address`.
     backend: str = "vllm"  # an entry of ENGINES; hf: transformers, slow and exactly repeatable
-    tensor_parallel_size: int = Field(default=1, gt=0)
+    tensor_parallel_size: int = Field(default=1, gt=0)  # GPUs of one copy of the model
     data_parallel_size: int = Field(default=1, gt=0)  # copies of the model, by vLLM's own data parallelism
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)  # share of a GPU's memory for weights and KV cache
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
     max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
     max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
     trust_remote_code: bool = False  # run Python code that comes with the model
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
 
@@ -114,8 +114,8 @@ class SampledRunConfig(RolloutRunConfig):
     """Rollouts of a model that is only sampled: the base of `nemo-rl collect` and examples/run_eval.py."""
 
     data: InputDataConfig
-    server: ServerConfig = ServerConfig()
-    rollout: RolloutBoundsConfig = RolloutBoundsConfig()
+    server: ServerConfig = ServerConfig.with_defaults()
+    rollout: RolloutBoundsConfig = RolloutBoundsConfig.with_defaults()
 
     @property
     def collection(self) -> CollectConfig:

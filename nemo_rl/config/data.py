@@ -15,6 +15,7 @@ from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import DATASETS
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
+from nemo_rl.recipes import find_prompt
 
 
 class DatasetConfig(Section):
@@ -31,16 +32,18 @@ class DatasetConfig(Section):
     task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: options of the task
     kwargs: dict[str, Any] = Field(default_factory=dict)  # options of a dataset of your own
     size: int | None = Field(default=None, gt=0)  # maximum number of rows (reasoning_gym: rows generated)
+    # Rows held out of a training dataset as a validation set: a share below 1, or a number of rows.
+    split_validation_size: float | None = Field(default=None, ge=0)
     repeat: int | None = Field(default=None, gt=0)  # copies of the dataset in its blend; None: one
     seed: int | None = None  # of generated rows; None: from grpo.seed and the dataset's index
     agent_name: str | None = None  # nemo_gym: the agent of rows that name none
     env_name: str | None = None  # a key of `env`; None: the environment that the entry names
     processor: str | None = None  # a built-in or registered name, or a dotted path; None: by the row's shape
     prompt_file: str | None = None  # text with {} in the place of the question
-    system_prompt_file: str | None = None
+    system_prompt_file: str | None = None  # text of a system message before each question; None: none
 
 
-NO_DEFAULTS = DatasetConfig()
+NO_DEFAULTS = DatasetConfig.with_defaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class DatasetEntry(Entry[DatasetConfig]):
     defaults: DatasetConfig = NO_DEFAULTS  # values of its section, below the recipe's own and above `data.default`
     sft_defaults: DatasetConfig = NO_DEFAULTS  # in supervised training, above `defaults`
     reads_lines: bool = False  # its rows are the lines of `data_path`, which can stay in the file
+    has_choices: bool = False  # questions with lettered options; a prompt without {} comes before them
     open_prompts: Callable[..., Any] | None = None  # (section, name, key=...): lazy prompts; None: the processor's
 
 
@@ -60,7 +64,7 @@ class BaseDataConfig(Section):
     dataset_fields: ClassVar[tuple[str, ...]]
 
     max_input_seq_length: int | None = Field(default=None, gt=0)  # tokens of a prompt; None: room for one new token
-    default: DatasetConfig = DatasetConfig()
+    default: DatasetConfig = DatasetConfig.with_defaults()
 
     @property
     def datasets(self) -> Iterator[tuple[str, DatasetConfig]]:
@@ -81,10 +85,18 @@ class DataConfig(BaseDataConfig):
 
     dataset_fields: ClassVar[tuple[str, ...]] = ("train", "validation")
 
-    shuffle: bool = True
+    shuffle: bool = True  # draw the training prompts in a new order each epoch
     disjoint: bool = True  # drop training prompts that occur in a validation dataset
     train: DatasetConfig | list[DatasetConfig]
     validation: DatasetConfig | list[DatasetConfig] | None = None
+
+    @property
+    def validates(self) -> bool:
+        """Return whether there is any validation set: one of its own, or one split off a training dataset."""
+        splits = (
+            one.split_validation_size or self.default.split_validation_size for _, one in self.datasets_of("train")
+        )
+        return self.validation is not None or any(splits)
 
 
 class InputDataConfig(BaseDataConfig):
@@ -119,6 +131,11 @@ def resolve_dataset(
         set_values = {field: getattr(layer, field) for field in layer.model_fields_set}
         values |= {field: value for field, value in set_values.items() if value is not None}
     return entry, DatasetConfig(**{**values, "dataset_name": name})
+
+
+def check_prompt_file(key: str, name: str | None) -> None:
+    """Raise ConfigError for a prompt that is no file and not packaged; None is accepted."""
+    check_file(key, name if name is None else str(find_prompt(name)))
 
 
 def check_file(key: str, path: str | None) -> None:

@@ -14,9 +14,9 @@ from nemo_rl.config.section import Section
 class BatchingConfig(Section):
     """Batching of items from many pipelined rollouts into shared calls."""
 
-    enabled: bool = False
-    max_batch_size: int = Field(default=64, gt=0)
-    max_wait_ms: float = Field(default=20.0, ge=0)
+    enabled: bool = False  # join the items of concurrent rollouts; false: a call for each rollout's items
+    max_batch_size: int = Field(default=64, gt=0)  # items of one call
+    max_wait_ms: float = Field(default=20.0, ge=0)  # that an item waits for others to join its call
     max_queue_size: int = Field(default=100_000, gt=0)  # queued items; further callers wait for room
     max_calls: int | None = Field(default=None, gt=0)  # concurrent calls; items queue meanwhile. None: no limit
 
@@ -24,8 +24,8 @@ class BatchingConfig(Section):
 class RemoteConfig(Section):
     """Placement of the environment in Ray actors."""
 
-    enabled: bool = False
-    num_actors: int = Field(default=1, gt=0)
+    enabled: bool = False  # run the environment in Ray actors; false: in the driver's process
+    num_actors: int = Field(default=1, gt=0)  # that share the calls
     max_concurrency: int = Field(default=16, gt=0)  # concurrent calls in each actor
 
 
@@ -36,21 +36,31 @@ class EnvironmentConfig(Section):
 
     type: str | None = None  # a built-in or registered name, or a dotted path; None: the entry's own name
     timeout_s: float = Field(default=120.0, gt=0)  # per call
-    batching: BatchingConfig = BatchingConfig()
-    remote: RemoteConfig = RemoteConfig()
+    batching: BatchingConfig = BatchingConfig.with_defaults()
+    remote: RemoteConfig = RemoteConfig.with_defaults()
+    isolated: bool = False  # in processes of this machine, replaced when they die or exceed `timeout_s`
+    isolated_workers: int = Field(default=2, gt=0)  # processes, each with a copy
     scorers: list[str] = Field(default_factory=list)  # entries of `scorers` whose scores are added at the end
 
 
 class RolloutRunnerConfig(EnvironmentConfig):
     """Base of entries that run whole rollouts themselves and call the policy through the gateway."""
 
+    has_stack: ClassVar[bool] = False  # True: rows name agents of a stack, which opens once the gateway serves
+
     max_concurrency: int = Field(default=64, gt=0)  # concurrent rollouts
+
+
+class AgentRunnerConfig(RolloutRunnerConfig):
+    """Base of agents: entries whose sessions with the gateway this program opens, one a rollout."""
+
+    scored_by: str | None = None  # the entry of `env` that scores rollouts without a reward
 
 
 class CustomEnvironmentConfig(EnvironmentConfig):
     """A class by dotted path, with its constructor arguments, or a function."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class
 
 
 class ScorerConfig(Section):
@@ -64,7 +74,7 @@ class BatchedScorerConfig(ScorerConfig):
     """Base of scorers that are called with several rollouts at once."""
 
     timeout_s: float = Field(default=120.0, gt=0)  # per call
-    batching: BatchingConfig = BatchingConfig(enabled=True, max_batch_size=16)
+    batching: BatchingConfig = BatchingConfig.with_defaults(enabled=True, max_batch_size=16)
 
     @property
     def max_calls(self) -> int | None:
@@ -99,16 +109,16 @@ class EndpointScorerConfig(ScorerConfig, ServedModelConfig):
 class CustomScorerConfig(BatchedScorerConfig):
     """A class by dotted path: interfaces.Scorer, constructed with `kwargs`."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class
 
 
 class RewardModelPlacementConfig(Section):
     """Placement of all scorers of type reward_model, with verl's keys."""
 
-    enable: bool = False
+    enable: bool = False  # place the scorers of type reward_model by this section, one actor a GPU
     enable_resource_pool: bool = False  # dedicated GPUs: scoring overlaps generation; else the policy's, after it
-    n_gpus_per_node: int = 0
-    nnodes: int = 0
+    n_gpus_per_node: int = 0  # GPUs of the dedicated pool on each of its nodes
+    nnodes: int = 0  # nodes of the dedicated pool
 
     @property
     def shares_device(self) -> bool:

@@ -1,16 +1,19 @@
 """Rules that hold for every entry of `env` and `scorers`, and for `reward_model`; each entry's own check is run too."""
 
+import importlib.util
 from collections.abc import Mapping
 
 from nemo_rl.config.environment import (
+    AgentRunnerConfig,
     BatchedScorerConfig,
     EndpointScorerConfig,
     EnvironmentConfig,
     ModelScorerConfig,
+    RolloutRunnerConfig,
 )
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.registries import ENVIRONMENTS, SCORERS
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, suggest_name
 
 
 def check_environments(config: RolloutRunConfig) -> None:
@@ -42,6 +45,28 @@ def check_scorers(config: RolloutRunConfig) -> None:
     _check_placement(config)
 
 
+def check_agent_runner(key: str, section: AgentRunnerConfig, config: RolloutRunConfig) -> None:
+    """Raise ConfigError for wrappers, for `scored_by` that names no environment, and for a deadline beyond a limit."""
+    reject_wrappers(key, section, "agents run one prompt each; allowed: false")
+    environments = [name for name, other in config.env.items() if not isinstance(other, RolloutRunnerConfig)]
+    if section.scored_by is not None and section.scored_by not in environments:
+        problem = f"no entry of env that is an environment{suggest_name(section.scored_by, environments)}"
+        raise ConfigError(f"{key}.scored_by", section.scored_by, problem)
+    check_session_timeout(key, section.timeout_s, config)
+
+
+def require_package(key: str, value: str, package: str, extra: str) -> None:
+    """Raise ConfigError unless `package` can be imported; `extra` is the optional dependency that installs it."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(key, value, f"needs the package {package}: install nemo-rl[{extra}]")
+
+
+def check_call_timeout(key: str, call_timeout_s: float, timeout_s: float) -> None:
+    """Raise ConfigError for a deadline of one request that is not below the rollout's."""
+    if call_timeout_s >= timeout_s:
+        raise ConfigError(f"{key}.call_timeout_s", call_timeout_s, f"must be below {key}.timeout_s = {timeout_s:g}")
+
+
 def check_session_timeout(key: str, timeout_s: float, config: RolloutRunConfig) -> None:
     """Raise ConfigError for a rollout deadline at which the watchdog or the gateway would have given up already."""
     limits = {
@@ -59,10 +84,15 @@ def check_timeout(key: str, timeout_s: float, limits: Mapping[str, float]) -> No
 
 
 def reject_wrappers(key: str, section: EnvironmentConfig, problem: str) -> None:
-    """Raise ConfigError for an entry that supports neither batching nor actors; `problem` says why."""
-    for part, enabled in (("batching", section.batching.enabled), ("remote", section.remote.enabled)):
-        if enabled:
-            raise ConfigError(f"{key}.{part}.enabled", True, problem)
+    """Raise ConfigError for an entry that supports neither batching nor other processes; `problem` says why."""
+    enabled = {
+        "batching.enabled": section.batching.enabled,
+        "remote.enabled": section.remote.enabled,
+        "isolated": section.isolated,
+    }
+    for part, is_enabled in enabled.items():
+        if is_enabled:
+            raise ConfigError(f"{key}.{part}", True, problem)
 
 
 def _check_base_urls(key: str, section: EndpointScorerConfig) -> None:

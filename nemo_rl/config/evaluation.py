@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ class EvaluationConfig(Section):
     limit: int | None = Field(default=None, gt=0)  # tasks at most
     concurrency: int = Field(default=64, gt=0)  # rollouts at once
     max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # of a rollout that fails
-    max_rollout_turns: int = Field(default=1, gt=0)
+    max_rollout_turns: int = Field(default=1, gt=0)  # of the conversation with an environment
 
     @property
     def k(self) -> int:
@@ -40,7 +40,7 @@ class EvaluationConfig(Section):
 class EvalRunConfig(SampledRunConfig):
     """The configuration of `examples/run_eval.py`."""
 
-    eval: EvaluationConfig = EvaluationConfig()
+    eval: EvaluationConfig = EvaluationConfig.with_defaults()
 
     @property
     def collection(self) -> CollectConfig:
@@ -71,13 +71,6 @@ def model_directory_name(model_name: str) -> str:
     """
     end = re.sub(r"[^\w.-]+", "_", "_".join(model_name.rstrip("/").split("/")[-2:]))
     return f"{end}-{hashlib.sha256(model_name.encode()).hexdigest()[:8]}"
-
-
-def rename_legacy_keys(resolved: dict[str, Any]) -> None:
-    """Rename NeMo-RL's earlier `pass_k_value`, in place."""
-    section = resolved.get("eval")
-    if isinstance(section, dict) and "pass_k_value" in section:
-        section.setdefault("k_value", section.pop("pass_k_value"))
 
 
 def check_evaluation(config: EvalRunConfig) -> None:

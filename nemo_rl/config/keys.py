@@ -1,21 +1,26 @@
 """The keys that the schema knows below a path, for "did you mean", overrides of free mappings, and errors with the full
 key."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, get_origin
 
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.section import Section
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import CombinedConfigError, ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 Path: TypeAlias = Sequence[str | int]
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # an interpolation of one key and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +87,12 @@ def kind_of_field(info: FieldInfo) -> Kind | None:
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """Yield the section classes that an annotation allows, in lists too."""
-    for option in _options(annotation):
+    """Yield the section classes that an annotation allows, in lists and as values of mappings too."""
+    for option in union_members(annotation):
         if isinstance(option, type) and issubclass(option, Section):
             yield option
-        elif get_origin(option) is list:
-            yield from sections_in(get_args(option)[0])
+        elif get_origin(option) in (list, dict):
+            yield from sections_in(get_args(option)[-1])
 
 
 def _child_node(node: SchemaNode, name: str | int, raw: Any) -> SchemaNode | None:
@@ -117,7 +122,7 @@ def _entry_node(kind: Kind, raw: Any, fallback: str | None) -> SchemaNode | None
 
 def _make_node(annotation: Any, default: Any = None, kind: Kind | None = None) -> SchemaNode:
     section, values, items = None, None, None
-    for option in _options(annotation):
+    for option in union_members(annotation):
         if isinstance(option, type) and issubclass(option, Section):
             section = option
         elif get_origin(option) is dict:
@@ -127,23 +132,25 @@ def _make_node(annotation: Any, default: Any = None, kind: Kind | None = None) -
     return SchemaNode(section, values, items, default if isinstance(default, dict) else {}, kind)
 
 
-def _options(annotation: Any) -> Iterator[Any]:
+def union_members(annotation: Any) -> Iterator[Any]:
     """Yield the members of a union, without annotations."""
     if get_origin(annotation) is Annotated:
-        yield from _options(get_args(annotation)[0])
+        yield from union_members(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
         for option in get_args(annotation):
-            yield from _options(option)
+            yield from union_members(option)
     else:
         yield annotation
 
 
+UNKNOWN_KEY = "unknown key"  # how the problem of one begins
 ERROR_MESSAGES = {
     "missing": "required, but not set",
     "model_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "list_type": "must be a list",
 }
+SECRET_VALUES = ("cluster", "env_vars")
 PRIORITY_ERROR_TYPES = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
 
 
@@ -165,7 +172,7 @@ def make_schema_error(
         return make_unknown_key_error(path, raw, schema)
     message = details["msg"].removeprefix("Value error, ")  # raised by one of our validators
     problem = ERROR_MESSAGES.get(details["type"]) or message[:1].lower() + message[1:]
-    value = at(raw, path)
+    value = "(not shown)" if path[:2] == SECRET_VALUES else at(raw, path)
     if value in ("None", "none"):
         problem += " (write null for no value)"
     return ConfigError(dotted(path), value, problem)
@@ -174,7 +181,7 @@ def make_schema_error(
 def make_unknown_key_error(path: Path, raw: Any, schema: type[Section] = GRPORunConfig) -> ConfigError:
     """Return the error of an unknown key, with the nearest key of its section."""
     node = find_schema_node(path[:-1], raw, schema)
-    problem = "unknown key"
+    problem = UNKNOWN_KEY
     if node is not None and node.kind is not None and node.entry_name is not None:
         problem += f" of {node.kind.noun} of {node.kind.name_key} {node.entry_name!r}"
         if node.entry_name not in node.kind.names:
@@ -196,11 +203,49 @@ def reject_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
             reject_booleans(item, own, (*path, index))
 
 
-def make_interpolation_error(error: OmegaConfBaseException, raw: Any, source: str | None = None) -> ConfigError:
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 10**15  # of anything but a seed: beyond what any machine holds
+
+
+def reject_huge_numbers(value: Any, path: Path = ()) -> None:
+    """Raise ConfigError for a number that nothing can count: libraries would fail on it later, or never end."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            reject_huge_numbers(item, (*path, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            reject_huge_numbers(item, (*path, index))
+    elif isinstance(value, float) and "kwargs" in path and not math.isfinite(value):  # the schema refuses others
+        raise ConfigError(dotted(path), value, "must be a finite number")
+    elif isinstance(value, int):
+        limit = MAX_SEED if "seed" in str(path[-1]) else MAX_COUNT
+        if abs(value) > limit:
+            raise ConfigError(dotted(path), value, f"is too large; allowed: at most {limit}")
+
+
+def name_source(error: ConfigError, raw: Any) -> ConfigError:
+    """Return the error under the key that holds the value, where its own key only refers to that one.
+
+    Example: with `b: ${a}`, what is wrong with b is told of a, "read by b".
+    """
+    if isinstance(error, CombinedConfigError):
+        return error
+    key, readers = error.key, []
+    while key not in readers and isinstance(value := at(raw, key.split(".")), str) and "${" in value:
+        readers.append(key)
+        if (reference := REFERENCE.fullmatch(value.strip())) is None:
+            return ConfigError(error.key, error.value, f"{error.problem} (it is {value})", known=error.known)
+        key = reference[1]
+    if not readers:
+        return error
+    return ConfigError(key, error.value, f"{error.problem} (read by {', '.join(readers)})", known=error.known)
+
+
+def make_interpolation_error(error: "OmegaConfBaseException", raw: Any, source: str | None = None) -> ConfigError:
     """Return the error of a value that cannot be resolved: an unknown key or resolver, or text that is no
     interpolation."""
     key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")
-    if isinstance(error, MissingMandatoryValue):
+    if type(error).__name__ == "MissingMandatoryValue":
         return ConfigError(key, "???", "must be set")
     reason = str(error).splitlines()[0]
     if "not found" in reason:

@@ -8,6 +8,7 @@ are named by dotted path and need no change here.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -49,7 +50,8 @@ class Kind:
     name_key: str  # the key of a section that names its entry, e.g. "type"
     built_in: Mapping[str, str]  # name -> "package.module:ATTRIBUTE" of its Entry
     adapter: str  # "package.module:function" (key, path, target) -> Entry, for a user's class or function
-    default: str | None = None  # the entry of a section that names none; None: the key under which the section stands
+    default: str | None = None  # the entry of a section that names none; None: the key of the section
+    is_fixed: bool = False  # the default alone: the section's own key decides the entry, and `name_key` is no key of it
     registered: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,8 +90,18 @@ class Kind:
 
     def name_of(self, data: Any, fallback: str | None = None) -> str | None:
         """Return the name set in a section's data: that of `name_key`, else the default, else `fallback`."""
-        name = data.get(self.name_key) if isinstance(data, Mapping) else None
+        name = data.get(self.name_key) if isinstance(data, Mapping) and not self.is_fixed else None
         return name if isinstance(name, str) else self.default or fallback
+
+    def refuse_name(self, data: Any, *, key: str) -> None:
+        """Raise ConfigError for a name that is no text, and for a fixed entry that is named all the same."""
+        if self.is_fixed and isinstance(data, Mapping) and self.name_key in data:
+            problem = f"this section is always that of {self.default}; choose the entry one key above"
+            raise ConfigError(f"{key}.{self.name_key}".lstrip("."), data[self.name_key], problem)
+        name = data.get(self.name_key) if isinstance(data, Mapping) else None
+        if name is not None and not isinstance(name, str):
+            problem = f"must be the name of {self.noun}: {', '.join(self.names)}; or a dotted path"
+            raise ConfigError(f"{key}.{self.name_key}".lstrip("."), name, problem)
 
     def section(self, name: str, *, key: str = "") -> type[Section]:
         """Return the section class of the entry called `name`."""
@@ -100,6 +112,7 @@ class Kind:
         name = self.name_of(data, fallback)
         if not isinstance(data, dict) or name is None:
             return data
+        self.refuse_name(data, key=key)
         return self.section(name, key=f"{key}.{self.name_key}").model_validate({**data, self.name_key: name})
 
     def read_all(self, entries: Any, *, key: str = "") -> Any:
@@ -124,6 +137,41 @@ def factory_at(path: str) -> Callable[..., Any]:
         return import_path("factory", path)(*arguments, **named)
 
     return make
+
+
+def entry_from_callable(
+    section: type[SectionT],
+    protocol: type,
+    *,
+    key: str,
+    path: str,
+    target: Any,
+    check: Callable[[str, SectionT, Any], None] | None = None,
+) -> Entry[SectionT]:
+    """Return the entry of a user's class, or function, that is called with its section's `kwargs` alone.
+
+    Raises ConfigError for `key` where `target` cannot be called; the entry's check does for `kwargs` that do not fit
+    and for a result that is not of `protocol`, then runs `check`.
+    """
+    contract = f"interfaces.{protocol.__name__}"
+    if not callable(target):
+        raise ConfigError(key, path, f"must name a class, or a function, that makes an {contract}")
+
+    def make(own: Any, *context: Any) -> Any:
+        return target(**own.kwargs)
+
+    def check_section(section_key: str, own: Any, config: Any) -> None:
+        try:
+            inspect.signature(target).bind(**own.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"{section_key}.kwargs", own.kwargs, f"{path} cannot be called: {error}") from error
+        if not isinstance(make(own), protocol):
+            *members, last = (name for name in vars(protocol) if name == "__call__" or not name.startswith("_"))
+            raise ConfigError(key, path, f"makes no {contract}: {', '.join(members)} and {last}")
+        if check is not None:
+            check(section_key, own, config)
+
+    return Entry(section, make=make, check=check_section)
 
 
 def import_path(key: str, path: str) -> Any:

@@ -145,6 +145,7 @@ class Layout:
         default_factory=dict
     )  # ranks by key; served teachers have none
     engine_in_driver: bool = False  # the one engine is in the driver's process, beside the policy or its workers
+    ranks_gather_all: bool = True  # a refit may gather all weights on every policy rank
 
     @property
     def policy_nodes(self) -> tuple[int, ...]:
@@ -196,6 +197,7 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
         needs_cluster=several or is_split or remaining_pool != cluster_pool,
         teachers=teachers,
         engine_in_driver=generation.runs_in_driver,
+        ranks_gather_all=policy.parallelism.GATHERS_ON_ALL_RANKS,
     )
     generation.check_layout(layout, collects_in_background=config.algorithm.background.enabled)
     return layout

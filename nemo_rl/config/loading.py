@@ -4,97 +4,141 @@
 translated or removed, and the rest validated by the schema and by the cross-section checks.
 """
 
-import re
-from collections.abc import Callable, Sequence
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from nemo_rl.config.checks import check
+from nemo_rl.config import interpolation
+from nemo_rl.config.checks import check, check_sft
 from nemo_rl.config.collect import CollectRunConfig, check_sampled, quote_seeds
-from nemo_rl.config.compatibility import (
-    SFT_RULES,
-    apply_moved_keys,
-    normalize_dataset_names,
-    normalize_metric_name,
-    remove_unsupported_keys,
-    translate_loss_switches,
-)
-from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation, rename_legacy_keys
-from nemo_rl.config.keys import Path as KeyPath
+from nemo_rl.config.compatibility import Report, find_cause
+from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation
 from nemo_rl.config.keys import (
+    ERROR_MESSAGES,
+    UNKNOWN_KEY,
+    at,
     dotted,
     kind_of_field,
-    make_interpolation_error,
     make_schema_error,
+    name_source,
     reject_booleans,
+    reject_huge_numbers,
     sections_in,
 )
+from nemo_rl.config.keys import Path as KeyPath
 from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
 from nemo_rl.config.overrides import apply_override, merge_layers
-from nemo_rl.config.reward_model import RewardModelRunConfig, check_reward_model
+from nemo_rl.config.recipe_files import names_below, read_layer
 from nemo_rl.config.section import Section
-from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.config.sft_checks import check_sft
-from nemo_rl.errors import ConfigError
+from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig, check_reward_model
+from nemo_rl.config.translation import (
+    FAMILIES,
+    Family,
+    copy_moved_keys,
+    find_family,
+    remove_moved_keys,
+    translate,
+)
+from nemo_rl.errors import ConfigError, raise_config_errors
+
+MAX_PROBLEMS = 500  # of one recipe's schema
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> GRPORunConfig:
-    """Load the configuration of `examples/run_grpo.py` from a recipe with overrides in Hydra's grammar; raises
-    ConfigError.
+@contextmanager
+def _without_pydantic_plugins() -> Iterator[None]:
+    """Keep pydantic from searching all installed distributions for plugins, which takes longer than a validation."""
+    name = "PYDANTIC_DISABLE_PLUGINS"
+    before = os.environ.get(name)
+    os.environ[name] = "__all__"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
-    Example: `load_config(Path("examples/configs/quickstart.yaml"), ["grpo.max_num_steps=2"])`
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> GRPORunConfig:
+    """Load the configuration of `examples/run_grpo.py` from a recipe with overrides in Hydra's grammar.
+
+    Raises ConfigError for all problems at once. With `allow_unsupported`, keys of NeMo-RL's recipes that only concern
+    layout, scale or speed are removed where they are not supported. Notes are logged.
+
+    Example: `load_config(find_recipe("quickstart"), ["grpo.max_num_steps=2"])`
     """
-    config = read_config(GRPORunConfig, path, overrides, prepare=translate_nemo_rl_keys)
-    check(config)
-    return config
+    return read_config(
+        GRPORunConfig, path, overrides, family="grpo", check_config=check, allow_unsupported=allow_unsupported
+    )
 
 
-def load_distillation_config(path: Path, overrides: Sequence[str] = ()) -> DistillationRunConfig:
+def load_distillation_config(
+    path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False
+) -> DistillationRunConfig:
     """Load the configuration of `examples/run_distillation.py`."""
-    config = read_config(DistillationRunConfig, path, overrides, prepare=translate_nemo_rl_keys)
-    check(config)
-    return config
+    return read_config(
+        DistillationRunConfig,
+        path,
+        overrides,
+        family="distillation",
+        check_config=check,
+        allow_unsupported=allow_unsupported,
+    )
 
 
-def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SFTRunConfig:
+def load_sft_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> SFTRunConfig:
     """Load the configuration of `examples/run_sft.py`."""
-    config = read_config(SFTRunConfig, path, overrides, prepare=translate_sft_keys)
-    check_sft(config)
-    return config
+    return read_config(
+        SFTRunConfig, path, overrides, family="sft", check_config=check_sft, allow_unsupported=allow_unsupported
+    )
 
 
-def load_reward_model_config(path: Path, overrides: Sequence[str] = ()) -> RewardModelRunConfig:
+def load_reward_model_config(
+    path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False
+) -> RewardModelRunConfig:
     """Load the configuration of `examples/run_rm.py`."""
-    config = read_config(RewardModelRunConfig, path, overrides)
-    check_reward_model(config)
-    return config
+    return read_config(
+        RewardModelRunConfig,
+        path,
+        overrides,
+        family="rm",
+        check_config=check_reward_model,
+        allow_unsupported=allow_unsupported,
+    )
 
 
-def load_collect_config(path: Path, overrides: Sequence[str] = ()) -> CollectRunConfig:
+def load_collect_config(
+    path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False
+) -> CollectRunConfig:
     """Load the configuration of `nemo-rl collect`."""
-    config = read_config(CollectRunConfig, path, quote_seeds(overrides), prepare=translate_nemo_rl_keys)
-    check_sampled(config)
-    return config
+    return read_config(
+        CollectRunConfig,
+        path,
+        quote_seeds(overrides),
+        family="collect",
+        check_config=check_sampled,
+        allow_unsupported=allow_unsupported,
+    )
 
 
-def load_eval_config(path: Path, overrides: Sequence[str] = ()) -> EvalRunConfig:
+def load_eval_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> EvalRunConfig:
     """Load the configuration of `examples/run_eval.py`."""
-
-    def prepare(resolved: dict[str, Any]) -> None:
-        translate_nemo_rl_keys(resolved)
-        rename_legacy_keys(resolved)
-
-    config = read_config(EvalRunConfig, path, overrides, prepare=prepare)
-    check_evaluation(config)
-    return config
+    return read_config(
+        EvalRunConfig,
+        path,
+        overrides,
+        family="eval",
+        check_config=check_evaluation,
+        allow_unsupported=allow_unsupported,
+    )
 
 
 def resolved_yaml(config: Section) -> str:
@@ -103,6 +147,8 @@ def resolved_yaml(config: Section) -> str:
     The algorithm's own sections come first. Datasets show only the keys that are set; the others come from
     `data.default` or from the dataset's preset.
     """
+    from omegaconf import OmegaConf  # here: a configuration that is refused needs none
+
     values = config.model_dump()
     if isinstance(config, RolloutRunConfig | SFTRunConfig):
         set_values = config.data.model_dump(exclude_unset=True)
@@ -110,37 +156,126 @@ def resolved_yaml(config: Section) -> str:
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
-    return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolations(own_first)))
+    return OmegaConf.to_yaml(OmegaConf.create(interpolation.escape(own_first)))
 
 
+@_without_pydantic_plugins()
 def read_config(
     schema: type[ConfigT],
     path: Path,
     overrides: Sequence[str],
     *,
+    family: Family,
     prepare: Callable[[dict[str, Any]], None] = lambda resolved: None,
+    check_config: Callable[[ConfigT], None] = lambda config: None,
+    allow_unsupported: bool = False,
 ) -> ConfigT:
-    """Read a recipe with overrides, resolve interpolations, let `prepare` change it in place, and validate it."""
+    """Read a recipe with overrides, translate it, let `prepare` change it in place, validate and check it.
+
+    Raises ConfigError that lists every obstacle.
+    """
+    raw = _read_raw(schema, path, overrides)
+    resolved = interpolation.resolve(raw, Path(path))
+    report = Report(allow_unsupported)
+    _translate(resolved, family, report)
+    prepare(resolved)
+    config, found = _validate_all(schema, resolved)
+    problems = [*report.problems, *found]
+    if config is not None:
+        try:
+            check_config(config)
+        except ConfigError as error:
+            problems.append(error)
+    raise_config_errors(name_source(problem, raw) for problem in problems)
+    assert config is not None
+    report.show()
+    return config
+
+
+@_without_pydantic_plugins()
+def read_overrides(schema: type[ConfigT], overrides: Sequence[str]) -> ConfigT:
+    """Return a configuration of overrides alone; raises ConfigError that lists every obstacle."""
+    raw: dict[str, Any] = {}
+    for text in overrides:
+        apply_override(raw, text, schema)
+    config, problems = _validate_all(schema, interpolation.resolve(raw))
+    raise_config_errors(problems)
+    assert config is not None
+    return config
+
+
+def format_translation(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> str:
+    """Return a recipe of NeMo-RL in this project's terms, as YAML; comments say what was removed and why."""
+    from omegaconf import OmegaConf
+
+    resolved, report = translate_recipe(path, overrides, allow_unsupported=allow_unsupported)
+    refused = [f"refused: {error}" for error in report.problems]
+    comments = "".join(f"# {line}\n" for line in (f"translated from {Path(path).name}", *report.lines(), *refused))
+    return comments + OmegaConf.to_yaml(OmegaConf.create(interpolation.escape(resolved)))
+
+
+def translate_recipe(path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> tuple[dict[str, Any], Report]:
+    """Return a recipe in this project's terms, not validated, and what became of its keys.
+
+    Raises ConfigError for a recipe of an algorithm that this project does not have.
+    """
+    resolved = interpolation.resolve(_read_raw(GRPORunConfig, path, overrides), path)
+    family = find_family(resolved)
+    if family is None:
+        found = next((name for name in ("ppo", "dpo") if name in resolved), None)
+        problem = find_cause(found).text if found else f"no algorithm: one of the sections {', '.join(FAMILIES)}"
+        raise ConfigError(found or "config", str(path), problem)
+    report = Report(allow_unsupported)
+    _translate(resolved, family, report)
+    return resolved, report
+
+
+def _read_raw(schema: type[Section], path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     raw = merge_layers(None, _read_recipe(Path(path), ()))
     for text in overrides:
         apply_override(raw, text, schema)
-    resolved = _resolve(raw)
-    prepare(resolved)
-    return _validate(schema, resolved)
+    return raw
 
 
-def translate_nemo_rl_keys(resolved: dict[str, Any]) -> None:
-    """Translate NeMo-RL's keys and names, in place."""
-    remove_unsupported_keys(resolved)
-    translate_loss_switches(resolved)
-    normalize_dataset_names(resolved)
+def _translate(resolved: dict[str, Any], family: Family, report: Report) -> None:
+    remove_moved_keys(resolved)
+    try:
+        translate(resolved, family, report)
+    except ConfigError as error:
+        report.problems.append(error)
 
 
-def translate_sft_keys(resolved: dict[str, Any]) -> None:
-    """Translate NeMo-RL's keys of supervised training, in place: some have other names or no meaning there."""
-    remove_unsupported_keys(resolved, SFT_RULES)
-    normalize_dataset_names(resolved)
-    normalize_metric_name(resolved)
+def _validate_all(schema: type[ConfigT], resolved: dict[str, Any]) -> tuple[ConfigT | None, list[ConfigError]]:
+    """Return the configuration with all problems of the schema; None where other values than unknown keys are wrong.
+
+    A wrong value is removed and the rest validated again, so that each problem is found once.
+    """
+    problems: list[ConfigError] = []
+    data, only_unknown = copy.deepcopy(resolved), True
+    for _ in range(MAX_PROBLEMS):
+        try:
+            config = _validate(schema, data)
+        except ConfigError as error:
+            removed = [problem.key for problem in problems]
+            is_missing = error.problem == ERROR_MESSAGES["missing"]
+            if error.key not in removed:  # else it follows from what was removed
+                problems.append(error)
+            if is_missing or not _remove(data, error.key):
+                return None, problems
+            only_unknown = only_unknown and error.problem.startswith(UNKNOWN_KEY)
+        else:
+            return config if only_unknown else None, problems
+    return None, problems
+
+
+def _remove(data: Any, key: str) -> bool:
+    """Remove the value at a dotted key, in place; return whether there was one."""
+    *parent, name = key.split(".")
+    holder = at(data, parent)
+    if isinstance(holder, dict) and name in holder:
+        del holder[name]
+        return True
+    return False
 
 
 def _read_recipe(path: Path, include_chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -149,43 +284,13 @@ def _read_recipe(path: Path, include_chain: tuple[Path, ...]) -> dict[str, Any]:
     if path in include_chain:
         cycle = " -> ".join(p.name for p in (*include_chain[include_chain.index(path) :], path))
         raise ConfigError("defaults", path.name, f"recipes include each other: {cycle}")
-    layer = _read_layer(path, include_chain[-1] if include_chain else None)
-    names = layer.pop("defaults", None) or []
-    names = [names] if isinstance(names, str) else names
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ConfigError("defaults", names, f"must be a file name or a list of file names (in {path})")
+    layer = read_layer(path, include_chain[-1] if include_chain else None)
     base: dict[str, Any] = {}
-    for name in names:
-        base = merge_layers(base, _read_recipe(path.parent / name, (*include_chain, path)))
-    apply_moved_keys(layer)
+    for below in names_below(path, layer):
+        base = merge_layers(base, _read_recipe(below, (*include_chain, path)))
+    layer.pop("defaults", None)
+    copy_moved_keys(layer)
     return merge_layers(base, layer)
-
-
-def _read_layer(path: Path, include_chain: Path | None) -> dict[str, Any]:
-    key = f"defaults of {include_chain}" if include_chain else "config"
-    if not path.is_file():
-        raise ConfigError(key, str(path), "no such file")
-    try:
-        layer = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(key, where, f"malformed YAML: {error.problem or error.context}") from error
-    except OmegaConfBaseException as error:
-        raise make_interpolation_error(error, None, source=str(path)) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(key, str(path), f"cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(layer, dict):
-        raise ConfigError(key, str(path), "a recipe must be a mapping of sections")
-    return layer  # pyright: ignore[reportReturnType]
-
-
-def _resolve(raw: dict[str, Any]) -> dict[str, Any]:
-    _register_resolvers()
-    try:
-        return OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=True)  # pyright: ignore
-    except OmegaConfBaseException as error:
-        raise make_interpolation_error(error, raw) from error
 
 
 def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
@@ -195,7 +300,9 @@ def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
         config = schema.model_validate(data)
     except ValidationError as error:
         raise make_schema_error(error, resolved, schema=schema) from error
-    reject_booleans(resolved, config.model_dump())
+    values = config.model_dump()
+    reject_booleans(resolved, values)
+    reject_huge_numbers(values)
     return config
 
 
@@ -208,7 +315,12 @@ def _read_kinds(
         value, here = data.get(name), (*path, name)
         if (kind := kind_of_field(info)) is None:
             for inner in sections_in(info.annotation):
-                if isinstance(value, dict):
+                if isinstance(value, dict) and get_origin(info.annotation) is dict:
+                    read[name] = {
+                        key: _read_kinds(inner, item, (*here, key), resolved, root) if isinstance(item, dict) else item
+                        for key, item in value.items()
+                    }
+                elif isinstance(value, dict):
                     read[name] = _read_kinds(inner, value, here, resolved, root)
                 elif isinstance(value, list):
                     read[name] = [
@@ -227,6 +339,7 @@ def _read_entry(kind: Kind, data: Any, path: KeyPath, resolved: dict[str, Any], 
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigError(dotted(path), data, "must be a mapping")
+    kind.refuse_name(data, key=dotted(path))
     name = kind.name_of(data, str(path[-1])) or ""
     section = kind.section(name, key=f"{dotted(path)}.{kind.name_key}")
     read = _read_kinds(section, data, path, resolved, root)
@@ -234,25 +347,3 @@ def _read_entry(kind: Kind, data: Any, path: KeyPath, resolved: dict[str, Any], 
         return section.model_validate({**read, kind.name_key: name})
     except ValidationError as error:
         raise make_schema_error(error, resolved, path, root) from error
-
-
-def _register_resolvers() -> None:
-    """Register `${mul:${a},${b}}` and the like, as NeMo-RL's recipes use them; once per process."""
-    resolvers = {"add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": _divide, "max": lambda a, b: max(a, b)}
-    for name, resolver in resolvers.items():
-        if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, resolver)
-
-
-def _divide(a: float, b: float) -> float:
-    """Divide, to an integer where it comes out even, since most keys are counts."""
-    return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
-
-
-def _escape_interpolations(value: Any) -> Any:
-    """Escape strings so that a second load does not read them as interpolations."""
-    if isinstance(value, dict):
-        return {key: _escape_interpolations(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escape_interpolations(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

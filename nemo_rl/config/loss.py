@@ -13,7 +13,7 @@ from nemo_rl.config.section import Section
 class CrossTokenizerConfig(Section):
     """A teacher whose tokenizer differs from the student's (docs/cross_tokenizer.md)."""
 
-    enabled: bool = False
+    enabled: bool = False  # compare distributions over two vocabularies; false: teacher and student share one
     matching: Literal["prefix", "identical"] = "prefix"  # by the bytes that tokens begin with; identical: GOLD and ULD
     unmatched_weight: float = Field(default=1.0, ge=0)  # identical: weight of the sorted L1 distance
 
@@ -54,23 +54,24 @@ class PolicyGradientLossConfig(LossConfig):
 
     is_sequence_level: ClassVar[bool] = False  # all tokens of a sequence share one ratio and one sampling weight
 
-    reference_policy_kl_penalty: float = Field(default=0.0, ge=0)
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
-    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
-    use_on_policy_kl_approximation: bool = False
-    use_kl_in_reward: bool = False
+    reference_policy_kl_penalty: float = Field(default=0.0, ge=0)  # weight of the KL to the reference policy; 0: none
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"  # its estimator
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)  # bound of the log-ratio; None: none
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)  # bound of a token's estimate; None: none
+    use_on_policy_kl_approximation: bool = False  # weight it by exp(lp - lp_gen)
+    use_kl_in_reward: bool = False  # subtract it from the reward, not from the loss
 
-    ratio_clip_min: float = Field(default=0.2, ge=0)
-    ratio_clip_max: float = Field(default=0.2, ge=0)
+    ratio_clip_min: float = Field(default=0.2, ge=0)  # the ratio is clipped below 1 - this
+    ratio_clip_max: float = Field(default=0.2, ge=0)  # the ratio is clipped above 1 + this
     ratio_clip_c: float | None = Field(default=None, gt=1)  # dual clip
-    token_level_loss: bool = True
-    force_on_policy_ratio: bool = False
+    token_level_loss: bool = True  # average over tokens; false: over sequences first
+    trajectory_token_divisor: float | None = Field(default=None, gt=0)  # None: each trajectory's number of tokens
+    force_on_policy_ratio: bool = False  # take the ratio as 1, with its gradient
 
-    use_importance_sampling_correction: bool = False
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
-    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
+    use_importance_sampling_correction: bool = False  # weight policy terms by exp(lp_prev - lp_gen)
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None  # of those weights
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)  # their upper bound
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)  # their lower bound
 
     positive_example_nll_weight: float = Field(default=0.0, ge=0)  # VAPO
 

@@ -1,41 +1,198 @@
-"""The whole configuration of a training run on rollouts: one class per script of examples/."""
+"""The whole configuration of a training run on rollouts: one class per script of examples/, and the sections `grpo` and
+`distillation`, under NeMo-RL's names."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
-from nemo_rl.config.algorithm import DistillationConfig, GRPOConfig, RewardPenaltiesConfig, RolloutTrainingConfig
+from nemo_rl.config import registries, run
 from nemo_rl.config.data import BaseDataConfig, DataConfig
 from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, ScorerConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
-from nemo_rl.config.registries import DISTILLATION_LOSSES, ENVIRONMENTS, LOSSES, SCORERS, WEIGHT_TRANSPORTS
-from nemo_rl.config.run import (
-    CheckpointingConfig,
-    ClusterConfig,
-    GatewayConfig,
-    LoggerConfig,
-    RolloutBoundsConfig,
-    RolloutConfig,
-    WeightSyncConfig,
-)
 from nemo_rl.config.section import Section
 
 TEACHER, TEACHERS = "teacher", "teachers"
+
+
+class PenaltyTokenIdsConfig(Section):
+    unwanted: list[int] = Field(default_factory=list)  # none of them may be sampled
+    think_open: int | None = None  # replaces the first of thinking_tags
+    think_close: int | None = None  # replaces the second
+
+
+class RewardPenaltiesConfig(Section):
+    """A rollout with such a reply gets the reward 0, unless its own is lower. All off by default."""
+
+    penalize_duplicated_reasoning: bool = False  # a reply whose answer repeats its thinking
+    penalize_empty_final_answer: bool = False  # a last reply without answer and without tool call
+    penalize_unwanted_tokens: bool = False  # any of token_ids.unwanted in a reply
+    penalize_malformed_think_tag: bool = False  # thinking tags that do not open and close once
+    token_ids: PenaltyTokenIdsConfig = PenaltyTokenIdsConfig.with_defaults()  # the tokens that the penalties look for
+    # texts that open and close the thinking of a reply
+    thinking_tags: list[str] = Field(default=["<think>", "</think>"], min_length=2, max_length=2)
+    invalid_tool_call_patterns: list[str] = Field(  # of grpo.invalid_tool_call_advantage
+        default=["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"], min_length=1
+    )
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """The keys that are on."""
+        return tuple(name for name in type(self).model_fields if name.startswith("penalize_") and getattr(self, name))
+
+
+class RewardScalingConfig(Section):
+    """Clamp rewards to the source range, then map it linearly to the target range."""
+
+    enabled: bool = False  # clamp and map the reward of each rollout
+    source_min: float = 0.0  # lowest reward; lower ones count as this
+    source_max: float = 1.0  # highest reward; higher ones count as this
+    target_min: float = 0.0  # what source_min becomes
+    target_max: float = 1.0  # what source_max becomes
+
+
+class RewardShapingConfig(Section):
+    """DAPO's penalty for overlong responses (arXiv 2503.14476, equation 13)."""
+
+    enabled: bool = False  # penalize overlong responses
+    overlong_buffer_length: int = Field(default=128, gt=0)  # tokens before the maximum in which the penalty grows
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)  # subtracted from the reward at the maximum length
+    max_response_length: int | None = Field(default=None, gt=0)  # None: policy.generation.max_new_tokens
+    # Factor of the rewards of truncated rollouts, in place of the overlong penalty; None: that penalty.
+    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
+
+
+class AdvantageEstimatorConfig(Section):
+    """Base of all sections of `grpo.adv_estimator`; each estimator has its own in algorithms/estimators.py."""
+
+    name: str  # "grpo", "gdpo", ..., or the dotted path of an estimator of one's own
+
+    @property
+    def uses_teachers(self) -> bool:
+        """Return whether the estimator reads the teachers' log-probs."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the estimator reads a frozen reference policy for more than the loss's KL in the reward."""
+        return False
+
+    @property
+    def compares_group(self) -> bool:
+        """Return whether rollouts of a group are compared, so that training needs several survivors of each."""
+        return True
+
+
+class AsyncRolloutsConfig(Section):
+    """Rollouts collected in the background, while the policy trains (AReaL, arXiv 2505.24298)."""
+
+    enabled: bool = False  # collect rollouts while the policy trains; false: before each step
+    max_trajectory_age_steps: int = Field(default=1, ge=0)  # weight updates since a group's oldest token; 0: as if sync
+    in_flight_weight_updates: bool = False  # rollouts continue through a refit; else none runs during one
+    recompute_kv_cache_after_weight_updates: bool = True  # else running requests keep keys and values of old weights
+    max_generation_failures: int = Field(default=10, ge=0)  # groups in a row that fail whole; above it the run stops
+    # a group at the age bound that still runs: the trainer waits for it, drops it, or takes its ended rollouts
+    stale_groups: Literal["wait", "drop", "trim"] = "wait"
+
+
+class RolloutTrainingConfig(Section):
+    """Training on rollouts of the policy: how many, for how long, and how it is validated."""
+
+    num_prompts_per_step: int = Field(default=32, gt=0)  # prompts whose rollouts a step trains on
+    num_generations_per_prompt: int = Field(default=16, gt=0)  # rollouts of each prompt: its group
+    max_rollout_turns: int = Field(default=1, gt=0)  # of the conversation with an environment
+    max_num_epochs: int = Field(default=1, gt=0)  # passes over the training data
+    max_num_steps: int = Field(default=1_000_000, gt=0)  # the run ends with this step, or with the last epoch
+    seed: int = 42  # of the order of the prompts and of every sample
+
+    val_period: int = Field(default=10, ge=0)  # steps; 0: never
+    val_at_start: bool = False  # validate before the first step
+    val_at_end: bool = True  # validate after the last step
+    max_val_samples: int | None = Field(default=256, gt=0)  # prompts of each dataset; None: all
+    val_batch_size: int = Field(default=256, gt=0)  # validation prompts at once
+    val_num_generations_per_prompt: int = Field(default=1, gt=0)  # rollouts of each validation prompt
+    val_temperature: float | None = Field(default=None, ge=0)  # None: the training temperature
+    val_top_p: float | None = Field(default=None, gt=0, le=1)  # None: the training's
+    val_top_k: int | None = Field(default=None, gt=0)  # None: the training's
+    val_greedy: bool = False  # a second, greedy pass: validation/greedy_accuracy
+
+    @property
+    def num_samples_per_step(self) -> int:
+        """Rollouts of one step, failures included."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def background(self) -> AsyncRolloutsConfig:
+        """Return whether, and how, rollouts are collected while the policy trains."""
+        raise NotImplementedError
+
+
+class GRPOConfig(RolloutTrainingConfig):
+    """Group-relative policy optimization (arXiv 2402.03300) and its relatives."""
+
+    adv_estimator: Annotated[SerializeAsAny[AdvantageEstimatorConfig], registries.ADVANTAGE_ESTIMATORS] = Field(
+        default_factory=registries.ADVANTAGE_ESTIMATORS.new
+    )
+    advantage_clip_low: float | None = None  # lower bound of every advantage; None: none
+    advantage_clip_high: float | None = None  # upper bound of every advantage; None: none
+    invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs
+    malformed_thinking_advantage: float | None = None  # of replies whose thinking tags do not open and close once
+    reward_scaling: RewardScalingConfig = RewardScalingConfig.with_defaults()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig.with_defaults()
+    overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)  # sequences above it get weight 0
+
+    use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal
+    # batches drawn for one step at most; above it the run stops
+    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
+    batch_multiplier: float = Field(default=1.0, ge=1)  # prompts drawn at once, relative to num_prompts_per_step
+
+    async_grpo: AsyncRolloutsConfig = AsyncRolloutsConfig.with_defaults()
+
+    @property
+    def background(self) -> AsyncRolloutsConfig:
+        return self.async_grpo
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_flat_advantage_keys(cls, data: object) -> object:
+        """NeMo-RL has these two beside `adv_estimator` and inside it."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        inner = data.get("adv_estimator")
+        moved = {k: data.pop(k) for k in ("normalize_rewards", "use_leave_one_out_baseline") if k in data}
+        if moved and (inner is None or isinstance(inner, dict)):
+            data["adv_estimator"] = {**moved, **(inner or {})}
+        return data
+
+
+class DistillationConfig(RolloutTrainingConfig):
+    """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says what it would have said."""
+
+    num_generations_per_prompt: int = Field(default=1, gt=0)
+    topk_logits_k: int = Field(default=64, gt=0)  # of the teacher's most likely tokens, those that the loss compares
+    off_policy: bool = False  # learn from the responses in the training data, in place of the student's samples
+    val_teacher: bool = False  # measure the teachers too, once at the start, by the hf engine: for small models
+    async_rollouts: AsyncRolloutsConfig = AsyncRolloutsConfig.with_defaults()  # the keys of grpo.async_grpo
+
+    @property
+    def background(self) -> AsyncRolloutsConfig:
+        return self.async_rollouts
 
 
 class RolloutRunConfig(Section):
     """Sections that every run with rollouts has."""
 
     policy: SampledModelConfig
-    data: BaseDataConfig
-    env: Annotated[dict[str, SerializeAsAny[EnvironmentConfig]], ENVIRONMENTS] = Field(default_factory=dict)
-    scorers: Annotated[dict[str, SerializeAsAny[ScorerConfig]], SCORERS] = Field(default_factory=dict)
-    reward_model: RewardModelPlacementConfig = RewardModelPlacementConfig()
-    rollout: RolloutBoundsConfig = RolloutBoundsConfig()
-    gateway: GatewayConfig = GatewayConfig()
-    logger: LoggerConfig = LoggerConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    data: BaseDataConfig  # the datasets, and what they have in common
+    env: Annotated[dict[str, SerializeAsAny[EnvironmentConfig]], registries.ENVIRONMENTS] = Field(default_factory=dict)
+    scorers: Annotated[dict[str, SerializeAsAny[ScorerConfig]], registries.SCORERS] = Field(default_factory=dict)
+    reward_model: RewardModelPlacementConfig = RewardModelPlacementConfig.with_defaults()
+    rollout: run.RolloutBoundsConfig = run.RolloutBoundsConfig.with_defaults()
+    gateway: run.GatewayConfig = run.GatewayConfig.with_defaults()
+    logger: run.LoggerConfig = run.LoggerConfig.with_defaults()
+    cluster: run.ClusterConfig = run.ClusterConfig.with_defaults()
 
     @property
     def seed(self) -> int:
@@ -59,12 +216,13 @@ class TrainingRunConfig(RolloutRunConfig):
 
     policy: RolloutPolicyConfig
     data: DataConfig
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: run.RolloutConfig = run.RolloutConfig.with_defaults()
     loss_fn: SerializeAsAny[LossConfig]
-    weight_sync: Annotated[SerializeAsAny[WeightSyncConfig], WEIGHT_TRANSPORTS] = Field(
-        default_factory=WEIGHT_TRANSPORTS.new
+    weight_sync: Annotated[SerializeAsAny[run.WeightSyncConfig], registries.WEIGHT_TRANSPORTS] = Field(
+        default_factory=registries.WEIGHT_TRANSPORTS.new
     )
-    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    # checkpoints: whether, when, where, and which are kept
+    checkpointing: run.CheckpointingConfig = run.CheckpointingConfig.with_defaults()
     teacher: TeacherConfig | None = None  # for all tasks
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name; takes precedence over `teacher`
 
@@ -119,8 +277,8 @@ class GRPORunConfig(TrainingRunConfig):
     algorithm_key: ClassVar[str] = "grpo"
 
     grpo: GRPOConfig
-    loss_fn: Annotated[SerializeAsAny[LossConfig], LOSSES] = Field(default_factory=LOSSES.new)
-    reward_penalties: RewardPenaltiesConfig = RewardPenaltiesConfig()
+    loss_fn: Annotated[SerializeAsAny[LossConfig], registries.LOSSES] = Field(default_factory=registries.LOSSES.new)
+    reward_penalties: RewardPenaltiesConfig = RewardPenaltiesConfig.with_defaults()
 
     @property
     def algorithm(self) -> GRPOConfig:
@@ -141,8 +299,10 @@ class DistillationRunConfig(TrainingRunConfig):
 
     algorithm_key: ClassVar[str] = "distillation"
 
-    distillation: DistillationConfig = DistillationConfig()
-    loss_fn: Annotated[SerializeAsAny[LossConfig], DISTILLATION_LOSSES] = Field(default_factory=DISTILLATION_LOSSES.new)
+    distillation: DistillationConfig = DistillationConfig.with_defaults()
+    loss_fn: Annotated[SerializeAsAny[LossConfig], registries.DISTILLATION_LOSSES] = Field(
+        default_factory=registries.DISTILLATION_LOSSES.new
+    )
 
     @property
     def algorithm(self) -> DistillationConfig:

@@ -22,21 +22,26 @@ PackingAlgorithm = Literal[
 
 
 # The sections of NeMo-RL's two backends always stand under a model; each is read by its own entry.
-FSDP2_POLICY, MEGATRON_POLICY = (replace(POLICY_BACKENDS, default=name) for name in ("fsdp2", "megatron"))
-FSDP2_TEACHER, MEGATRON_TEACHER = (replace(TEACHER_BACKENDS, default=name) for name in ("fsdp2", "megatron"))
+FSDP2_POLICY, MEGATRON_POLICY = (
+    replace(POLICY_BACKENDS, default=name, is_fixed=True) for name in ("fsdp2", "megatron")
+)
+FSDP2_TEACHER, MEGATRON_TEACHER = (
+    replace(TEACHER_BACKENDS, default=name, is_fixed=True) for name in ("fsdp2", "megatron")
+)
 
 
 class _TokenBudgetConfig(Section):
-    enabled: bool = False
+    enabled: bool = False  # make micro-batches by tokens; false: by samples
     # Tokens of one micro-batch; None: policy.max_total_sequence_length times its samples where samples are counted.
     train_mb_tokens: int | None = Field(default=None, gt=0)
+    # of one pass that only scores; None: likewise, by logprob_batch_size
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
 
 
 class SequencePackingConfig(_TokenBudgetConfig):
     """Samples are concatenated in a micro-batch, without padding."""
 
-    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
+    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"  # how samples are assigned to micro-batches
 
 
 class DynamicBatchingConfig(_TokenBudgetConfig):
@@ -55,6 +60,7 @@ class BackendConfig(Section):
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
+    GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
 
     backend: str = Field(default="", exclude=True)  # the entry that this section belongs to
     enabled: bool = False  # read where the model's `backend` is "auto"
@@ -97,10 +103,12 @@ class ParallelModelConfig(Section):
 
     BACKENDS: ClassVar[Kind] = POLICY_BACKENDS
 
+    call_timeout_s: float = Field(default=3600.0, gt=0)  # for one call of its ranks: scores, a step, a refit, a save
+
     # An entry of BACKENDS, whatever `enabled` says; "auto": Megatron where megatron_cfg.enabled, else FSDP2; or the
     # dotted path of an entry or a worker class, whose options are those of backend_cfg.
     backend: str = AUTO
-    backend_cfg: dict[str, Any] = Field(default_factory=dict)
+    backend_cfg: dict[str, Any] = Field(default_factory=dict)  # options of a backend of one's own, by dotted path
     dtensor_cfg: Annotated[SerializeAsAny[BackendConfig], FSDP2_POLICY] = Field(default_factory=FSDP2_POLICY.new)
     megatron_cfg: Annotated[SerializeAsAny[BackendConfig], MEGATRON_POLICY] = Field(default_factory=MEGATRON_POLICY.new)
 
@@ -150,6 +158,9 @@ def check_backend(model: ParallelModelConfig, *, key: str) -> None:
     """Raise ConfigError for an unknown backend, and for options of a backend that exclude each other."""
     if model.backend_key == OWN_BACKEND_SECTION:
         model.BACKENDS.entry(model.backend, key=f"{key}.backend")
+        if model.BACKENDS.name_key in model.backend_cfg:
+            where, problem = f"{key}.{OWN_BACKEND_SECTION}.backend", f"the backend is {key}.backend = {model.backend}"
+            raise ConfigError(where, model.backend_cfg["backend"], problem)
         _read_own_section(model, key)
     elif model.backend_cfg:
         problem = f"read only where {key}.backend is a dotted path; it is {model.backend}"
@@ -179,18 +190,21 @@ class ResourcesConfig(Section):
 
 class ColocatedConfig(Section):
     enabled: bool = True  # trainer and engine share their devices
-    resources: ResourcesConfig = ResourcesConfig()  # where they do not
+    resources: ResourcesConfig = ResourcesConfig.with_defaults()  # where they do not
 
 
 class SamplingConfig(Section):
     """The sampling of responses, for every engine."""
 
+    CAN_GUIDE: ClassVar[bool] = False  # whether the engine honours `SamplingParams.guide`
+
     max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: float = Field(default=1.0, ge=0, le=2)  # the logits are divided by it; 0: the likeliest token
+    # sample from the likeliest tokens that hold this share of the probability; 1: from all
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int | None = Field(default=None, gt=0)
+    top_k: int | None = Field(default=None, gt=0)  # sample from this many of the likeliest tokens; None: from all
     stop_token_ids: list[int] | None = None  # beside the tokenizer's end-of-sequence token
-    stop_strings: list[str] | None = None
+    stop_strings: list[str] | None = None  # texts that end a response, beside the stop tokens
     ignore_eos: bool = False  # sample on to the token limit, whatever is sampled; for measurements
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
 
@@ -207,7 +221,7 @@ class GenerationConfig(SamplingConfig):
     backend: str = "vllm"  # an entry of ENGINES, or a dotted path
     in_actor: bool = False  # in a Ray actor, a process of its own; several replicas always are
     num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
-    colocated: ColocatedConfig = ColocatedConfig()
+    colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # whether engines and policy share their devices
 
     @property
     def gpus_per_engine(self) -> int:
@@ -250,11 +264,13 @@ class GenerationConfig(SamplingConfig):
 class TokenizerConfig(Section):
     name: str | None = None  # None: policy.model_name
     chat_template: str | None = None  # a Jinja text or a file; None: the tokenizer's own
+    # further variables of the chat template, e.g. enable_thinking
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class OptimizerConfig(Section):
     name: str = "torch.optim.AdamW"  # a dotted path
+    # keyword arguments of the optimizer
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]})
 
 
@@ -262,24 +278,24 @@ class SchedulerStageConfig(Section):
     """One scheduler of a sequence, or the steps at which the next one takes over."""
 
     name: str | None = None  # a dotted path, e.g. torch.optim.lr_scheduler.LinearLR
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    milestones: list[int] | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the scheduler
+    milestones: list[int] | None = None  # training steps at which the next scheduler of the list begins
 
 
 class ModelConfig(Section):
     """The key that every use of `policy` needs: a model."""
 
     model_name: str  # a Hugging Face name or a directory
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig.with_defaults()  # the tokenizer and its chat template
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_total_sequence_length: int = Field(default=512, gt=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is a GPU that the engine can use
+    max_total_sequence_length: int = Field(default=512, gt=0)  # tokens of prompt and responses together
 
 
 class SampledModelConfig(ModelConfig):
     """The keys that rollouts also need: the sampling of the model."""
 
-    generation: SamplingConfig = SamplingConfig()
+    generation: SamplingConfig = SamplingConfig.with_defaults()
 
     @property
     def max_response_length(self) -> int:
@@ -290,15 +306,18 @@ class SampledModelConfig(ModelConfig):
 class PolicyConfig(ModelConfig, ParallelModelConfig):
     """A model that is trained."""
 
+    # values that replace those of the model's config.json
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
     logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
-    sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
-    optimizer: OptimizerConfig = OptimizerConfig()
+    # the policy leaves a CUDA device that engines share while they sample; auto: unless both fit
+    offload: Literal["auto", "always", "never"] = "auto"
+    optimizer: OptimizerConfig = OptimizerConfig.with_defaults()  # the optimizer, by dotted path
     scheduler: SchedulerStageConfig | list[SchedulerStageConfig] | None = None
 
 
@@ -312,7 +331,7 @@ class EndpointLimitsConfig(Section):
     """Limits of the requests to a server."""
 
     max_concurrency: int = Field(default=64, gt=0)  # requests at once, over all replicas
-    requests_per_minute: float | None = Field(default=None, gt=0)
+    requests_per_minute: float | None = Field(default=None, gt=0)  # sent at most; None: no limit
     tokens_per_minute: float | None = Field(default=None, gt=0)  # 4 characters are one; usage corrects it
     request_timeout_s: float = Field(default=60.0, gt=0)  # of one attempt
     max_retries: int = Field(default=3, ge=0)  # of a request that met 429, 5xx or no answer; never of another 4xx
@@ -323,9 +342,9 @@ class ServedModelConfig(Section):
     """A server over HTTP; several URLs are replicas, and each request goes to the least busy one."""
 
     base_urls: list[str] = Field(min_length=1)  # roots, with or without /v1
-    model: str
+    model: str  # its name on the server
     api_key_env: str | None = None  # the environment variable that holds the key
-    limits: EndpointLimitsConfig = EndpointLimitsConfig()
+    limits: EndpointLimitsConfig = EndpointLimitsConfig.with_defaults()
 
 
 class TeacherConfig(ParallelModelConfig):
@@ -340,13 +359,14 @@ class TeacherConfig(ParallelModelConfig):
     )
 
     model_name: str  # a Hugging Face name or a directory; with `server` its tokenizer alone is loaded from there
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig.with_defaults()  # the tokenizer and its chat template
+    # values that replace those of the model's config.json
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the policy's
     logprob_batch_size: int = Field(default=4, gt=0)  # samples of one forward pass
     logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
-    sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    colocated: ColocatedConfig = ColocatedConfig()  # on the policy's devices, in turns; else on GPUs of its own
+    sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
+    colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # on the policy's devices, in turns
     server: ServedModelConfig | None = None  # a vLLM server that is asked over HTTP, in place of a model of this run

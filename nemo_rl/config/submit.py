@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from nemo_rl.config.collect import CollectRunConfig, ServerConfig, check_sampled, quote_seeds
-from nemo_rl.config.loading import read_config, resolved_yaml, translate_nemo_rl_keys
+from nemo_rl.config.loading import read_config, resolved_yaml
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
@@ -34,12 +34,12 @@ class SlurmServerConfig(SlurmComponentConfig):
     args: list[str] = Field(default_factory=list)  # further arguments of `program`
     command: list[str] | None = Field(default=None, min_length=1)  # another server; {host} and {port} are filled in
     tensor_parallel_size: int = Field(default=1, gt=0)  # GPUs of a replica on each of its nodes
-    num_replicas: int = Field(default=1, gt=0)
+    num_replicas: int = Field(default=1, gt=0)  # copies of the model in an array task
     nodes_per_replica: int = Field(default=1, gt=0)  # over 1: pipeline stages of vLLM, one a node
     num_tasks: int | None = Field(default=None, gt=0)  # server processes; None: as few as there can be
     balance: Literal["auto", "vllm", "router"] = "auto"  # who spreads requests: vLLM's data parallelism or our router
     health_path: str = "/health"  # answers 200 once the server is up
-    start_timeout_s: int = Field(default=1800, gt=0)
+    start_timeout_s: int = Field(default=1800, gt=0)  # for all servers of a task to be up
 
 
 class SlurmCollectionConfig(SlurmComponentConfig):
@@ -51,23 +51,23 @@ class SlurmCollectionConfig(SlurmComponentConfig):
 class SlurmAggregationConfig(SlurmComponentConfig):
     """`nemo-rl merge` and `nemo-rl profile`, in a job of their own after all collections have succeeded."""
 
-    enabled: bool = True
+    enabled: bool = True  # submit that job; false: merge and profile by hand
     num_tasks: Literal[1] = 1  # one writer
     allow_partial: bool = False  # merge and profile what there is once all tasks have ended, in whatever way
     profile_args: list[str] = Field(default_factory=list)  # further arguments of `nemo-rl profile`
     partition: str | None = None  # None: that of the collection, as for qos and time
-    qos: str | None = None
-    time: str | None = None
+    qos: str | None = None  # None: that of the collection
+    time: str | None = None  # None: that of the collection
     sbatch_args: list[str] = Field(default_factory=list)  # those of the collection are not taken
 
 
 class SlurmConfig(Section):
     """The jobs; None leaves a value to Slurm's defaults."""
 
-    job_name: str = Field(default="nemo-rl", pattern=r"^[\w.+-]+$")
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    job_name: str = Field(default="nemo-rl", pattern=r"^[\w.+-]+$")  # as squeue shows it
+    partition: str | None = None  # sbatch --partition
+    account: str | None = None  # sbatch --account
+    qos: str | None = None  # sbatch --qos
     time: str | None = None  # of one array task, in Slurm's form: "04:00:00"
     nodes: int = Field(default=1, gt=0)  # of one array task
     gpus: int | None = Field(default=None, gt=0)  # of a node
@@ -81,8 +81,47 @@ class SlurmConfig(Section):
     setup: str = ""  # shell lines at the start of the job, on its first node: "module load cuda"
     program: list[str] | None = Field(default=None, min_length=1)  # None: this Python's, in a container `nemo-rl`
     server: SlurmServerConfig | None = None  # None: `nemo-rl collect` has its own engine, or server.address
-    collection: SlurmCollectionConfig = SlurmCollectionConfig()
-    aggregation: SlurmAggregationConfig = SlurmAggregationConfig()
+    collection: SlurmCollectionConfig = SlurmCollectionConfig.with_defaults()
+    aggregation: SlurmAggregationConfig = SlurmAggregationConfig.with_defaults()
+
+
+class SlurmTrainingConfig(Section):
+    """The job of a training command; None leaves a value to Slurm's defaults."""
+
+    job_name: str = Field(default="nemo-rl", pattern=r"^[\w.+-]+$")  # as squeue shows it
+    partition: str | None = None  # sbatch --partition
+    account: str | None = None  # sbatch --account
+    qos: str | None = None  # sbatch --qos
+    time: str | None = None  # in Slurm's form: "04:00:00"
+    gpus: int | None = Field(default=None, gt=0)  # of the node
+    sbatch_args: list[str] = Field(default_factory=list)  # further arguments of sbatch
+    dependency: str | None = None  # "afterok:1234"
+    requeue: bool = True  # after a node's failure, a preemption or the time limit; the job then resumes
+    save_s_before_end: int = Field(default=300, gt=0)  # before the time limit the command saves, ends and is requeued
+    restarts: int = Field(default=10, ge=0)  # of `nemo-rl run`, in each start of the job
+    directory: str | None = None  # of script, checkpoints and logs; None: slurm_runs/0001, ...
+    setup: str = ""  # shell lines at the start of the job: "module load cuda"
+    program: list[str] | None = Field(default=None, min_length=1)  # how `nemo-rl` is called; None: with this Python
+
+
+class SubmitTrainingConfig(Section):
+    """The overrides of `nemo-rl submit` before `--`, where a training command follows."""
+
+    slurm: SlurmTrainingConfig = SlurmTrainingConfig.with_defaults()
+
+
+def check_slurm_training(slurm: SlurmTrainingConfig) -> None:
+    """Raise ConfigError for the first value that no job can be made of."""
+    for name in ("partition", "account", "qos", "time", "dependency", "directory"):
+        _check_one_line(f"slurm.{name}", getattr(slurm, name))
+    for argument in slurm.sbatch_args:
+        _check_one_line("slurm.sbatch_args", argument)
+    _check_arguments("slurm.sbatch_args", slurm.sbatch_args, JOB_OPTIONS)
+
+
+def _check_one_line(key: str, value: str | None) -> None:
+    if value is not None and (not value.isprintable() or not value):
+        raise ConfigError(key, value, "must be one line of text")
 
 
 KEY = "slurm.server"
@@ -161,8 +200,7 @@ SECRET_OPTION = re.compile(r"--(.*[-_])?(key|token|secret|password)", re.IGNOREC
 def check_slurm(slurm: SlurmConfig) -> None:
     """Raise ConfigError for the first value that no job can be made of."""
     for key, value in _directive_values(slurm):
-        if not value.isprintable() or not value:
-            raise ConfigError(key, value, "must be one line of text")
+        _check_one_line(key, value)
     if slurm.requeue_s_before_end and not slurm.requeue:
         raise ConfigError("slurm.requeue_s_before_end", slurm.requeue_s_before_end, "needs slurm.requeue: true")
     for key, arguments in _sbatch_arguments(slurm):
@@ -267,12 +305,12 @@ PLACEHOLDER_ADDRESS = "http://found-in-the-job"  # each array task puts its own 
 class SubmitRunConfig(CollectRunConfig):
     """The configuration of `nemo-rl submit`."""
 
-    slurm: SlurmConfig = SlurmConfig()
+    slurm: SlurmConfig = SlurmConfig.with_defaults()
 
 
 def load_submit_config(path: Path, overrides: Sequence[str] = ()) -> SubmitRunConfig:
     """Load the configuration of a recipe with overrides in Hydra's grammar; raises ConfigError."""
-    config = read_config(SubmitRunConfig, path, quote_seeds(overrides), prepare=_prepare)
+    config = read_config(SubmitRunConfig, path, quote_seeds(overrides), family="collect", prepare=_prepare)
     check_slurm(config.slurm)
     if config.collect.chunk is not None:
         raise ConfigError("collect.chunk", config.collect.chunk, "the array has all chunks: set slurm.num_chunks")
@@ -294,8 +332,7 @@ def collect_yaml(config: SubmitRunConfig) -> str:
 
 
 def _prepare(resolved: dict[str, Any]) -> None:
-    """Translate keys as for a collection; where the job starts the servers, fill in a placeholder address, in place."""
-    translate_nemo_rl_keys(resolved)
+    """Fill in a placeholder address where the job starts the servers, in place."""
     slurm, server = resolved.get("slurm"), resolved.setdefault("server", {})
     if not (isinstance(slurm, dict) and slurm.get("server") and isinstance(server, dict)):
         return

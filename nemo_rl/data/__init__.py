@@ -1,1 +1,1 @@
-"""Data sets as prompts, and conversations as tokens."""
+"""Datasets as prompts, and conversations as tokens."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import ConfigError
@@ -80,7 +79,7 @@ class ChatTemplate:
                 tokenize=False,
                 **self._variables,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except Exception as error:  # a template is a program, which may divide by zero or recurse without end
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
         return str(text)
 
@@ -100,7 +99,7 @@ def _parse_arguments(text: str) -> Any:
     """Return the object that the text describes; a model's invalid JSON stays text."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -142,6 +141,11 @@ class ChatEncoder:
         self._supported_first_roles: set[str] = set()  # and at the start of a conversation
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return the tokenizer; None where a server has it."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Return the number of tokens of the tokenizer."""
         return len(self._tokenizer)
@@ -160,6 +164,18 @@ class ChatEncoder:
             self._check_role(role, ())
         if not self.stop_token_ids:
             raise ConfigError("policy.tokenizer.name", self._tokenizer.name_or_path, "no token is known to end a turn")
+
+    @cached_property
+    def num_opening_tokens(self) -> int:
+        """Return the number of tokens that the template writes to open an answer, after the messages before it."""
+        closed = self._encode(self._template.render((QUESTION,), (), add_generation_prompt=False))
+        return max(len(self._encode(self._opening)) - len(closed), 0)
+
+    @property
+    def edge_token_ids(self) -> tuple[int | None, int | None]:
+        """Return the tokenizer's first and last token of a sequence; None where it has none."""
+        tokenizer: Any = self._tokenizer  # whose ids are typed as those of any special token
+        return tokenizer.bos_token_id, tokenizer.eos_token_id
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
         """Return the rendered conversation with the opening of the assistant's turn; raises ConfigError if refused."""
@@ -219,6 +235,10 @@ class ChatEncoder:
             list(token_ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else "".join(text)
+
+    def strip_special(self, text: str) -> str:
+        """Return a text without special tokens."""
+        return self._special.sub("", text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -373,6 +393,10 @@ class TextOnlyChatEncoder(ChatEncoder):
 
     def __init__(self) -> None:
         """Make an encoder without a tokenizer."""
+
+    @property
+    def tokenizer(self) -> None:
+        return None
 
     @property
     def vocab_size(self) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,9 +18,9 @@ from nemo_rl.config.data import (
     InputDataConfig,
     resolve_dataset,
 )
-from nemo_rl.data.blend import Blend, InMemoryPrompts, LazyPrompts
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.processors import make_prompt_maker, make_prompts
+from nemo_rl.data.prompts import Blend, InMemoryPrompts, LazyPrompts
 from nemo_rl.data.rows import InMemoryRows, RowFile, to_jsonable
 from nemo_rl.data.sources import load_rows
 from nemo_rl.errors import ConfigError, DataError
@@ -76,6 +77,7 @@ def load_datasets(config: DataConfig, run_seed: int) -> tuple[PromptSet, tuple[P
     dropped; of NeMo Gym's rows, those that are rows of a validation dataset.
     """
     loaded = _load_parts(config, run_seed, _load_prompts)
+    _split_validation(config, loaded, run_seed)
     train_parts = [part for one in loaded["train"] for part in one.parts]
     held_out_parts = [part for one in loaded["validation"] for part in one.parts]
     repeated = _find_held_out(train_parts, held_out_parts) if config.disjoint else frozenset()
@@ -93,10 +95,17 @@ def load_input(config: InputDataConfig, limit: int | None = None) -> InputSet:
     return InputSet(Blend.of(parts)[:limit], parts)
 
 
+MAX_CHARACTERS_PER_TOKEN = 256  # of no tokenizer's average
+
+
 def check_prompt_lengths(prompt_sets: Iterable[PromptSet], encoder: ChatEncoder, max_input_tokens: int) -> None:
     """Render every prompt; raises ConfigError for the first one of more than `max_input_tokens` tokens."""
     for prompt_set in prompt_sets:
         for prompt in prompt_set.prompts:
+            characters = sum(len(message.content) for message in prompt.messages)
+            if characters > max_input_tokens * MAX_CHARACTERS_PER_TOKEN:  # too much even to be encoded
+                problem = f"prompt {prompt.prompt_id} of {prompt.dataset!r} has {characters} characters"
+                raise ConfigError("data.max_input_seq_length", max_input_tokens, problem)
             if not encoder.prompt_fits(prompt.messages, prompt.tools, max_input_tokens):
                 length = len(flat_token_ids(encoder.encode_prompt(prompt.messages, prompt.tools)))
                 raise ConfigError(
@@ -127,6 +136,46 @@ class LoadedDataset(Generic[PartT]):
 
     name: str
     parts: list[PartT]
+
+
+def split_rows(count: int, size: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return the indices that stay and those that are held out: `size` of them, or a share of all below 1.
+
+    Example: of 40 rows, 0.05 holds out 2.
+    """
+    num_held_out = round(count * size) if size < 1 else int(size)
+    held_out = sorted(random.Random(seed).sample(range(count), min(num_held_out, count)))
+    taken = frozenset(held_out)
+    return [index for index in range(count) if index not in taken], held_out
+
+
+def check_split(key: str, size: float, count: int, held_out: int) -> None:
+    """Raise ConfigError for a split that leaves nothing to train or to validate on."""
+    if not 0 < held_out < count:
+        problem = f"holds out {held_out} of {count} rows: both parts need at least one"
+        raise ConfigError(f"{key}.split_validation_size", size, problem)
+
+
+def _split_validation(
+    config: DataConfig, loaded: dict[str, list[LoadedDataset[LazyPrompts | InMemoryPrompts]]], run_seed: int
+) -> None:
+    """Move the validation splits of training datasets to sets of their own, in place."""
+    names = {one.name for one in loaded["validation"]}
+    for (key, own), one in zip(config.datasets_of("train"), loaded["train"], strict=True):
+        section = resolve_dataset(own, config.default, key=key)[1]
+        size = section.split_validation_size
+        if not size:
+            continue
+        part = one.parts[0]
+        if not isinstance(part, InMemoryPrompts):
+            problem = "rows of this dataset stay in their file; write data.validation"
+            raise ConfigError(f"{key}.split_validation_size", size, problem)
+        kept, held_out = split_rows(len(part), size, run_seed if section.seed is None else section.seed)
+        check_split(key, size, len(part), len(held_out))
+        name = make_unique_name(one.name, names)
+        names.add(name)
+        loaded["validation"].append(LoadedDataset(name, [part.select(held_out)]))
+        one.parts[:] = [part.select(kept)] * len(one.parts)
 
 
 def _load_parts(

@@ -17,7 +17,7 @@ from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, Prompt, Role, ToolCall
 
 if TYPE_CHECKING:
-    from nemo_rl.data.blend import LazyPrompts
+    from nemo_rl.data.prompts import LazyPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def open_nemo_gym_prompts(section: DatasetConfig, dataset: str, *, key: str) -> 
     `dataset` is the name of the prompts' dataset; empty: each prompt's is that of its agent. Raises DataError naming
     file:line for the first row that no agent could run; `key` is the section's configuration key.
     """
-    from nemo_rl.data.blend import LazyPrompts  # numpy, which a configuration does not need
+    from nemo_rl.data.prompts import LazyPrompts  # numpy, which a configuration does not need
 
     file = RowFile(Path(require_data_path(section, f"{key}.data_path")), limit=section.size)
     if not len(file):

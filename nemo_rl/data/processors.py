@@ -6,7 +6,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from nemo_rl.config.data import DatasetConfig, find_dataset
@@ -14,6 +13,7 @@ from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import PROCESSORS
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.recipes import find_prompt
 from nemo_rl.types import Message, Prompt, Role, ToolCall
 
 PLACEHOLDER = "{}"
@@ -21,7 +21,7 @@ PLACEHOLDER = "{}"
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How the rows of one dataset are read."""
+    """The reading of one dataset's rows."""
 
     task_name: str  # the environment that scores the prompts
     input_key: str = "input"
@@ -57,9 +57,11 @@ def make_prompt_maker(section: DatasetConfig, *, key: str) -> Callable[[Row], Pr
 def make_row_format(section: DatasetConfig, *, key: str) -> RowFormat:
     """Return the format of a dataset's rows, its prompt files read; raises ConfigError for one that is unusable."""
     prompt_text = _read_text(section.prompt_file, f"{key}.prompt_file") or PLACEHOLDER
+    entry = find_dataset(section.dataset_name or "", key=f"{key}.dataset_name")
+    if PLACEHOLDER not in prompt_text and entry.has_choices:
+        prompt_text = f"{prompt_text}\n\n{PLACEHOLDER}"
     if PLACEHOLDER not in prompt_text:
         raise ConfigError(f"{key}.prompt_file", section.prompt_file, "has no {} for the question")
-    entry = find_dataset(section.dataset_name or "", key=f"{key}.dataset_name")
     return RowFormat(
         task_name=section.env_name or entry.env_name,
         input_key=section.input_key or "input",
@@ -145,6 +147,6 @@ def _read_text(file: str | None, key: str) -> str | None:
     if file is None:
         return None
     try:
-        return Path(file).read_text(encoding="utf-8").strip()
+        return find_prompt(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(key, file, f"cannot be read: {error}") from error

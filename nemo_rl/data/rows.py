@@ -27,15 +27,13 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises DataError naming file:line for a line that is no JSON object, and naming the file when it cannot be read.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     location = f"{path}:{number}"
                     yield _parse_object(line, lambda location=location: location)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text: {error.reason}") from error
 
 
 def encode_json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
@@ -204,11 +202,15 @@ class InMemoryRows:
 def _parse_object(line: str | bytes, locate: Callable[[], str]) -> dict[str, Any]:
     """Return the JSON object of a line; `locate` returns its file:line, which is needed for errors alone."""
     try:
-        row = json.loads(line)
+        row = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
     except json.JSONDecodeError as error:
         raise DataError(f"{locate()}: no valid JSON: {error.msg} at column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{locate()}: is not UTF-8 text: {error.reason}") from error
+    except RecursionError as error:
+        raise DataError(f"{locate()}: JSON that is nested too deeply; allowed: some hundred levels") from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise DataError(f"{locate()}: a number is too long: {error}") from error
     if not isinstance(row, dict):
         raise DataError(f"{locate()}: a JSON object was expected, not {type(row).__name__}")
     return row

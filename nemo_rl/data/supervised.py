@@ -14,11 +14,11 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.config.data import DatasetConfig, resolve_dataset
-from nemo_rl.config.sft import SFTDataConfig
+from nemo_rl.config.supervised import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.datasets import SEED_STRIDE, make_unique_name
-from nemo_rl.data.loader import epoch_order
+from nemo_rl.data.datasets import SEED_STRIDE, check_split, make_unique_name, split_rows
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format, parse_message
+from nemo_rl.data.prompts import epoch_order
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.data.sources import load_rows
 from nemo_rl.errors import ConfigError, DataError
@@ -61,10 +61,31 @@ def load_conversations(config: SFTDataConfig, run_seed: int) -> tuple[Conversati
         loaded = train if key.startswith("data.train") else held_out
         seed, taken = run_seed + SEED_STRIDE * index, {each.name for each in loaded}
         loaded.append(_load_conversation_set(own, config.default, key=key, seed=seed, taken=taken))
+    train = _split_validation(config, train, held_out, run_seed)
     blend = [conversation for each in train for conversation in each.conversations]
     if config.disjoint:
         blend = _remove_held_out(blend, held_out)
     return ConversationSet("train", blend), tuple(held_out)
+
+
+def _split_validation(
+    config: SFTDataConfig, train: list[ConversationSet], held_out: list[ConversationSet], run_seed: int
+) -> list[ConversationSet]:
+    """Return the training sets without their validation splits, which are appended to `held_out`."""
+    kept_sets = []
+    for (key, own), one in zip(config.datasets_of("train"), train, strict=True):
+        section = resolve_dataset(own, config.default, key=key, supervised=True)[1]
+        size, repeat = section.split_validation_size, section.repeat or 1
+        if not size:
+            kept_sets.append(one)
+            continue
+        rows = one.conversations[: len(one.conversations) // repeat]
+        kept, taken = split_rows(len(rows), size, run_seed if section.seed is None else section.seed)
+        check_split(key, size, len(rows), len(taken))
+        name = make_unique_name(one.name, {each.name for each in held_out})
+        held_out.append(ConversationSet(name, [rows[index] for index in taken]))
+        kept_sets.append(ConversationSet(one.name, [rows[index] for index in kept] * repeat))
+    return kept_sets
 
 
 def read_conversations(rows: Sequence[Row], section: DatasetConfig, *, key: str) -> list[Conversation]:
@@ -162,6 +183,22 @@ class SupervisedSample:
         """Return the first `max_tokens` tokens."""
         return SupervisedSample(self.token_ids[:max_tokens], self.token_mask[:max_tokens])
 
+    def with_edges(self, first: int | None, last: int | None) -> "SupervisedSample":
+        """Return the sample that begins with the token `first`, not trained on, and ends with `last`, which is."""
+        before = [] if first is None or self.token_ids[0] == first else [first]
+        after = [] if last is None or self.token_ids[-1] == last else [last]
+        token_ids = np.concatenate([np.array(before, np.int32), self.token_ids, np.array(after, np.int32)])
+        edges = (np.zeros(len(before), bool), self.token_mask, np.ones(len(after), bool))
+        return SupervisedSample(token_ids, np.concatenate(edges))
+
+    def with_openings(self, num_tokens: int) -> "SupervisedSample":
+        """Return the sample whose trained parts begin `num_tokens` tokens earlier."""
+        mask = self.token_mask.copy()
+        starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+        for start in starts:
+            mask[max(start - num_tokens, 0) : start] = True
+        return SupervisedSample(self.token_ids, mask)
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisedDataset:
@@ -182,9 +219,19 @@ def encode_conversation(encoder: ChatEncoder, conversation: Conversation) -> Sup
 
 
 def encode_conversations(
-    encoder: ChatEncoder, loaded: ConversationSet, *, max_tokens: int, overlong: Literal["drop", "truncate"]
+    encoder: ChatEncoder,
+    loaded: ConversationSet,
+    *,
+    max_tokens: int,
+    overlong: Literal["drop", "truncate"],
+    add_bos: bool = False,
+    add_eos: bool = False,
+    train_on_opening: bool = False,
 ) -> SupervisedDataset:
     """Encode a whole set; a conversation of more than `max_tokens` tokens is dropped or truncated, and counted.
+
+    `add_bos` and `add_eos` write the tokenizer's first and last token where the template does not; with
+    `train_on_opening` the tokens that open an answer are trained on too.
 
     Raises DataError when none is left, and as `encode_conversation` does.
     """
@@ -195,6 +242,11 @@ def encode_conversations(
             reported_at = time.monotonic()
             logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.conversations))
         sample = _encode(encoder, conversation, prompt_ids)
+        if train_on_opening:
+            sample = sample.with_openings(encoder.num_opening_tokens)
+        if add_bos or add_eos:
+            first, last = encoder.edge_token_ids
+            sample = sample.with_edges(first if add_bos else None, last if add_eos else None)
         if len(sample.token_ids) > max_tokens:
             num_overlong += 1
             sample = sample.truncate(max_tokens)

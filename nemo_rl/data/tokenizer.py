@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_rl.config.policy import TokenizerConfig
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, describe_error
 
 
 def load_tokenizer(
@@ -34,9 +34,8 @@ def load_tokenizer_with_template(
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:  # missing, not reachable, or of no known kind
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(name_key, name, f"no tokenizer can be loaded from it: {reason}") from error
+    except Exception as error:  # missing, not reachable, of no known kind, or damaged: a bare Exception
+        raise ConfigError(name_key, name, f"no tokenizer can be loaded from it: {describe_error(error)}") from error
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template, template_key)
     if not tokenizer.chat_template:

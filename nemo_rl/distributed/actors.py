@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 
 from nemo_rl.distributed.cluster import ReservedSlot, connect
-from nemo_rl.errors import WorkerDied, WorkerError
+from nemo_rl.errors import WorkerDied, WorkerError, WorkerTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _ActorHost:
         self._construction_error: _RemoteError | None = None
         try:
             self._target = self._executor.submit(partial(cls, *args, **kwargs)).result()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._construction_error = _describe_error(error)
 
     async def call(self, name: str, payload: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
@@ -54,7 +54,7 @@ class _ActorHost:
             if inspect.iscoroutinefunction(method.func):
                 return await method()
             return await asyncio.get_running_loop().run_in_executor(self._executor, method)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # user code's; they would end the actor
             return _describe_error(error)
 
     async def stream(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
@@ -64,7 +64,7 @@ class _ActorHost:
         try:
             async for item in getattr(self._target, name)(*args, **kwargs):
                 yield item
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             yield _describe_error(error)
 
 
@@ -81,7 +81,8 @@ class ActorHandle:
     async def call(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Return the result of method `name`.
 
-        Raises WorkerError when the method raised or `timeout_s` passed, WorkerDied when the process is gone; a call
+        Raises WorkerError when the method raised, WorkerTimeout when `timeout_s` passed, WorkerDied when the process is
+        gone; a call
         that ran out of time or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to
         its end).
         """
@@ -95,7 +96,7 @@ class ActorHandle:
                 return self._raise_if_failed(name, await reference)
         except TimeoutError as error:
             ray.cancel(reference)
-            raise WorkerError(f"{self.name}.{name} did not answer in {timeout_s} s") from error
+            raise WorkerTimeout(f"{self.name}.{name} did not answer in {timeout_s} s") from error
         except asyncio.CancelledError:
             ray.cancel(reference)
             raise
@@ -109,7 +110,7 @@ class ActorHandle:
             return self._raise_if_failed(name, ray.get(reference, timeout=timeout_s))
         except ray.exceptions.GetTimeoutError as error:
             ray.cancel(reference)
-            raise WorkerError(f"{self.name}.{name} did not answer in {timeout_s} s") from error
+            raise WorkerTimeout(f"{self.name}.{name} did not answer in {timeout_s} s") from error
         except ray.exceptions.RayError as error:
             raise self._worker_error(name, error) from error
 
@@ -192,6 +193,12 @@ def spawn_actor(
 def unwrap_actor_class(actor_class: Any) -> type:
     """Return the class that `@ray.remote` decorates."""
     return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+def env_vars_of(actor_class: Any) -> dict[str, str]:
+    """Return the environment variables of the `runtime_env` that `@ray.remote` was given."""
+    runtime_env = (getattr(actor_class, "_default_options", None) or {}).get("runtime_env") or {}
+    return dict(runtime_env.get("env_vars") or {})
 
 
 def _short_reason(error: BaseException) -> str:

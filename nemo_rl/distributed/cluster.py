@@ -1,29 +1,42 @@
 """The Ray cluster of this process, joined by address or local, and a run's reservation of its nodes and GPUs."""
 
 import asyncio
+import atexit
 import logging
 import os
+import secrets
+import shutil
 import socket
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+import ray.exceptions
 import ray.util
+from ray._private import ray_constants
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue] - compiled, without types
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.distributed.machine import LOOPBACK_INTERFACE, write_private
 from nemo_rl.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 256 * 2**20  # of a local cluster: only small messages pass, weights have their own way
+OBJECT_STORE_BYTES = 256 * 2**20  # of a local cluster at least; weights have their own way
+SHARED_MEMORY = Path("/dev/shm")  # in which Ray keeps its store
 ADDRESS_KEYS = "cluster.address, else RAY_ADDRESS"
 CONNECT_TIMEOUT_S = 30.0
 CPUS_PER_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
 POLL_S = 1  # Ray wants whole seconds
 PROBE_S = 120.0  # for a node to report its GPUs
+TOKEN, TOKEN_FILE, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"  # Ray's variables
+TOKEN_BYTES = 32
 
 
 def node_ip() -> str:
@@ -33,34 +46,116 @@ def node_ip() -> str:
 
 def cluster_address(address: str | None = None) -> str | None:
     """Return the address of the cluster to join: the one given, else RAY_ADDRESS; None: a local one is started."""
-    return address or os.environ.get("RAY_ADDRESS") or None
+    found = address or os.environ.get("RAY_ADDRESS")
+    return None if not found or found == "local" else found
 
 
-def connect(address: str | None = None, *, num_cpus: int | None = None) -> None:
+def connect(
+    address: str | None = None,
+    *,
+    num_cpus: int | None = None,
+    object_store_bytes: int = 0,
+    env_vars: Mapping[str, str] | None = None,
+) -> None:
     """Join the cluster at `address` or RAY_ADDRESS, or start a local one; nothing where this process is connected.
 
-    `num_cpus` is what a local cluster may hand out; None: the machine's cores.
-    Raises WorkerError when there is no cluster at the address.
+    `num_cpus` is what a local cluster may hand out; None: the machine's cores. `object_store_bytes` is what is in the
+    object store of a node at once: a local cluster is started with as much, and a smaller store is warned of.
+    `env_vars` are set for all actors. A local cluster listens on the loopback interface alone and requires a token;
+    one that is joined gets the token of this process's environment.
+    Raises WorkerError when there is no cluster at the address, or it refuses the token.
     """
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if env_vars:
+        quiet["runtime_env"] = {"env_vars": dict(env_vars)}
     if found := cluster_address(address):
         _check_reachable(found)
         try:
             ray.init(address=found, **quiet)
+        except ray.exceptions.AuthenticationError as error:
+            raise WorkerError(_describe_refusal(found, error)) from error
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"no Ray cluster can be joined at {found!r} ({ADDRESS_KEYS}): {error}") from error
         logger.info("connected to the Ray cluster at %s", found)
+        warn_of_small_stores(nodes(), object_store_bytes)
         return
-    ray.init(
-        address="local", num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet
-    )
-    logger.info("started a local Ray cluster")
+    size = max(OBJECT_STORE_BYTES, object_store_bytes)
+    ensure_token()
+    try:
+        with _loopback_only():
+            ray.init(address="local", num_cpus=num_cpus, object_store_memory=size, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray's own for a node that does not come up has no other class
+        raise WorkerError(f"no local Ray cluster could be started: {type(error).__name__}: {error}") from error
+    logger.info("started a local Ray cluster with an object store of %d MiB", size // 2**20)
+    if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < size - OBJECT_STORE_BYTES:
+        logger.warning(
+            "%s has %d MiB left, and batches and scores of a step take %d MiB: Ray keeps them on a disk instead",
+            SHARED_MEMORY,
+            free // 2**20,
+            object_store_bytes // 2**20,
+        )
+
+
+def ensure_token() -> None:
+    """Make a token for the clusters that this process starts, unless its environment has one.
+
+    The variable, which the processes of the cluster inherit, names a file of mode 600 in a directory of mode 700; both
+    are removed when this process ends. Ray's own token, ~/.ray/auth_token, is shared by all clusters of a user, and
+    others may read it.
+    """
+    if os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE):
+        return
+    directory = tempfile.mkdtemp(prefix="nemo_rl_ray_")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    write_private(Path(directory, "token"), secrets.token_hex(TOKEN_BYTES))
+    os.environ[TOKEN_FILE] = str(Path(directory, "token"))
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let the cluster that is started in the block listen on the loopback interface alone.
+
+    Ray 2.60 listens there if that is the node's address, and replaces `_node_ip_address="127.0.0.1"` by another one
+    (services.resolve_ip_for_localhost), except where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when it is imported: here the
+    constant that it makes of this is set for the block. Gloo, in ranks and engines, inherits the interface.
+    """
+    if LOOPBACK_INTERFACE is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _describe_refusal(address: str, error: Exception) -> str:
+    mode, has_token = os.environ.get(TOKEN_MODE), bool(os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE))
+    reason = str(error).partition(".")[0]
+    here = f"{TOKEN_MODE} is {mode or 'not set'}, {TOKEN} or {TOKEN_FILE} is {'set' if has_token else 'not set'}"
+    cure = f"set {TOKEN_MODE}=token and {TOKEN_FILE} to the file with its token"
+    return f"the Ray cluster at {address!r} ({ADDRESS_KEYS}) refused to be joined: {reason}; {here}; {cure}"
+
+
+def warn_of_small_stores(records: Iterable[Mapping[str, Any]], needed: int) -> None:
+    """Log a warning for each node whose object store holds less than `needed` bytes; records as of `nodes`."""
+    for node in records:
+        size = int(node["Resources"].get("object_store_memory", 0))
+        if size < needed:
+            logger.warning(
+                "the object store of node %s holds %d MiB, and batches and scores of a step take %d MiB, which Ray "
+                "would write to its disk: start Ray there with --object-store-memory=%d",
+                node["NodeManagerAddress"],
+                size // 2**20,
+                needed // 2**20,
+                needed,
+            )
 
 
 def _check_reachable(address: str) -> None:
-    """Raise WorkerError where nothing listens: Ray itself would try for minutes, and then end the process."""
+    """Raise WorkerError where nothing listens, or the token is refused: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():  # "auto", or Ray's to understand
         return
@@ -68,6 +163,12 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise WorkerError(f"no Ray cluster answers at {address!r} ({ADDRESS_KEYS}): {error}") from error
+    try:
+        GcsClient(address=address)
+    except ray.exceptions.AuthenticationError as error:
+        raise WorkerError(_describe_refusal(address, error)) from error
+    except ray.exceptions.RayError as error:
+        logger.debug("%s does not answer as Ray does: %s", address, error)
 
 
 def shutdown() -> None:

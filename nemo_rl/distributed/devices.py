@@ -5,7 +5,10 @@ This module loads torch only when a device is looked for.
 """
 
 import logging
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -23,7 +26,11 @@ ALL_DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 INSTALL_CUDA = "uv run --no-group cpu --group cuda ..."  # with this, uv replaces the CPU build by the CUDA build
 INSTALL_CPU = "uv run ..."  # the CPU build is the default
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # written by NVIDIA's kernel module
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+EXPANDABLE_SEGMENTS = "expandable_segments"
 MIN_DRIVERS = {12: 525, 13: 580}  # by CUDA's major version (NVIDIA's CUDA compatibility guide)
+
+_TOP_LEVEL_COMMA = re.compile(r",(?![^\[]*\])")  # a value may be a list in brackets
 
 
 def vllm_devices() -> tuple[Device, ...]:
@@ -49,7 +56,7 @@ def cuda_problem() -> str | None:
         return None
     if torch.version.cuda is None:
         return "torch is installed without CUDA"
-    if (driver := _driver_version()) is None:
+    if (driver := driver_version()) is None:
         return "this machine has no CUDA device"
     needed = MIN_DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
     if needed is not None and int(driver.partition(".")[0]) < needed:
@@ -86,7 +93,7 @@ def choose_device(
     if problem is None:
         return "cuda"
     must_have_cuda = wanted == "cuda" or "cpu" not in engine_devices
-    if must_have_cuda or _driver_version() is not None:  # a GPU that cannot be used is no reason to train for weeks
+    if must_have_cuda or driver_version() is not None:  # a GPU that cannot be used is no reason to train for weeks
         cpu = f"policy.device=cpu with {INSTALL_CPU}" if "cpu" not in engine_devices else "cpu"
         raise ConfigError(key, wanted, f"{problem}; allowed: {cpu}{'' if wanted == 'auto' else ', auto'}")
     return "cpu"
@@ -105,6 +112,77 @@ def resolve_device(name: str, key: str = "policy.device") -> "torch.device":
     return torch.device("cuda" if problem is None and name != "cpu" else "cpu")
 
 
+def use_expandable_segments(device: "torch.device") -> bool:
+    """Let torch grow the memory segments of this process instead of cutting new ones, and return whether it does.
+
+    Micro-batches of ever other sizes then leave no gaps. Done on CUDA devices from Hopper on (older ones have crashed
+    with it), unless the environment sets it. The setting is that of this process, not of those that it starts: the
+    engine's sleep mode excludes it.
+    """
+    import torch
+
+    chosen = _allocator_settings().get(EXPANDABLE_SEGMENTS)
+    if device.type != "cuda" or chosen is not None:
+        return device.type == "cuda" and chosen == "True"
+    is_supported = torch.cuda.get_device_capability(device) >= (9, 0)
+    if is_supported:
+        _set_expandable_segments(True)
+    return is_supported
+
+
+def memory_of_device() -> tuple[int, int]:
+    """Return the free and all bytes of this process' CUDA device, over all processes that use it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return free, total
+
+
+@contextmanager
+def shareable_memory(device: "torch.device") -> Iterator[None]:
+    """Return a context in which memory of a CUDA device is allocated that other processes may open by CUDA IPC.
+
+    Memory in expandable segments is opened through pidfd_getfd, which containers without privileges refuse. Leaves the
+    process with the settings that `use_expandable_segments` made.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    _set_expandable_segments(False)
+    try:
+        yield
+    finally:
+        chosen = _allocator_settings().get(EXPANDABLE_SEGMENTS)
+        _set_expandable_segments(chosen == "True")
+        if chosen is None:
+            use_expandable_segments(device)
+
+
+def _allocator_settings() -> dict[str, str]:
+    """Return the settings of torch's allocator in the environment, e.g. {"max_split_size_mb": "512"}."""
+    text = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    pairs = (part.partition(":") for part in _TOP_LEVEL_COMMA.split(text) if part.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _set_expandable_segments(is_enabled: bool) -> None:
+    """Set it beside the settings of the environment, which torch would forget otherwise."""
+    import torch
+
+    settings = {**_allocator_settings(), EXPANDABLE_SEGMENTS: str(is_enabled)}
+    set_all = getattr(torch.cuda.memory, "_set_allocator_settings")  # noqa: B009 - torch has no public name for it
+    set_all(",".join(f"{name}:{value}" for name, value in settings.items()))
+
+
+def device_memory() -> int | None:
+    """Return the bytes of this machine's first CUDA device; None: it has none that torch can use."""
+    if cuda_problem() is not None:
+        return None
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def _is_installed(package: str) -> bool:
     try:
         version(package)
@@ -113,7 +191,7 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """Return the version of NVIDIA's kernel module, e.g. "550.54.15"; None: it is not loaded."""
     try:
         text = DRIVER_FILE.read_text(encoding="utf-8", errors="replace")

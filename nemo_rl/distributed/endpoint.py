@@ -60,7 +60,7 @@ class EndpointError(NemoRLError):
 
 
 class _RetryableError(EndpointError):
-    """A failure that a retry may overcome; `wait_s` is the wait that the server asked for."""
+    """A failure that a retry may overcome; `wait_s` is the wait that the server requires."""
 
     def __init__(self, text: str, wait_s: float | None = None) -> None:
         super().__init__(text)

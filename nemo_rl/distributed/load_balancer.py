@@ -78,7 +78,7 @@ class LoadBalancer(Generic[MemberT]):
         self._order.setdefault(member, len(self._order))
 
     def remove(self, member: MemberT) -> None:
-        """Give `member` no more work; its sessions are assigned anew with their next work."""
+        """Give `member` no more work; its sessions move with their next work."""
         self._load.pop(member, None)
         self._num_sessions.pop(member, None)
         for session_id in [session for session, holder in self._sessions.items() if holder == member]:

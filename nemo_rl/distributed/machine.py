@@ -1,16 +1,24 @@
-"""This machine: its cache directory, compute device, open-file limit, free ports and shared-memory weight files."""
+"""This machine: its cache directory, compute device, open-file limit, free ports, shared-memory weight files, and
+processes and tasks that end in time."""
 
+import asyncio
 import contextlib
 import fcntl
 import logging
 import os
 import random
 import resource
+import select
+import signal
 import socket
 import tempfile
+import threading
+from collections.abc import Collection, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 
 def cache_directory() -> Path:
@@ -49,6 +57,14 @@ def _finite(limit: int) -> int:
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read: a configuration, or a secret."""
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+
+
+LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
 # Linux's ports of outgoing connections, and of port 0.
 EPHEMERAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST = 20_000  # Ray's workers listen below
@@ -77,6 +93,20 @@ def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
 def unused_port(host: str = "127.0.0.1") -> int:
     """Return one of `unused_ports`."""
     return unused_ports(1, host)[0]
+
+
+def listen_on(host: str, port: int = 0) -> tuple[int, int]:
+    """Return the descriptor of a socket that listens at `host` alone, and its port; 0: a free one.
+
+    torch's TCPStore, which checks no token, would listen on all addresses of the machine; it takes the descriptor over.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        port = listener.getsockname()[1]
+        return listener.detach(), port
 
 
 def _candidate_ports() -> list[int]:
@@ -115,3 +145,55 @@ def remove_stale_weight_files(directory: Path) -> None:
             pass
         finally:
             os.close(file)
+
+
+SHUTDOWN_S = 30.0  # for cancelled tasks to end
+
+
+def run_async(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return the result of `work` as `asyncio.run` does, but never wait for tasks that ignore their cancellation."""
+    runner = asyncio.Runner()
+    try:
+        return runner.run(work)
+    finally:
+        loop = runner.get_loop()
+        if loop.run_until_complete(cancel_tasks(asyncio.all_tasks(loop))):
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()  # the runner's own way of closing would wait for them
+        else:
+            runner.close()
+
+
+async def cancel_tasks(tasks: Collection[asyncio.Task[Any]], timeout_s: float = SHUTDOWN_S) -> int:
+    """Cancel tasks and wait for their end; return how many still run after `timeout_s`, which the log names."""
+    for task in tasks:
+        task.cancel()
+    ended, pending = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
+    for task in ended:
+        _ = task.cancelled() or task.exception()  # retrieved, else asyncio would log it
+    for task in pending:
+        frames = task.get_stack(limit=1)
+        where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "unknown"
+        name = getattr(task.get_coro(), "__qualname__", task.get_name())
+        logger.error("left behind %s at %s: it ignored its cancellation for %g s", name, where, timeout_s)
+    return len(pending)
+
+
+def end_with(trainer: int) -> None:
+    """Kill this process, and its parent where that is not the trainer, as soon as the trainer has ended."""
+    core = os.getppid()
+    try:
+        handle = os.pidfd_open(trainer)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except OSError:  # a kernel without it: the death of the parent is all that is noticed
+        return
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        if core != trainer and os.getppid() == core:
+            os.kill(core, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="end-with-trainer", daemon=True).start()

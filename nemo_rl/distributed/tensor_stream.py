@@ -1,13 +1,14 @@
 """Named tensors from one process to many at once: chunks that are broadcast in a process group of their own."""
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nemo_rl.distributed.machine import listen_on
 from nemo_rl.errors import WorkerError
 
 CHUNK_BYTES = 64 * 2**20
@@ -17,12 +18,19 @@ ABORTED = -1
 Header = list[tuple[str, torch.dtype, torch.Size, int]]  # name, dtype, shape, offset in the chunk
 
 
+def member_name(engine: str, worker: int) -> str:
+    """Return the name of one worker of an engine among the members of a stream."""
+    return f"{engine} worker {worker}"
+
+
 class Rendezvous:
-    """The store that the members of tensor streams find each other by; it lives in one process, e.g. the driver."""
+    """The store that the members of tensor streams find each other by; it lives in one process, e.g. the driver, and
+    listens at `host` alone."""
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        listener, port = listen_on(host)
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
 
     @property
     def port(self) -> int:
@@ -30,10 +38,11 @@ class Rendezvous:
 
 
 class TensorStream:
-    """One member of a group of `size`; the constructor waits for all of them, at most `timeout_s`.
+    """The member `name` of the group `members`; the constructor waits for all of them, at most `timeout_s`.
 
-    The sender has rank 0, the others the ranks in which they come. `device` is where tensors are received; with
-    backend "nccl" it is a CUDA device of the member's own. Groups of one store differ in their number.
+    The first member sends, the others receive. `device` is where tensors are received; with backend "nccl" it is a CUDA
+    device of the member's own. Groups of one store differ in their number. Raises WorkerError naming the members that
+    did not come: NCCL itself would wait for them without a limit.
     """
 
     def __init__(
@@ -42,18 +51,19 @@ class TensorStream:
         port: int,
         *,
         group: int,
-        size: int,
+        members: Sequence[str],
+        name: str,
         backend: str,
         timeout_s: float,
         device: torch.device,
-        is_sender: bool,
     ) -> None:
         self.group = group
         self._device = device
-        timeout = timedelta(seconds=timeout_s)
+        timeout, size = timedelta(seconds=timeout_s), len(members)
         try:
+            rank = members.index(name)
             store = dist.PrefixStore(f"group{group}", dist.TCPStore(host, port, is_master=False, timeout=timeout))
-            rank = 0 if is_sender else store.add("members", 1)
+            _meet(store, members, name, timeout)
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
@@ -63,7 +73,7 @@ class TensorStream:
             self._broadcast(torch.zeros(1, device=device))  # connects: a barrier for all members
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
-                f"the {size} members of a tensor stream did not meet at {host}:{port}: {error}"
+                f"{name} could not join the {size} members of a tensor stream at {host}:{port}: {error}"
             ) from error
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -119,6 +129,16 @@ class TensorStream:
         options.rootRank, options.rootTensor = 0, 0
         self._members.broadcast([tensor], options).wait()
         return tensor
+
+
+def _meet(store: dist.Store, members: Sequence[str], name: str, timeout: timedelta) -> None:
+    """Wait until all members are there; raises RuntimeError naming those that are not within `timeout`."""
+    store.set(f"member/{name}", "here")
+    try:
+        store.wait([f"member/{member}" for member in members], timeout)
+    except RuntimeError as error:  # torch's DistStoreError
+        absent = [member for member in members if not store.check([f"member/{member}"])]
+        raise RuntimeError(f"{', '.join(absent)} did not join within {timeout.total_seconds():g} s") from error
 
 
 def view_tensor(payload: torch.Tensor, entry: tuple[str, torch.dtype, torch.Size, int]) -> torch.Tensor:

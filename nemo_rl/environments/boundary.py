@@ -1,27 +1,27 @@
-"""The boundary between rollouts and environments, both built-in and the user's.
+"""The boundary between rollouts and environments, built-in and the user's: deadlines, checks, classes of failures.
 
 The one place where a call of an environment gets its deadline, its results are checked and its faults become typed
-Failures. Rollouts call `CheckedEnvironment`; environments use `BlockingCalls` to keep blocking work off the event loop.
+Failures. Rollouts call `CheckedEnvironment`; a `Batcher` joins the items of many rollouts into few calls; environments
+use `BlockingCalls` to keep blocking work off the event loop.
 """
 
 import asyncio
 import inspect
-import logging
 import math
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.batcher import Batcher
-from nemo_rl.errors import EnvironmentContractError, summarize_error
+from nemo_rl.errors import EnvironmentContractError, UserExitError, summarize_error
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
-logger = logging.getLogger(__name__)
-
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 StepResult: TypeAlias = EnvStep | Failure
 Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]  # a conversation and its state
@@ -60,7 +60,7 @@ class CheckedEnvironment:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                results = await self._inner.step([conversation for conversation, _ in items], [s for _, s in items])
+                results = await contain_exit(self._inner.step([c for c, _ in items], [s for _, s in items]))
             if len(results) != len(items):
                 raise EnvironmentContractError(f"{len(results)} results for {len(items)} items")
             return [validate_result(result) for result in results]
@@ -97,7 +97,7 @@ def find_reward_problem(rewards: Mapping[str, object]) -> str | None:
 def error_to_failure(
     error: BaseException, failure_class: FailureClass = FailureClass.ENVIRONMENT, *, prefix: str = ""
 ) -> Failure:
-    """Return the Failure of an exception: its first line, and the traceback that experience/failures.py logs.
+    """Return the Failure of an exception: its first line, and the traceback that experience/supervision.py logs.
 
     `prefix` says what failed, where the exception alone does not.
     """
@@ -108,6 +108,49 @@ def error_to_failure(
     return Failure(failure_class, cause, origin, text)
 
 
+async def step_each(
+    step_one: Callable[[Sequence[Message], Mapping[str, Any]], Awaitable[StepResult]],
+    conversations: Sequence[Sequence[Message]],
+    states: Sequence[Mapping[str, Any]],
+    failure_class: FailureClass = FailureClass.ENVIRONMENT,
+) -> list[StepResult]:
+    """Return the result of `step_one` for each item on its own: what it raises is the failure of its item alone."""
+
+    async def guarded(conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
+        try:
+            return await contain_exit(step_one(conversation, state))
+        except Exception as error:  # the item's own content: deep JSON, a state without its keys, a worker's death
+            return error_to_failure(error, failure_class)
+
+    items = zip(conversations, states, strict=True)
+    return list(await asyncio.gather(*(guarded(conversation, state) for conversation, state in items)))
+
+
+async def contain_exit(work: Awaitable[ResultT]) -> ResultT:
+    """Return the result of user code; its `sys.exit` or KeyboardInterrupt is raised as a UserExitError.
+
+    As such they would end the event loop, and the run with it, in whatever task they are raised. A real Ctrl-C passes:
+    it reaches a task as a cancellation, or as the interrupt of asyncio's or Python's own signal handler.
+    """
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and _is_from_signal(error):
+            raise
+        raise UserExitError(describe_exit(error)) from error
+
+
+def describe_exit(error: BaseException) -> str:
+    """Return what an exception that is no Exception would have ended, for a failure's cause."""
+    return f"user code raised {type(error).__name__}({', '.join(map(repr, error.args))}), which ends no run"
+
+
+def _is_from_signal(error: KeyboardInterrupt) -> bool:
+    """Return whether a handler of SIGINT raised it: asyncio's is its last frame, Python's own leaves none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames or frames[-1].name == "_on_sigint" or "raise KeyboardInterrupt" not in (frames[-1].line or "")
+
+
 def reraise_own_cancellation(error: BaseException) -> None:
     """Raise `error` again if it is the cancellation of the current task.
 
@@ -116,6 +159,131 @@ def reraise_own_cancellation(error: BaseException) -> None:
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingItem(Generic[ItemT, ResultT]):
+    item: ItemT
+    result: asyncio.Future[ResultT]
+    arrived_s: float  # on the loop's clock
+
+
+class Batcher(Generic[ItemT, ResultT]):
+    """A queue whose items, from concurrent `submit` calls, share calls of `process`: one result per item, in order.
+
+    A call begins when `max_batch_size` items are queued, or `max_wait_ms` after the oldest one arrived, whatever their
+    number; at most `max_calls` run concurrently, and items that arrive meanwhile are batched. At most `max_queue_size`
+    items are queued; further callers wait for room. An exception of `process` is raised to the callers of its own items
+    and no others; deadlines are its own affair. Queued items of a cancelled caller are dropped. `close` first processes
+    the queue.
+
+    Consumes: items of `submit`. Produces: their results, through futures. The flushing task waits for a first item,
+    then for a full batch or the deadline; both are signalled by `_changed`, as is room in the queue.
+    """
+
+    def __init__(
+        self, process: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]], batching: BatchingConfig
+    ) -> None:
+        self.num_calls = 0  # of `process`
+        self.num_items = 0  # in those calls
+        self._process = process
+        self._batching = batching
+        self._queue: deque[_PendingItem[ItemT, ResultT]] = deque()
+        self._changed = asyncio.Condition()
+        self._flusher: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def submit(self, items: Sequence[ItemT]) -> list[ResultT]:
+        """Return one result per item, in order; raises EnvironmentContractError once closed."""
+        loop = asyncio.get_running_loop()
+        if self._flusher is None:
+            self._flusher = asyncio.create_task(self._flush_forever())
+        results: list[asyncio.Future[ResultT]] = []
+        try:
+            for item in items:
+                result: asyncio.Future[ResultT] = loop.create_future()
+                results.append(result)
+                await self._put(_PendingItem(item, result, loop.time()))
+            return [await result for result in results]
+        finally:
+            for result in results:
+                if not result.cancel() and not result.cancelled():
+                    result.exception()  # retrieved: another item of this call was the first to raise
+
+    async def close(self) -> None:
+        """Process the queued items; items submitted later are refused."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._flusher is not None:
+            await self._flusher
+        await asyncio.gather(*self._calls)
+
+    async def _put(self, pending: _PendingItem[ItemT, ResultT]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or len(self._queue) < self._batching.max_queue_size)
+            if self._closed:
+                raise EnvironmentContractError("the environment is closed")
+            self._queue.append(pending)
+            self._changed.notify_all()
+
+    async def _flush_forever(self) -> None:
+        while batch := await self._next_batch():
+            self._calls.add(asyncio.create_task(self._call(batch)))
+
+    async def _next_batch(self) -> list[_PendingItem[ItemT, ResultT]]:
+        """Return the items of the next call; an empty list once closed and drained."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._closed or self._queue)
+                await self._wait_for_more()
+                await self._changed.wait_for(self._may_call)
+                size = min(len(self._queue), self._batching.max_batch_size)
+                batch = [self._queue.popleft() for _ in range(size)]
+                self._changed.notify_all()
+            batch = [pending for pending in batch if not pending.result.done()]
+            if batch or (self._closed and not self._queue):
+                return batch
+
+    def _may_call(self) -> bool:
+        return self._batching.max_calls is None or len(self._calls) < self._batching.max_calls
+
+    async def _wait_for_more(self) -> None:
+        """Wait until a full batch is queued, the oldest item has waited long enough, or the queue is full."""
+        enough = min(self._batching.max_batch_size, self._batching.max_queue_size)
+        if self._closed or len(self._queue) >= enough:
+            return
+        deadline_s = self._queue[0].arrived_s + self._batching.max_wait_ms / 1000
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._changed.wait_for(lambda: self._closed or len(self._queue) >= enough)
+        except TimeoutError:
+            return
+
+    async def _call(self, batch: list[_PendingItem[ItemT, ResultT]]) -> None:
+        try:
+            await self._resolve(batch)
+        finally:
+            async with self._changed:
+                self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
+                self._changed.notify_all()
+
+    async def _resolve(self, batch: list[_PendingItem[ItemT, ResultT]]) -> None:
+        self.num_calls += 1
+        self.num_items += len(batch)
+        try:
+            results = await self._process([pending.item for pending in batch])
+            if len(results) != len(batch):
+                raise EnvironmentContractError(f"{len(results)} results for {len(batch)} items")
+        except Exception as error:  # raised to the callers that wait for it
+            for pending in batch:
+                if not pending.result.done():
+                    pending.result.set_exception(error)
+            return
+        for pending, result in zip(batch, results, strict=True):
+            if not pending.result.done():
+                pending.result.set_result(result)
 
 
 class BlockingCalls:
@@ -160,5 +328,7 @@ def _run_into_future(future: Future[Any], function: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(function())
-    except BaseException as error:
+    except Exception as error:
         future.set_exception(error)
+    except BaseException as error:  # SystemExit and the like; a thread never receives a Ctrl-C
+        future.set_exception(UserExitError(describe_exit(error)).with_traceback(error.__traceback__))

@@ -6,13 +6,13 @@ function, named by its path, on pickled arguments sent over a pipe.
 
 import contextlib
 import importlib
-import logging
 import multiprocessing
 import queue
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,8 +21,7 @@ from typing import Any
 from nemo_rl.environments.boundary import BlockingCalls
 from nemo_rl.errors import WorkerError
 
-logger = logging.getLogger(__name__)
-START_TIMEOUT_S = 120.0  # for a worker's imports
+START_TIMEOUT_S = 300.0  # for a worker's imports, beside other work
 ORPHAN_GRACE_S = 10.0  # after its deadline, a worker that was not killed is ended by its own alarm
 MEMORY_BYTES = 4 * 1024**3  # of address space: a power tower fails in its worker instead of exhausting the machine
 
@@ -30,12 +29,25 @@ MEMORY_BYTES = 4 * 1024**3  # of address space: a power tower fails in its worke
 class ProcessPool:
     """Processes that run one function, "package.module:name": `await pool.call(*args)`."""
 
-    def __init__(self, function: str, num_workers: int, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        function: str,
+        num_workers: int,
+        *,
+        timeout_s: float,
+        memory_bytes: int | None = MEMORY_BYTES,
+        setup: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Start the processes; `memory_bytes` is the address space of each, None for no limit.
+
+        `setup`: arguments of a first call of the function in each process, which belongs to its start: `timeout_s` does
+        not bound it, and its result is dropped.
+        """
         self._timeout_s = timeout_s
         self._closed = False
         self._idle_workers: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(num_workers):
-            self._idle_workers.put(_Worker(function, timeout_s))
+            self._idle_workers.put(_Worker(function, timeout_s, memory_bytes, setup))
         self._blocking_calls = BlockingCalls("process-pool", num_workers)
 
     async def call(self, *args: Any) -> Any:
@@ -71,8 +83,12 @@ class _WorkerException:
 class _Worker:
     """One process, restarted after each crash or kill."""
 
-    def __init__(self, function: str, timeout_s: float) -> None:
+    def __init__(
+        self, function: str, timeout_s: float, memory_bytes: int | None, setup: tuple[Any, ...] | None
+    ) -> None:
         self._function = function
+        self._memory_bytes = memory_bytes
+        self._setup = setup
         self._timeout_s = timeout_s
         self._start()
 
@@ -81,8 +97,7 @@ class _Worker:
             self._restart()
         try:
             if not self._ready:
-                self._receive(START_TIMEOUT_S, "did not start")
-                self._ready = True
+                self._wait_until_ready()
             self._connection.send(args)
             result = self._receive(timeout_s, "did not finish")
         except (EOFError, OSError) as error:
@@ -97,6 +112,13 @@ class _Worker:
         self._process.wait()
         self._connection.close()
 
+    def _wait_until_ready(self) -> None:
+        started = self._receive(START_TIMEOUT_S, "did not start")
+        if isinstance(started, _WorkerException):
+            self._restart()
+            raise WorkerError(started.text)
+        self._ready = True
+
     def _receive(self, timeout_s: float, problem: str) -> Any:
         if not self._connection.poll(timeout_s):
             self._restart()
@@ -110,33 +132,47 @@ class _Worker:
     def _start(self) -> None:
         self._connection, remote = multiprocessing.Pipe()
         with remote:
-            command = [sys.executable, "-m", __name__, str(remote.fileno()), self._function, str(self._timeout_s)]
+            numbers = [str(remote.fileno()), str(self._timeout_s), str(self._memory_bytes or resource.RLIM_INFINITY)]
+            command = [sys.executable, "-m", __name__, self._function, *numbers]
             self._process = subprocess.Popen(
                 command, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
+        with contextlib.suppress(OSError):  # its death is noticed by the next call
+            self._connection.send(self._setup)
         self._ready = False
 
 
-def serve(descriptor: int, function_path: str, timeout_s: float) -> None:
-    """Call the function on each received tuple of arguments until the pipe is closed; runs in the worker."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+def serve(function_path: str, descriptor: int, timeout_s: float, memory_bytes: int) -> None:
+    """Call the function on each received tuple of arguments until the pipe is closed; runs in the worker.
+
+    The first message is the pool's `setup`; its answer says that the worker is ready.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     module, _, name = function_path.partition(":")
     function = getattr(importlib.import_module(module), name)
     with Connection(descriptor) as connection, contextlib.suppress(EOFError, BrokenPipeError):
-        connection.send("ready")
+        setup = connection.recv()
+        signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S + ORPHAN_GRACE_S)
+        ready = "ready" if setup is None else _result_of(function, setup)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.send(ready if isinstance(ready, _WorkerException) else "ready")
         while True:
             args = connection.recv()
             signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_GRACE_S)
-            try:
-                result = function(*args)
-            except Exception as error:
-                result = _WorkerException(f"{type(error).__name__}: {error}")
+            result = _result_of(function, args)
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send(result)
+
+
+def _result_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return function(*args)
+    except BaseException as error:  # SystemExit too: only its own call fails
+        return _WorkerException(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
     # Imported under its name: classes of __main__ would differ from the parent's.
     from nemo_rl.environments.process_pool import serve as serve_as_imported
 
-    serve_as_imported(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    serve_as_imported(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.kinds import Entry
-from nemo_rl.environments.boundary import StepResult, error_to_failure
+from nemo_rl.environments.boundary import StepResult, step_each
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, FailureClass, Message
 
@@ -28,8 +28,8 @@ RULES = (
 class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
     """A game of several turns: slide tiles until they are in order."""
 
-    move_reward: float = 0.0
-    invalid_move_penalty: float = 0.0
+    move_reward: float = 0.0  # added for each legal move
+    invalid_move_penalty: float = 0.0  # subtracted for an illegal or missing move
 
 
 class SlidingPuzzleEnvironment:
@@ -45,13 +45,10 @@ class SlidingPuzzleEnvironment:
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        return [self._step_one(c[-1].content, state) for c, state in zip(conversations, states, strict=True)]
+        return await step_each(self._step_one, conversations, states, FailureClass.REWARD)
 
-    def _step_one(self, response: str, state: Mapping[str, Any]) -> StepResult:
-        try:
-            size, board = int(state["size"]), tuple(state["board"])
-        except (KeyError, TypeError) as error:
-            return error_to_failure(error, FailureClass.REWARD)
+    async def _step_one(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
+        response, size, board = conversation[-1].content, int(state["size"]), tuple(state["board"])
         action = parse_action(response)
         moved = None if action is None else slide(board, size, action)
         if moved is None:

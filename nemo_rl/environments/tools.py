@@ -11,7 +11,6 @@ A turn with neither ends the conversation.
 """
 
 import ast
-import asyncio
 import json
 import math
 import operator
@@ -24,8 +23,8 @@ from pydantic import Field
 
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.kinds import Entry
-from nemo_rl.environments.boundary import BlockingCalls, StepResult
-from nemo_rl.environments.sandbox import SandboxLimits, run_python
+from nemo_rl.environments.boundary import BlockingCalls, StepResult, step_each
+from nemo_rl.environments.sandbox import SandboxLimits, isolation, run_python
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 TAG = re.compile(r"<(tool|answer)>(.*?)</\1>", re.DOTALL)
@@ -40,12 +39,13 @@ RELATIVE_TOLERANCE = 1e-6  # of numeric answers
 class ToolsEnvironmentConfig(EnvironmentConfig):
     """A calculator and Python in a sandbox, then the final answer."""
 
+    # that the model may call
     tools: list[Literal["calculator", "python"]] = Field(default_factory=lambda: ["calculator"])
     num_workers: int = Field(default=2, gt=0)  # concurrent tool processes
-    cpu_s: float = Field(default=2.0, gt=0)
-    wall_s: float = Field(default=5.0, gt=0)
-    memory_bytes: int = Field(default=512 * 1024 * 1024, gt=0)
-    max_output_chars: int = Field(default=4096, gt=0)
+    cpu_s: float = Field(default=2.0, gt=0)  # CPU time of one call
+    wall_s: float = Field(default=5.0, gt=0)  # wall time of one call
+    memory_bytes: int = Field(default=512 * 1024 * 1024, gt=0)  # of one call's process
+    max_output_chars: int = Field(default=4096, gt=0)  # of a call's output; the middle of a longer one is left out
 
 
 class ToolsEnvironment:
@@ -62,12 +62,14 @@ class ToolsEnvironment:
             "python": partial(run_python, limits=limits),
         }
         self._tools = {tool: known[tool] for tool in section.tools}
+        if "python" in self._tools:
+            isolation()  # logs what the sandbox covers on this machine
         self._blocking_calls = BlockingCalls(f"env-{name}", section.num_workers)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        return await asyncio.gather(*map(self._step_one, conversations, states))
+        return await step_each(self._step_one, conversations, states)
 
     async def _step_one(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
         if "answer" not in state:
@@ -89,6 +91,8 @@ class ToolsEnvironment:
             return self._tools[name](argument)
         except ValueError as error:
             return f"error: {error}"
+        except (RecursionError, MemoryError):  # thousands of brackets, in JSON or in an expression
+            return "error: the call is nested too deeply"
 
     async def close(self) -> None:
         """Do nothing: no resources are held."""

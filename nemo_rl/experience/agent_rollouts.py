@@ -30,10 +30,7 @@ from nemo_rl.types import (
 )
 
 if TYPE_CHECKING:
-    from nemo_rl.gateway.manager import (
-        FinishedSession,  # loads Ray
-        SessionHandle,  # loads Ray
-    )
+    from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
 TrajectorySelection: TypeAlias = Literal["all", "longest"]
 
@@ -74,7 +71,7 @@ async def open_rollout_session(
     `server`: one of the gateway's, for clients whose address is given; None: the one with the fewest sessions.
     """
     seed = request_seed(options.seed, job.epoch, job.prompt.prompt_id, job.generation_index, 0)
-    handle = sessions.open_session(seed=seed, sampling=options.sampling, server=server)
+    handle = sessions.open_session(seed=seed, sampling=options.sampling, server=server, trains=options.trains)
     try:
         yield handle
     finally:
@@ -97,6 +94,11 @@ class Recording:
             reversed(self.chains), key=lambda chain: sum(len(m.token_ids) for m in chain.message_log), default=None
         )
 
+    def selected(self, selection: TrajectorySelection) -> tuple[Chain, ...]:
+        """Return the chains that are trained on."""
+        longest = self.longest
+        return self.chains if selection == "all" or longest is None else (longest,)
+
     @property
     def is_truncated(self) -> bool:
         return self.is_incomplete or (self.longest is not None and self.longest.is_truncated)
@@ -113,7 +115,8 @@ def build_recorded_trajectory(
     """Build the trajectory: the longest chain as message log, the others beside it if `selection` is "all"."""
     longest = recording.longest
     failure = result if isinstance(result, Failure) else None
-    chains = recording.chains if selection == "all" else (longest,) if longest else ()
+    # the longest first, the others in order
+    chains = tuple(sorted(recording.selected(selection), key=lambda chain: chain is not longest))
     stop_reason = StopReason.TRUNCATED if recording.is_truncated else StopReason.DONE
     return Trajectory(
         prompt=job.prompt,
@@ -127,8 +130,9 @@ def build_recorded_trajectory(
         weight_versions=_version_range(chain.weight_versions for chain in chains),
         failure=failure,
         timings=timings,
-        other_chains=tuple(chain.message_log for chain in chains if chain is not longest),
+        other_chains=tuple(chain.message_log for chain in chains[1:]),
         loss_weight=recording.loss_weight,
+        chain_rewards=tuple(chain.rewards for chain in chains) if any(chain.rewards for chain in chains) else (),
     )
 
 
@@ -138,6 +142,18 @@ def validate_rewards(rewards: Mapping[str, float], answer: str | None) -> AgentR
     if problem := find_reward_problem(numbers):
         return Failure(FailureClass.REWARD, problem)
     return AgentResult(numbers, answer)
+
+
+def mean_rewards(chains: Sequence[Chain]) -> dict[str, float]:
+    """Return the mean of each named reward over the chains that have it.
+
+    Example: chains with {"a": 1, "b": 1}, {"a": 0} and {} give {"a": 0.5, "b": 1}.
+    """
+    values: dict[str, list[float]] = {}
+    for chain in chains:
+        for name, reward in chain.rewards.items():
+            values.setdefault(name, []).append(reward)
+    return {name: sum(each) / len(each) for name, each in values.items()}
 
 
 def _to_number(value: Any) -> Any:
@@ -242,7 +258,8 @@ class _AgentRollout:
         """Return the result with its rewards: its own, else those posted, else those of its scoring environment."""
         if longest is None:
             return Failure(FailureClass.AGENT, "the agent ended without a model call that succeeded")
-        rewards = result.rewards or ended.posted or longest.rewards
+        trained = ended.recording.selected(self._runtime.trajectory_selection)
+        rewards = result.rewards or ended.posted or mean_rewards(trained)
         scored_by = self._runtime.scored_by
         if not rewards and scored_by is not None:
             return await self._score_with_environment(result.answer, longest, scored_by)

@@ -1,6 +1,6 @@
-"""Agents: who owns its own loop and talks to the gateway. A function, here or in a process of its own.
+"""Agents, which own their loop and talk to the gateway: a function, here or in a Ray task, or a command line.
 
-A command line is one too: agent_process.py. How their runs become trajectories: agent_rollouts.py.
+How their runs become trajectories: agent_rollouts.py.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
-from nemo_rl.config.environment import RolloutRunnerConfig
-from nemo_rl.config.environment_checks import check_session_timeout, reject_wrappers
+from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
+from nemo_rl.config.environment_checks import check_agent_runner, reject_wrappers
 from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.boundary import BlockingCalls, is_async_callable
-from nemo_rl.errors import ConfigError, suggest_name
+from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
 
-class AgentConfig(RolloutRunnerConfig):
+class AgentConfig(AgentRunnerConfig):
     """An agent that owns its loop: exactly one of `function` and `command`.
 
     Its reward is what it returns or posts, or what the environment `scored_by` gives to its last conversation.
@@ -36,7 +36,6 @@ class AgentConfig(RolloutRunnerConfig):
 
     function: str | None = None  # a dotted path: (prompt, base_url, api_key) -> reward, rewards by name, or AgentResult
     command: list[str] | None = None  # run with OPENAI_BASE_URL, OPENAI_API_KEY and the prompt as JSON on its stdin
-    scored_by: str | None = None  # another entry of `env`
     in_tasks: bool = False  # function: each run in a Ray task, a process of its own
 
 
@@ -50,11 +49,7 @@ def check_agent(key: str, section: AgentConfig, config: RolloutRunConfig) -> Non
     if section.in_tasks and section.function is None:
         raise ConfigError(f"{key}.in_tasks", True, "a command has a process of its own already; allowed: false")
     reject_wrappers(key, section, "agents run one prompt each; allowed: false (see in_tasks)")
-    environments = [name for name, other in config.env.items() if not isinstance(other, RolloutRunnerConfig)]
-    if section.scored_by is not None and section.scored_by not in environments:
-        problem = f"no entry of env that is an environment{suggest_name(section.scored_by, environments)}"
-        raise ConfigError(f"{key}.scored_by", section.scored_by, problem)
-    check_session_timeout(key, section.timeout_s, config)
+    check_agent_runner(key, section, config)
 
 
 def make_agent(name: str, section: AgentConfig) -> Agent:
@@ -78,7 +73,12 @@ class SessionProvider(Protocol):
     """The part of the gateway that agents' rollouts need; `gateway.manager.GatewayManager` implements it."""
 
     def open_session(
-        self, *, seed: int, sampling: SamplingParams | None = None, server: int | None = None
+        self,
+        *,
+        seed: int,
+        sampling: SamplingParams | None = None,
+        server: int | None = None,
+        trains: bool = True,
     ) -> "SessionHandle": ...
 
     async def finish(self, handle: "SessionHandle") -> "FinishedSession":
@@ -100,6 +100,24 @@ class AgentRuntime:
     max_concurrency: int  # runs at once
     scored_by: str | None = None  # the environment that rewards runs without a reward
     trajectory_selection: Literal["all", "longest"] = "all"  # which histories are trained on
+
+
+def make_agent_runtime(
+    agent: Agent,
+    section: RolloutRunnerConfig,
+    sessions: SessionProvider,
+    trajectory_selection: Literal["all", "longest"],
+) -> AgentRuntime:
+    """Return an agent made of `section` with the gateway's sessions and its limits."""
+    assert isinstance(section, AgentRunnerConfig)
+    return AgentRuntime(
+        agent,
+        sessions,
+        timeout_s=section.timeout_s,
+        max_concurrency=section.max_concurrency,
+        scored_by=section.scored_by,
+        trajectory_selection=trajectory_selection,
+    )
 
 
 class AgentExitError(Exception):

@@ -97,9 +97,15 @@ def _iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: i
 def make_training_samples(
     trajectory: Trajectory, *, trajectory_id: int, group_id: int, reward: float
 ) -> tuple[TrainingSample, ...]:
-    """Make the token sequences to train on, one per chain. They share the trajectory's reward and weight."""
-    entry = _BatchEntry(trajectory_id, group_id, reward, trajectory.loss_weight)
-    return tuple(_make_sample(log, entry) for log in trajectory.chains)
+    """Make the token sequences to train on, one per chain. They share the trajectory's weight, and its reward.
+
+    A chain with rewards of its own differs from that by as much as its rewards differ from the trajectory's.
+    """
+    samples = []
+    for index, log in enumerate(trajectory.chains):
+        own = sum(trajectory.rewards_of_chain(index).values()) - trajectory.reward
+        samples.append(_make_sample(log, _BatchEntry(trajectory_id, group_id, reward + own, trajectory.loss_weight)))
+    return tuple(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajec
             keys.GROUP_ID: torch.tensor([s.group_id for s in samples]),
             keys.TRAJECTORY_TOKENS: per_trajectory[trajectory_id],
             keys.REWARD: torch.tensor([s.reward for s in samples], dtype=torch.float32),
-            keys.REWARD_COMPONENTS: _reward_components(trajectories, trajectory_id),
+            keys.REWARD_COMPONENTS: _reward_components(trajectories),
             keys.TRUNCATED: truncated[trajectory_id],
         },
         batch_size=[len(samples)],
@@ -175,14 +181,12 @@ def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch
     return torch.from_numpy(table)
 
 
-def _reward_components(trajectories: Sequence[Trajectory], trajectory_id: torch.Tensor) -> TensorDict:
-    """Return rewards by name, 0 where a trajectory's environment does not give that one."""
-    names = sorted({name for t in trajectories for name in t.rewards})
-    columns = {
-        name: torch.tensor([t.rewards.get(name, 0.0) for t in trajectories], dtype=torch.float32)[trajectory_id]
-        for name in names
-    }
-    return TensorDict(columns, batch_size=[len(trajectory_id)])
+def _reward_components(trajectories: Sequence[Trajectory]) -> TensorDict:
+    """Return each sample's rewards by name, 0 where its environment does not give that one."""
+    rows = [t.rewards_of_chain(index) for t in trajectories for index in range(len(t.chains))]
+    names = sorted({name for row in rows for name in row})
+    columns = {name: torch.tensor([row.get(name, 0.0) for row in rows], dtype=torch.float32) for name in names}
+    return TensorDict(columns, batch_size=[len(rows)])
 
 
 def _describe_empty_batch(groups: Sequence[TrajectoryGroup], min_group_size: int) -> str:

@@ -6,45 +6,39 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.loader import LoadedPrompt, PromptLoader
+from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
-from nemo_rl.experience.failures import ConsecutiveFailureLimit, FailureBudget
-from nemo_rl.experience.metrics import age_metrics, rollout_metrics
-from nemo_rl.experience.replay_buffer import (
-    REPLAY_BUFFER,
-    BufferedGroup,
-    DroppedGroup,
-    ReplayBuffer,
-    ReplayBufferState,
-    WaitReason,
-    extract_buffer_state,
-)
+from nemo_rl.experience import replay_buffer
+from nemo_rl.experience.records import RolloutWriter, age_metrics, rollout_metrics
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutOptions
-from nemo_rl.experience.supervision import Supervision, cancel_all
-from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.experience.sources import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
+from nemo_rl.experience.supervision import ConsecutiveFailureLimit, FailureBudget, Supervision, cancel_all
 from nemo_rl.interfaces import CollectedGroups
-from nemo_rl.types import TrajectoryGroup
+from nemo_rl.types import Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
+
+STILL_RUNNING = "still running at the age bound"
 
 
 class CollectionMeter:
     """Seconds and counts since the last `take`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.num_dropped = 0
+        self.num_dropped = 0  # groups
+        self.num_given_up = 0  # rollouts of groups that continue without them
         self._clock = clock
         self._window_started_at = clock()
-        self._waited_s = dict.fromkeys(WaitReason, 0.0)
+        self._waited_s = dict.fromkeys(replay_buffer.WaitReason, 0.0)
         self._busy_s = 0.0
         self._busy_since: float | None = None  # None: nothing runs
 
     @contextlib.contextmanager
-    def waiting(self, cause: WaitReason) -> Iterator[None]:
+    def waiting(self, cause: replay_buffer.WaitReason) -> Iterator[None]:
         """Count the time inside the block as waiting of the trainer."""
         started = self._clock()
         try:
@@ -66,8 +60,9 @@ class CollectionMeter:
         metrics = {f"efficiency/exposed_wait_s/{cause}": seconds for cause, seconds in self._waited_s.items()}
         metrics["efficiency/generation_busy_pct"] = 100 * self._busy_s / max(now - self._window_started_at, 1e-9)
         metrics["replay_buffer/dropped_groups"] = float(self.num_dropped)
-        self._window_started_at, self._busy_s, self.num_dropped = now, 0.0, 0
-        self._waited_s = dict.fromkeys(WaitReason, 0.0)
+        metrics["replay_buffer/given_up_rollouts"] = float(self.num_given_up)
+        self._window_started_at, self._busy_s, self.num_dropped, self.num_given_up = now, 0.0, 0, 0
+        self._waited_s = dict.fromkeys(replay_buffer.WaitReason, 0.0)
         return metrics
 
 
@@ -91,9 +86,10 @@ class AsyncSource:
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
         max_age_steps: int,
-        stale_groups: Literal["wait", "drop"],
+        stale_groups: Literal["wait", "drop", "trim"],
         max_generation_failures: int,
         failures: RolloutConfig,
+        min_group_size: int = 1,
         writer: RolloutWriter | None = None,
         num_steps: int | None = None,
     ) -> None:
@@ -104,13 +100,15 @@ class AsyncSource:
         self._num_prompts = num_prompts_per_step
         self._num_generations = num_generations_per_prompt
         self._max_age = max_age_steps
-        self._drops_late_groups = stale_groups == "drop"
+        self._stale_groups = stale_groups
+        self._min_group_size = min_group_size
+        self._ended: dict[int, dict[int, Trajectory]] = {}  # rollouts of running groups, by prompt and generation index
         self._failures = failures
         self._writer = writer
         self._num_steps = num_steps
-        self._buffer = ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
-        self._delivered: dict[str, BufferedGroup] = {}  # at this version, by group id
-        self._dropped: tuple[DroppedGroup, ...] = ()
+        self._buffer = replay_buffer.ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
+        self._delivered: dict[str, replay_buffer.BufferedGroup] = {}  # at this version, by group id
+        self._dropped: tuple[replay_buffer.DroppedGroup, ...] = ()
         self._failure_limit = ConsecutiveFailureLimit(max_generation_failures)
         self._tasks: dict[asyncio.Task[None], tuple[int, ...]] = {}  # the places that each collects
         self._weight_version: int | None = None  # None: not started
@@ -143,12 +141,13 @@ class AsyncSource:
         trajectories = flatten_groups(one.group for one in chosen)
         budget = FailureBudget(num_rollouts=len(trajectories), max_failed_share=self._failures.max_failed_share)
         for trajectory in trajectories:
-            budget.record(trajectory)
+            if trajectory.failure is None or trajectory.failure.failure_class is not FailureClass.CANCELLED:
+                budget.record(trajectory)
         self._buffer.remove(one.prompt_index for one in chosen)
         self._delivered |= {one.group.group_id: one for one in chosen}
         self._start_rollouts()
         if self._writer is not None:
-            self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
+            await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version) | self._metrics()
         return CollectedGroups(tuple(one.group for one in chosen), metrics)
 
@@ -194,13 +193,15 @@ class AsyncSource:
         return self._loader.state_dict() | {
             "consumed_prompts": num_consumed,
             "epoch": self._loader.epoch_after(num_consumed),
-            REPLAY_BUFFER: ReplayBufferState(self._buffer.complete, self._buffer.running, self._dropped),
+            replay_buffer.REPLAY_BUFFER: replay_buffer.ReplayBufferState(
+                self._buffer.complete, self._buffer.running, self._dropped
+            ),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load before the first step. Prompts in flight, or with groups of another size, are issued again unchanged."""
         self._loader.load_state_dict(state)
-        buffered = extract_buffer_state(state, self._loader)
+        buffered = replay_buffer.extract_buffer_state(state, self._loader)
         self._loader.put_back(buffered.in_flight)
         self._buffer.restore(buffered.complete)
         self._dropped = buffered.dropped
@@ -218,24 +219,24 @@ class AsyncSource:
             self._delivered.clear()
         self._weight_version = weight_version
 
-    def _requeue(self, groups: Sequence[BufferedGroup], reason: str) -> None:
+    def _requeue(self, groups: Sequence[replay_buffer.BufferedGroup], reason: str) -> None:
         prompt_indices = [one.prompt_index for one in groups]
         if prompt_indices:
             logger.info("%d groups of the checkpoint %s; their prompts are issued again", len(prompt_indices), reason)
         self._buffer.remove(prompt_indices)
         self._loader.put_back(prompt_indices)
 
-    async def _wait_for_groups(self, weight_version: int) -> tuple[BufferedGroup, ...]:
+    async def _wait_for_groups(self, weight_version: int) -> tuple[replay_buffer.BufferedGroup, ...]:
         """Return one step's groups as soon as they are available; none if the dataset is exhausted."""
         while True:
             choice = self._try_choose(weight_version)
-            if not isinstance(choice, WaitReason):
+            if not isinstance(choice, replay_buffer.WaitReason):
                 return choice
             with self._meter.waiting(choice):
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _try_choose(self, weight_version: int) -> tuple[BufferedGroup, ...] | WaitReason:
+    def _try_choose(self, weight_version: int) -> tuple[replay_buffer.BufferedGroup, ...] | replay_buffer.WaitReason:
         if self._error is not None:
             raise self._error
         for one in self._buffer.expired(weight_version):
@@ -244,9 +245,10 @@ class AsyncSource:
                 one.prompt_index, f"{age} steps old, above grpo.async_grpo.max_trajectory_age_steps = {self._max_age}"
             )
         choice = self._buffer.choose(weight_version, self._num_required())
-        if choice is WaitReason.LATE and self._drops_late_groups:
+        if choice is replay_buffer.WaitReason.LATE and self._stale_groups != "wait":
             for prompt_index in self._buffer.running_at_age_limit(weight_version):
-                self._drop(prompt_index, f"still running at the age bound, version {weight_version}")
+                if not (self._stale_groups == "trim" and self._trim(prompt_index, weight_version)):
+                    self._drop(prompt_index, f"{STILL_RUNNING}, version {weight_version}")
             choice = self._buffer.choose(weight_version, self._num_required())
         self._start_rollouts()  # into the room of what was dropped
         return choice
@@ -254,18 +256,44 @@ class AsyncSource:
     def _num_required(self) -> int:
         return min(self._num_prompts, len(self._buffer)) if self._loader.data_exhausted else self._num_prompts
 
+    def _trim(self, prompt_index: int, weight_version: int) -> bool:
+        """Complete a running group with the rollouts that have ended; the others fail as cancelled.
+
+        Return False, and change nothing, where fewer than `min_group_size` have survived, or one of them is older than
+        the bound.
+        """
+        loaded, ended = self._loader.at(prompt_index), self._ended.get(prompt_index, {})
+        survivors = [trajectory for trajectory in ended.values() if trajectory.failure is None]
+        is_young = all(t.weight_versions[0] + self._max_age >= weight_version for t in survivors)
+        if len(survivors) < max(self._min_group_size, 1) or not is_young:
+            return False
+        given_up = Failure(FailureClass.CANCELLED, f"{STILL_RUNNING}, version {weight_version}")
+        trajectories = tuple(
+            ended.get(index)
+            or Trajectory(loaded.prompt, loaded.group_id, index, (), StopReason.FAILED, failure=given_up)
+            for index in range(self._num_generations)
+        )
+        self._buffer.finish(prompt_index, TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories))
+        self._meter.num_given_up += self._num_generations - len(ended)
+        logger.warning("group %s continues with %d of %d rollouts", loaded.group_id, len(ended), self._num_generations)
+        self._cancel_alone(prompt_index)
+        return True
+
     def _drop(self, prompt_index: int, reason: str) -> None:
         """Give a group up, and cancel its rollouts where they run alone."""
         group_id = self._loader.at(prompt_index).group_id
         logger.warning("group %s is dropped: %s", group_id, reason)
         self._record_drop(group_id, reason)
         self._buffer.remove([prompt_index])
+        self._cancel_alone(prompt_index)
+
+    def _cancel_alone(self, prompt_index: int) -> None:
         for task, prompt_indices in self._tasks.items():
             if prompt_indices == (prompt_index,):
                 task.cancel()
 
     def _record_drop(self, group_id: str, reason: str) -> None:
-        self._dropped = (*self._dropped, DroppedGroup(group_id, reason))
+        self._dropped = (*self._dropped, replay_buffer.DroppedGroup(group_id, reason))
         self._meter.num_dropped += 1
 
     def _metrics(self) -> dict[str, float]:
@@ -311,6 +339,8 @@ class AsyncSource:
             self._error = self._error or error
         finally:
             del self._tasks[task]
+            for one in prompts:
+                self._ended.pop(one.prompt_index, None)
             self._meter.set_num_running(len(self._tasks))
             self._start_rollouts_or_record_error()
             self._changed.set()
@@ -326,12 +356,19 @@ class AsyncSource:
         options = RolloutOptions(
             self._options.sampling,
             self._options.seed,
-            progress=self._options.progress,
+            progress=partial(self._record_end, {one.group_id: one.prompt_index for one in prompts}),
             supervision=self._get_supervision(),
         )
         jobs = make_rollout_jobs(prompts, self._num_generations)
         trajectories = await run_training_rollouts(jobs, self._dependencies, options)
         return group_trajectories(trajectories, self._num_generations)
+
+    def _record_end(self, prompt_indices: Mapping[str, int], trajectory: Trajectory) -> None:
+        """Keep an ended rollout for `_trim`, and report it."""
+        ended = self._ended.setdefault(prompt_indices[trajectory.group_id], {})
+        ended[trajectory.generation_index] = trajectory
+        if self._options.progress is not None:
+            self._options.progress(trajectory)
 
     def _finish(self, prompts: Sequence[LoadedPrompt], groups: Sequence[TrajectoryGroup]) -> None:
         for one, group in zip(prompts, groups, strict=True):

@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymUnavailable
-from nemo_rl.experience.agent_rollouts import (
-    Recording,
-    TrajectorySelection,
-    build_recorded_trajectory,
-    open_rollout_session,
-    run_recorded_rollouts,
-    validate_rewards,
-)
+from nemo_rl.experience import agent_rollouts
 from nemo_rl.experience.agents import SessionProvider
+from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
 from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
@@ -28,7 +22,6 @@ from nemo_rl.gateway.sessions import CallFailureKind, Echo, UnknownEcho
 from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
-    from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
 logger = logging.getLogger(__name__)
@@ -96,12 +89,12 @@ class GymRuntime:
     client: GymAgentRunner
     sessions: ClaimingSessionProvider  # of the server that Gym's model server calls
     max_concurrency: int  # rollouts at once
-    trajectory_selection: TrajectorySelection = "all"  # which histories are trained on
+    trajectory_selection: agent_rollouts.TrajectorySelection = "all"  # which histories are trained on
     rows: RowPreparer = field(default_factory=RowPreparer)
 
 
 async def run_nemo_gym_rollouts(
-    jobs: "Sequence[RolloutJob]", dependencies: "RolloutDependencies", options: "RolloutOptions"
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
     """Run each job's row, at most `max_concurrency` of a stack at once. Return trajectories in the order of `jobs`.
 
@@ -109,19 +102,17 @@ async def run_nemo_gym_rollouts(
     alone.
     """
 
-    async def run(job: "RolloutJob", watchdog: StallWatchdog) -> Trajectory:
+    async def run(job: RolloutJob, watchdog: StallWatchdog) -> Trajectory:
         return await _GymRollout(job, dependencies.gyms[job.prompt.task_name], options, watchdog).run()
 
     max_concurrency = {name: runtime.max_concurrency for name, runtime in dependencies.gyms.items()}
-    return await run_recorded_rollouts(jobs, dependencies, options, run, max_concurrency=max_concurrency)
+    return await agent_rollouts.run_recorded_rollouts(jobs, dependencies, options, run, max_concurrency=max_concurrency)
 
 
 class _GymRollout:
     """One rollout."""
 
-    def __init__(
-        self, job: "RolloutJob", runtime: GymRuntime, options: "RolloutOptions", watchdog: StallWatchdog
-    ) -> None:
+    def __init__(self, job: RolloutJob, runtime: GymRuntime, options: RolloutOptions, watchdog: StallWatchdog) -> None:
         self._job = job
         self._runtime = runtime
         self._options = options
@@ -131,34 +122,41 @@ class _GymRollout:
         started_at = time.perf_counter()
         try:
             sessions = self._runtime.sessions
-            async with open_rollout_session(sessions, self._job, self._options, server=GYM_SERVER_INDEX) as handle:
+            async with agent_rollouts.open_rollout_session(
+                sessions, self._job, self._options, server=GYM_SERVER_INDEX
+            ) as handle:
                 result, recording = await self._run_in_session(handle)
         except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
-            result, recording = error_to_failure(error, FailureClass.INFRA, prefix="gateway"), Recording()
+            result, recording = (
+                error_to_failure(error, FailureClass.INFRA, prefix="gateway"),
+                agent_rollouts.Recording(),
+            )
         total_s = time.perf_counter() - started_at
         timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
         selection = self._runtime.trajectory_selection
-        return build_recorded_trajectory(self._job, result, recording, timings, selection=selection)
+        return agent_rollouts.build_recorded_trajectory(self._job, result, recording, timings, selection=selection)
 
-    async def _run_in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, Recording]:
+    async def _run_in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, agent_rollouts.Recording]:
         reply = await self._run_row(handle)
         sessions = self._runtime.sessions
         if isinstance(reply, Failure):
             finished = await sessions.finish(handle)
-            return _attribute_to_engine(reply, finished), Recording(finished.chains)
+            return _attribute_to_engine(reply, finished), agent_rollouts.Recording(finished.chains)
         if not reply.calls:
             await sessions.finish(handle)
-            return _missing_calls_failure(reply), Recording()
+            return _missing_calls_failure(reply), agent_rollouts.Recording()
         try:
             finished = await sessions.finish_with_claims(handle, [_make_claim(call) for call in reply.calls])
         except (UnknownEcho, LogprobMismatch) as error:
-            return error_to_failure(error, FailureClass.AGENT, prefix=self._job.prompt.agent_name), Recording()
-        recording = Recording(
+            return error_to_failure(
+                error, FailureClass.AGENT, prefix=self._job.prompt.agent_name
+            ), agent_rollouts.Recording()
+        recording = agent_rollouts.Recording(
             finished.chains, is_incomplete=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
         )
         answer = reply.extras.get(EXTRACTED_ANSWER_KEY)
-        reward = {self._job.prompt.task_name: reply.reward}
-        return validate_rewards(reward, None if answer is None else str(answer)), recording
+        reward = reply.reward_components or {self._job.prompt.task_name: reply.reward}
+        return agent_rollouts.validate_rewards(reward, None if answer is None else str(answer)), recording
 
     async def _run_row(self, handle: "SessionHandle") -> GymReply | Failure:
         prompt = self._job.prompt

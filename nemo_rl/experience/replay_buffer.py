@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl.data.loader import LoadedPrompt, PromptLoader
+from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
 from nemo_rl.types import (
     Failure,
     FailureClass,
@@ -253,6 +253,7 @@ def _trajectory_to_dict(trajectory: Trajectory, token_store: _TokenStore) -> dic
         "timings": asdict(trajectory.timings),
         "loss_weight": float(trajectory.loss_weight),
         "chains": [[_message_to_dict(message, token_store) for message in log] for log in trajectory.chains],
+        "chain_rewards": [dict(rewards) for rewards in trajectory.chain_rewards],
     }
 
 
@@ -294,6 +295,7 @@ def _trajectory_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_
         timings=Timings(**plain["timings"]),
         other_chains=tuple(other_chains),
         loss_weight=plain["loss_weight"],
+        chain_rewards=tuple(plain.get("chain_rewards", ())),  # absent from buffers of earlier releases
     )
 
 

@@ -1,4 +1,6 @@
-"""The three schedulers of rollouts. All semantics are those of turns.py; here is only when things are called.
+"""The three schedulers of rollouts, and the retries of the engine's requests, which end in a failure of class infra.
+
+All semantics are those of turns.py; here is only when things are called:
 
 - `run_async_multi_turn_rollout` (training): each sample advances alone, as soon as it can;
 - `run_multi_turn_rollout_async_generation` (validation): each sample generates alone, each environment is called once a
@@ -9,32 +11,28 @@ With an engine that samples by the requests' seeds, the three give the same traj
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.environments.boundary import CheckedEnvironment
-from nemo_rl.errors import ConfigError
+from nemo_rl.environments.boundary import CheckedEnvironment, error_to_failure
+from nemo_rl.errors import ConfigError, GenerationError
 from nemo_rl.experience.agents import AgentRuntime
-from nemo_rl.experience.failures import FailureLog
-from nemo_rl.experience.retries import RetryPolicy, generate_with_retries
 from nemo_rl.experience.scoring import Scoring
-from nemo_rl.experience.supervision import Supervision, cancel_all, gather_or_cancel
-from nemo_rl.experience.turns import (
-    EncodedPrompt,
-    EnvironmentCall,
-    Episode,
-    RolloutJob,
-    TurnRules,
-    encode_prompt,
-)
+from nemo_rl.experience.supervision import FailureLog, StallWatchdog, Supervision, cancel_all, gather_or_cancel
+from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
+from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Failure, GenerationRequest, SamplingParams, Trajectory
+from nemo_rl.types import Completion, Failure, FailureClass, GenerationRequest, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
+    from nemo_rl.experience.nemo_gym_rollouts import GymRuntime  # which imports this module
+
+logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
@@ -73,6 +71,7 @@ class RolloutOptions:
     seed: int  # of the run
     progress: Callable[[Trajectory], None] | None = None  # called with each finished rollout; what it raises ends all
     supervision: Supervision | None = None  # shared by concurrent calls; None: the call has its own
+    trains: bool = True  # whether the policy is trained on what is sampled
 
 
 async def run_async_multi_turn_rollout(
@@ -277,3 +276,64 @@ def _group_by_task(rollouts: Sequence[_Rollout]) -> dict[str, list[_Rollout]]:
     for rollout in rollouts:
         by_task.setdefault(rollout.task_name, []).append(rollout)
     return by_task
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The number of retries of a failed generation request, and the pause before them."""
+
+    max_retries: int
+    backoff_s: float  # before the first retry; doubles
+
+
+async def generate_with_retries(
+    generation: Generation,
+    requests: Sequence[GenerationRequest],
+    *,
+    retries: RetryPolicy,
+    watchdog: StallWatchdog,
+) -> list[Completion | Failure]:
+    """Return one result per request, in order. What fails or misses its deadline is retried, then fails (infra)."""
+    completions: dict[str, Completion] = {}
+    failures: dict[str, Failure] = {}
+    pending = list(requests)
+    for attempt in range(retries.max_retries + 1):
+        if attempt:
+            with watchdog.waiting_for("generation to be retried", len(pending)):
+                await asyncio.sleep(retries.backoff_s * 2 ** (attempt - 1))
+        with watchdog.waiting_for("generation", len(pending)):
+            failure = await _try_generate(generation, pending, watchdog, completions, failures)
+        pending = [request for request in pending if request.request_id not in completions]
+        if not pending:
+            break
+        for request in pending:
+            failures.setdefault(request.request_id, failure)
+        logger.info("%d generation requests failed, attempt %d: %s", len(pending), attempt + 1, failure.cause)
+    return [completions.get(request.request_id) or failures[request.request_id] for request in requests]
+
+
+async def _try_generate(
+    generation: Generation,
+    requests: Sequence[GenerationRequest],
+    watchdog: StallWatchdog,
+    completions: dict[str, Completion],
+    failures: dict[str, Failure],
+) -> Failure:
+    """Send the requests once; add successes to `completions` and refusals to `failures`.
+
+    Returns the failure of the requests that have no result.
+    """
+    num_left = len(requests)
+    try:
+        async with aclosing(generate_by_deadline(generation, requests)) as results:
+            async for result in results:
+                num_left -= 1
+                if num_left:
+                    watchdog.record_progress()
+                if isinstance(result, Completion):
+                    completions[result.request_id] = result
+                else:
+                    failures.setdefault(result.request_id, Failure(FailureClass.INFRA, result.cause))
+    except Exception as error:
+        return error_to_failure(error, FailureClass.INFRA)
+    return error_to_failure(GenerationError("the engine gave no result"), FailureClass.INFRA)

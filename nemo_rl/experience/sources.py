@@ -1,23 +1,107 @@
-"""Sources of the training loop's groups: rollouts of one step, or of as many batches as dynamic sampling needs."""
+"""Groups of rollouts of all kinds, and the sources of the training loop that collect them.
+
+`run_rollouts` sends prompts of agents and of NeMo Gym to these, all others to a scheduler of turns. A source collects
+the groups of one step, or as many batches as dynamic sampling needs.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from nemo_rl.config.run import RolloutConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.loader import LoadedPrompt, PromptLoader
+from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
 from nemo_rl.errors import DataError, RolloutError
-from nemo_rl.experience.collection import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
-from nemo_rl.experience.failures import FailureBudget
-from nemo_rl.experience.metrics import age_metrics, rollout_metrics
+from nemo_rl.experience.agent_rollouts import run_agent_rollouts
+from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
+from nemo_rl.experience.oversampling import FirstComplete, collect_first, num_begun
+from nemo_rl.experience.records import RolloutWriter, age_metrics, rollout_metrics
 from nemo_rl.experience.replay_buffer import extract_buffer_state
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
-from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.experience.rollouts import (
+    RolloutDependencies,
+    RolloutOptions,
+    run_async_multi_turn_rollout,
+    run_multi_turn_rollout,
+)
+from nemo_rl.experience.supervision import FailureBudget, Supervision, gather_or_cancel
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
+
+
+def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int) -> list[RolloutJob]:
+    """Make `num_generations` jobs per prompt, one prompt after the other."""
+    return [
+        RolloutJob(one.prompt, one.group_id, index, one.epoch) for one in prompts for index in range(num_generations)
+    ]
+
+
+def group_trajectories(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
+    """Group trajectories that are in the order of `make_rollout_jobs`."""
+    groups = []
+    for start in range(0, len(trajectories), num_generations):
+        members = tuple(trajectories[start : start + num_generations])
+        groups.append(TrajectoryGroup(members[0].group_id, members[0].prompt, members))
+    return tuple(groups)
+
+
+def flatten_groups(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+Scheduler: TypeAlias = Callable[
+    [Sequence[RolloutJob], RolloutDependencies, RolloutOptions], Awaitable[tuple[Trajectory, ...]]
+]
+
+
+async def run_training_rollouts(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
+) -> tuple[Trajectory, ...]:
+    """Run each sample alone, or all together if the engine does not generate asynchronously; see `run_rollouts`."""
+    scheduler = run_async_multi_turn_rollout if dependencies.generation.is_async else run_multi_turn_rollout
+    return await run_rollouts(jobs, dependencies, options, scheduler)
+
+
+async def run_rollouts(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions, scheduler: Scheduler
+) -> tuple[Trajectory, ...]:
+    """Return trajectories in the order of `jobs`; `scheduler`, one of rollouts.py, runs those that no agent runs.
+
+    Scorers that share the engine's device have their turn after the last rollout; progress is reported then.
+    """
+    if dependencies.scoring.turn is None:
+        return await _dispatch_jobs(jobs, dependencies, options, scheduler)
+    unscored = await _dispatch_jobs(jobs, dependencies, replace(options, progress=None), scheduler)
+    scored = await dependencies.scoring.score_batch(unscored, stall_timeout_s=dependencies.limits.stall_timeout_s)
+    for before, after in zip(unscored, scored, strict=True):
+        if before.failure is None:  # else it is in the log already
+            dependencies.failure_log.record(after)
+        if options.progress is not None:
+            options.progress(after)
+    return scored
+
+
+async def _dispatch_jobs(
+    jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions, scheduler: Scheduler
+) -> tuple[Trajectory, ...]:
+    runners = dict.fromkeys(dependencies.agents, run_agent_rollouts)
+    runners |= dict.fromkeys(dependencies.gyms, run_nemo_gym_rollouts)
+    job_indices: dict[Scheduler, list[int]] = {}
+    for job_index, job in enumerate(jobs):
+        job_indices.setdefault(runners.get(job.prompt.task_name, scheduler), []).append(job_index)
+
+    async def run(part: Scheduler) -> tuple[Trajectory, ...]:
+        return await part([jobs[job_index] for job_index in job_indices[part]], dependencies, options)
+
+    parts = await gather_or_cancel(run(part) for part in job_indices)
+    by_job_index = {
+        p: t
+        for part, part_trajectories in zip(job_indices, parts, strict=True)
+        for p, t in zip(job_indices[part], part_trajectories, strict=True)
+    }
+    return tuple(by_job_index[job_index] for job_index in range(len(jobs)))
 
 
 class ReturnGroups(Protocol):
@@ -36,7 +120,9 @@ def drop_all_groups(groups: Sequence[TrajectoryGroup], *, next_version: int) -> 
 class SyncSource:
     """Rollouts of the next `num_prompts_per_step` prompts, made when they are requested.
 
-    With a `writer`, all of them are written down, whatever becomes of their groups.
+    With `rollout.oversample` above 1 more prompts are begun, and a step is the first complete groups of
+    `min_group_size` survivors; the prompts of the others are put back. With a `writer`, all rollouts of complete groups
+    are written down, whatever becomes of them.
     """
 
     def __init__(
@@ -48,6 +134,7 @@ class SyncSource:
         num_prompts_per_step: int,
         num_generations_per_prompt: int,
         failures: RolloutConfig,
+        min_group_size: int = 1,
         writer: RolloutWriter | None = None,
     ) -> None:
         self._loader = loader
@@ -56,6 +143,8 @@ class SyncSource:
         self._num_prompts = num_prompts_per_step
         self._num_generations = num_generations_per_prompt
         self._failures = failures
+        self._min_group_size = min_group_size
+        self._num_begun = num_begun(num_prompts_per_step, failures.oversample)
         self._writer = writer
 
     async def next_groups(self, weight_version: int) -> CollectedGroups:
@@ -64,12 +153,15 @@ class SyncSource:
         Groups hold their failed rollouts too. Raises RolloutError with the first cause when too many fail, and when
         nothing progresses.
         """
-        loaded = self._loader.take(self._num_prompts)
+        num_put_back = self._loader.num_put_back
+        loaded = self._loader.take(self._num_begun)
         if not loaded:
             raise StopAsyncIteration
+        if len(loaded) > self._num_prompts:
+            return await self._take_first_complete(loaded, num_put_back, weight_version)
         trajectories = await self._run(make_rollout_jobs(loaded, self._num_generations))
         if self._writer is not None:
-            self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
+            await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)
         return CollectedGroups(group_trajectories(trajectories, self._num_generations), metrics)
 
@@ -88,8 +180,46 @@ class SyncSource:
     async def close(self) -> None:
         """Do nothing: nothing runs between two calls."""
 
+    async def _take_first_complete(
+        self, loaded: Sequence[LoadedPrompt], num_put_back: int, weight_version: int
+    ) -> CollectedGroups:
+        options = self._counting_failures(len(loaded) * self._num_generations)
+        options = replace(options, supervision=Supervision(self._dependencies.limits.stall_timeout_s))
+
+        async def collect(one: LoadedPrompt) -> TrajectoryGroup:
+            jobs = make_rollout_jobs([one], self._num_generations)
+            trajectories = await run_training_rollouts(jobs, self._dependencies, options)
+            return group_trajectories(trajectories, self._num_generations)[0]
+
+        first = await collect_first(
+            loaded,
+            collect,
+            count=self._num_prompts,
+            num_required=min(num_put_back, self._num_prompts),
+            min_group_size=self._min_group_size,
+        )
+        self._loader.put_back(one.prompt_index for one in first.deferred)
+        trajectories = flatten_groups((*first.taken, *first.failed))
+        if self._writer is not None:
+            await self._writer.write(weight_version + 1, trajectories)  # the step that trains on those taken
+        metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)
+        return CollectedGroups(first.taken, metrics | self._oversampling_metrics(len(loaded), first))
+
+    def _oversampling_metrics(self, num_groups: int, first: FirstComplete) -> dict[str, float]:
+        num_cancelled = len(first.deferred) - len(first.discarded)
+        return {
+            "oversampling/begun_groups": float(num_groups),
+            "oversampling/deferred_groups": float(len(first.deferred)),
+            "oversampling/discarded_rollouts": float(len(flatten_groups(first.discarded))),
+            "oversampling/cancelled_groups": float(num_cancelled),
+        }
+
     async def _run(self, jobs: Sequence[RolloutJob]) -> tuple[Trajectory, ...]:
-        budget = FailureBudget(num_rollouts=len(jobs), max_failed_share=self._failures.max_failed_share)
+        return await run_training_rollouts(jobs, self._dependencies, self._counting_failures(len(jobs)))
+
+    def _counting_failures(self, num_rollouts: int) -> RolloutOptions:
+        """Return options that end a step of `num_rollouts` when too many of them fail."""
+        budget = FailureBudget(num_rollouts=num_rollouts, max_failed_share=self._failures.max_failed_share)
         report = self._options.progress
 
         def count(trajectory: Trajectory) -> None:
@@ -97,11 +227,16 @@ class SyncSource:
             if report is not None:
                 report(trajectory)
 
-        return await run_training_rollouts(jobs, self._dependencies, replace(self._options, progress=count))
+        return replace(self._options, progress=count)
 
 
-# Metrics of a background source: over the batches of a step
-SUMMED_PREFIXES = ("efficiency/exposed_wait_s/", "replay_buffer/dropped_groups")
+# Metrics of a source, other than those of its rollouts: over the batches of a step
+SUMMED_PREFIXES = (
+    "efficiency/exposed_wait_s/",
+    "replay_buffer/dropped_groups",
+    "replay_buffer/given_up_rollouts",
+    "oversampling/",
+)
 LATEST_VALUE_PREFIXES = ("efficiency/", "replay_buffer/")
 
 
@@ -112,7 +247,7 @@ class _StepAccumulator:
     kept: list[TrajectoryGroup] = field(default_factory=list)
     seen: list[TrajectoryGroup] = field(default_factory=list)
     num_batches: int = 0
-    background: dict[str, float] = field(default_factory=dict)  # metrics of a source that collects in the background
+    background: dict[str, float] = field(default_factory=dict)  # metrics of the source, not of its rollouts
 
     def add(self, collected: CollectedGroups, is_kept: Callable[[TrajectoryGroup], bool]) -> None:
         self.num_batches += 1

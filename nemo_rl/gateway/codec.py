@@ -7,11 +7,24 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
+from transformers import PreTrainedTokenizerBase
+
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
+from nemo_rl.generation.vllm.parsers import (
+    Kind,
+    make_vllm_reasoning_parser,
+    make_vllm_tool_parser,
+    vllm_parser_names,
+)
 from nemo_rl.types import Message, MessageLog, ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+MAX_TAG_TOKENS = 16  # that a thinking tag and the white space after it take
+CODER_CALL = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+CODER_PARAMETER = re.compile(
+    r"<parameter=([^>\s]+)>\n?(.*?)(?:\n?</parameter>|(?=<parameter=)|(?=</function>)|\Z)", re.DOTALL
+)
 HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CALL_ID_CHARACTERS = 9  # letters and digits alone: Mistral's templates insist on both
 
@@ -24,7 +37,9 @@ class ParsedCall:
     arguments: str  # JSON
 
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]]  # OpenAI schemas
 ToolParser: TypeAlias = Callable[[str], tuple[str, tuple[ParsedCall, ...]]]  # text -> (text left, calls)
+SchemaToolParser: TypeAlias = Callable[[str, Tools], tuple[str, tuple[ParsedCall, ...]]]  # the same, by the schemas
 ReasoningParser: TypeAlias = Callable[[str], tuple[str | None, str]]  # text -> (thinking, text left)
 
 
@@ -34,6 +49,18 @@ class ParsedResponse:
 
     message: Message  # without thinking
     reasoning: str | None = None
+    stop_string: str | None = None  # that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRules:
+    """What reading a response depends on, beside its tokens."""
+
+    call_id_seed: str  # the ids of its tool calls are a function of this
+    stop_strings: tuple[str, ...] = ()
+    with_tools: bool = True
+    is_thinking: bool = False  # the prompt has opened the thinking
+    tools: Tools = ()  # tell some parsers the types of arguments
 
 
 class Codec:
@@ -44,8 +71,13 @@ class Codec:
     ) -> None:
         """Look up the parsers. Raises ConfigError for unknown names."""
         self.encoder = encoder
-        self._parse_tools = find_tool_parser(tool_parser_name)
-        self._parse_reasoning = find_reasoning_parser(reasoning_parser_name)
+        self.tool_parser_name = tool_parser_name
+        self.reasoning_parser_name = reasoning_parser_name
+        self._parse_tools = find_tool_parser(tool_parser_name, encoder)
+        self._parse_reasoning = find_reasoning_parser(reasoning_parser_name, encoder)
+        # vLLM's parsers look for special tokens, which the text for agents is without.
+        is_own = tool_parser_name in (None, *TOOL_PARSERS) and reasoning_parser_name in (None, *REASONING_PARSERS)
+        self._keeps_special = not is_own
         self._has_checked_tool_role = False
 
     def encode_first_turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> MessageLog:
@@ -67,25 +99,43 @@ class Codec:
         except ConfigError:
             return None
 
-    def read(
-        self, token_ids: Sequence[int], *, call_id_seed: str, stop_strings: Sequence[str] = (), with_tools: bool = True
-    ) -> ParsedResponse:
-        """Parse sampled tokens: the text up to the first stop string, split into thinking, content and tool calls.
-
-        The ids of the calls are a function of `call_id_seed`.
-        """
-        text = self.encoder.decode(token_ids)
-        text = text[: min((at for stop in stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
+    def read(self, token_ids: Sequence[int], rules: ReadingRules) -> ParsedResponse:
+        """Parse sampled tokens: the text up to the first stop string, split into thinking, content and tool calls."""
+        text = self.encoder.decode(token_ids, keep_special=self._keeps_special)
+        found = [(at, stop) for stop in rules.stop_strings if (at := text.find(stop)) >= 0]
+        at, stop = min(found, default=(len(text), None))
+        text = text[:at]
         reasoning = None
         if self._parse_reasoning is not None:
-            reasoning, text = self._parse_reasoning(text)
-        if self._parse_tools is None or not with_tools:
-            return ParsedResponse(Message("assistant", text), reasoning)
-        text, parsed = self._parse_tools(text)
-        calls = tuple(
-            ToolCall(_call_id(f"{call_id_seed}:{i}"), call.name, call.arguments) for i, call in enumerate(parsed)
+            is_open = rules.is_thinking and not text.lstrip().startswith(THINK_OPEN)
+            reasoning, text = self._parse_reasoning(f"{THINK_OPEN}{text}" if is_open else text)
+        calls: tuple[ToolCall, ...] = ()
+        if rules.with_tools:
+            if self.tool_parser_name in TOOL_PARSERS:
+                text = self._clean(text)  # our own parsers know no special tokens
+            text, calls = self.parse_calls(text, rules)
+        reasoning = None if reasoning is None else self._clean(reasoning)
+        return ParsedResponse(Message("assistant", self._clean(text), calls), reasoning, stop)
+
+    def parse_calls(self, text: str, rules: ReadingRules) -> tuple[str, tuple[ToolCall, ...]]:
+        """Return the text without its tool calls, and these."""
+        if self._parse_tools is None:
+            return text, ()
+        text, parsed = self._parse_tools(text, rules.tools)
+        return text, tuple(
+            ToolCall(_call_id(f"{rules.call_id_seed}:{i}"), call.name, call.arguments) for i, call in enumerate(parsed)
         )
-        return ParsedResponse(Message("assistant", text, calls), reasoning)
+
+    def opens_thinking(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends with an opening tag that the response is to close."""
+        if self.reasoning_parser_name not in REASONING_PARSERS:
+            return False  # vLLM's parsers decide by themselves
+        tail = self.encoder.decode(prompt_token_ids[-MAX_TAG_TOKENS:], keep_special=True)
+        return tail.rstrip().endswith(THINK_OPEN)
+
+    def _clean(self, text: str) -> str:
+        """Return content without special tokens that were kept for the parsers."""
+        return self.encoder.strip_special(text) if self._keeps_special else text
 
 
 def _call_id(seed: str) -> str:
@@ -108,6 +158,28 @@ def parse_hermes(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
 
     rest = HERMES_CALL.sub(take, text)
     return (rest.strip(), tuple(calls)) if calls else (text, ())
+
+
+def parse_qwen3_coder(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
+    """Parse `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+
+    As Qwen3-Coder and Nemotron write it. A value that is JSON other than a text (a number, a list, true) is taken as
+    such; any other is a text.
+    """
+    calls = []
+    for name, body in CODER_CALL.findall(text):
+        arguments = {key: _read_value(value) for key, value in CODER_PARAMETER.findall(body)}
+        calls.append(ParsedCall(name, json.dumps(arguments, ensure_ascii=False)))
+    rest = HERMES_CALL.sub(lambda block: "" if CODER_CALL.search(block.group()) else block.group(), text)
+    return (CODER_CALL.sub("", rest).strip(), tuple(calls)) if calls else (text, ())
+
+
+def _read_value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
 
 
 def parse_llama3_json(text: str) -> tuple[str, tuple[ParsedCall, ...]]:
@@ -135,22 +207,60 @@ def strip_thinking(text: str) -> str:
     return parse_think(text)[1]
 
 
-TOOL_PARSERS: Mapping[str, ToolParser] = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
+TOOL_PARSERS: Mapping[str, ToolParser] = {
+    "hermes": parse_hermes,
+    "llama3_json": parse_llama3_json,
+    "qwen3_coder": parse_qwen3_coder,
+}
 REASONING_PARSERS: Mapping[str, ReasoningParser] = {"think": parse_think}
 
 
-def find_tool_parser(name: str | None) -> ToolParser | None:
-    """Return the parser of that name (None: calls stay text). Raises ConfigError for an unknown name."""
-    if name is not None and name not in TOOL_PARSERS:
-        raise ConfigError("gateway.tool_parser", name, "unknown parser", known=TOOL_PARSERS)
-    return None if name is None else TOOL_PARSERS[name]
+def find_tool_parser(name: str | None, encoder: ChatEncoder | None = None) -> SchemaToolParser | None:
+    """Return the parser of that name (None: calls stay text), of vLLM's registry where there is none of our own.
+
+    Raises ConfigError for a name that neither knows, and for a parser of vLLM's that cannot read this tokenizer.
+    """
+    if name is None:
+        return None
+    if name in TOOL_PARSERS:
+        return lambda text, tools: TOOL_PARSERS[name](text)
+    key = "gateway.tool_parser"
+    _check_known(key, name, "tool", TOOL_PARSERS)
+    parse = make_vllm_tool_parser(key, name, _tokenizer_of(key, name, encoder))
+
+    def parse_by_schema(text: str, tools: Tools) -> tuple[str, tuple[ParsedCall, ...]]:
+        left, calls = parse(text, tools)
+        return left, tuple(ParsedCall(called, arguments) for called, arguments in calls)
+
+    return parse_by_schema
 
 
-def find_reasoning_parser(name: str | None) -> ReasoningParser | None:
-    """Return the parser of that name (None: thinking stays text). Raises ConfigError for an unknown name."""
-    if name is not None and name not in REASONING_PARSERS:
-        raise ConfigError("gateway.reasoning_parser", name, "unknown parser", known=REASONING_PARSERS)
-    return None if name is None else REASONING_PARSERS[name]
+def find_reasoning_parser(name: str | None, encoder: ChatEncoder | None = None) -> ReasoningParser | None:
+    """Return the parser of that name (None: thinking stays text), as `find_tool_parser` does."""
+    if name is None or name in REASONING_PARSERS:
+        return None if name is None else REASONING_PARSERS[name]
+    key = "gateway.reasoning_parser"
+    _check_known(key, name, "reasoning", REASONING_PARSERS)
+    return make_vllm_reasoning_parser(key, name, _tokenizer_of(key, name, encoder))
+
+
+def _tokenizer_of(key: str, name: str, encoder: ChatEncoder | None) -> PreTrainedTokenizerBase:
+    tokenizer = None if encoder is None else encoder.tokenizer
+    if tokenizer is None:
+        raise ConfigError(key, name, "a parser of vLLM's needs the model's tokenizer")
+    return tokenizer
+
+
+def _check_known(key: str, name: str, kind: Kind, own: Mapping[str, Any]) -> None:
+    names = (*own, *_vllm_only(kind))
+    if name not in names:
+        raise ConfigError(key, name, "unknown parser", known=names)
+
+
+def _vllm_only(kind: Kind) -> tuple[str, ...]:
+    """Return vLLM's names that no parser of our own has."""
+    own = TOOL_PARSERS if kind == "tool" else REASONING_PARSERS
+    return tuple(name for name in vllm_parser_names(kind) if name not in own)
 
 
 def _parse_call(text: str, *, arguments_key: str) -> ParsedCall | None:

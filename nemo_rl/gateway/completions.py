@@ -1,23 +1,25 @@
-"""One chat completion from a validated request to an answer: encode, sample, parse, commit. Knows no HTTP."""
+"""One model call from a validated request to an answer: encode, sample, parse, commit. Knows no HTTP."""
 
 import asyncio
 import itertools
 import logging
 import math
 from array import array
-from collections.abc import Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
-from nemo_rl.gateway.codec import Codec
+from nemo_rl.errors import escape
+from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.codec import Codec, ParsedResponse, ReadingRules
 from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.registry import LiveSession
-from nemo_rl.gateway.responses import Answer
-from nemo_rl.gateway.schema import CallError, ChatRequest, ContextLengthError, EngineError, RequestError
-from nemo_rl.gateway.sessions import CallFailure, Echo, PendingCall, UnknownEcho
+from nemo_rl.gateway.schema import CallError, ContextLengthError, EngineError, RequestError, make_unsupported_error
+from nemo_rl.gateway.sessions import CallFailure, PendingCall, Session, UnknownEcho
+from nemo_rl.gateway.streaming import ResponseStream, Sink, StreamStart
 from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
@@ -38,58 +40,144 @@ class CompletionRules:
     seed: int  # of the run
     max_concurrent_calls: int
     timeout_s: float  # of one generation
+    answers_full_context: bool = False  # a conversation without room is answered with nothing, cut at its length
+    max_queued_calls: int = 0  # that wait for their turn; calls beyond these are 429
+    queue_timeout_s: float = 60.0  # of a call's wait
+    can_guide: bool = False  # whether the engine masks tokens by a guide
+    guided_calls: Literal["refused", "untrained"] = "refused"  # in training
+
+
+class CallQueue:
+    """The engine's capacity: so many calls run, others wait in the order of their arrival, and what is more is 429.
+
+    Clients that are told to come back later wait far longer than the queue is: their back-off doubles, and whoever
+    comes later overtakes them.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int, timeout_s: float) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self._free = asyncio.Semaphore(max_running)
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Hold one of the places for a running call; raises RequestError 429 where none is free in time."""
+        if self._free.locked() and self.num_waiting >= self._max_waiting:
+            counts = f"{self.num_running} calls are running and {self.num_waiting} wait"
+            raise RequestError(429, counts, code="over_capacity")
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._free.acquire()
+        except TimeoutError as error:
+            text = f"{self.num_running} calls are running, and none ended in {self._timeout_s:g} s"
+            raise RequestError(429, text, code="over_capacity") from error
+        finally:
+            self.num_waiting -= 1
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._free.release()
 
 
 class CompletionHandler:
-    """Answers chat requests with one engine. Raises RequestError for any request that it cannot answer."""
+    """Answers model calls with one engine. Raises RequestError for any request that it cannot answer."""
 
     def __init__(self, generation: Generation, codec: Codec, rules: CompletionRules) -> None:
-        self.num_running = 0
+        self.queue = CallQueue(rules.max_concurrent_calls, rules.max_queued_calls, rules.queue_timeout_s)
         self._generation = generation
         self._codec = codec
         self._rules = rules
         self._call_counter = itertools.count()
         self._logged_fields: set[str] = set()
 
-    async def complete_in_session(self, request: ChatRequest, live: LiveSession, *, is_named: bool = False) -> Answer:
+    async def complete_in_session(
+        self, request: CallRequest, live: LiveSession, *, is_named: bool = False, sink: Sink | None = None
+    ) -> Answer:
         """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
 
         `is_named`: the request names the session itself, on plain /v1, where echoed tokens identify the chain and
-        answers carry their token ids.
+        answers carry their token ids. `sink` takes the deltas while tokens are sampled.
         """
         try:
-            return await self._complete_and_commit(request, live, is_named=is_named)
+            return await self._complete_and_commit(request, live, is_named=is_named, sink=sink)
+        except ContextLengthError as error:
+            live.session.last_failure = CallFailure(error.kind, str(error))
+            if not self._rules.answers_full_context:
+                raise
+            live.session.mark_truncated(_conversation(live.session, request), request.tools)
+            return self._make_empty_answer(request, error, sink)
         except CallError as error:
             live.session.last_failure = CallFailure(error.kind, str(error))
             raise
 
-    async def _complete_and_commit(self, request: ChatRequest, live: LiveSession, *, is_named: bool) -> Answer:
-        messages = self._messages(request)
-        echo, num_known = _last_echo(request, messages) if is_named else (None, 0)
-        call = self._encode_call(lambda: _begin_in_session(live, messages, request.tool_schemas(), echo, num_known))
+    async def _complete_and_commit(
+        self, request: CallRequest, live: LiveSession, *, is_named: bool, sink: Sink | None
+    ) -> Answer:
+        self._check(request, trains=live.trains)
+        call = self._encode_call(lambda: _begin_in_session(live, request, with_echo=is_named))
         sample_index = live.acquire_sample_index(call)
         try:
             seed = _derive_seed(live.seed, array("q", call.prompt_token_ids).tobytes(), sample_index)
             sampling = self._sampling(request, call, live.sampling or self._rules.sampling)
             generation_request = _make_generation_request(call, sampling, seed, self._rules, live)
-            with_token_ids = is_named or bool(request.return_token_ids)
-            answer = await self._answer_unless_closed(request, generation_request, live, with_token_ids=with_token_ids)
-            live.session.commit(call, answer.completion, answer.response.message, completion_id=answer.completion_id)
+            with_token_ids = is_named or request.return_token_ids
+            work = self._answer(request, generation_request, with_token_ids=with_token_ids, sink=sink)
+            answer = await _run_unless_closed(work, live)
+            is_trained = request.guide is None or not live.trains
+            live.session.commit(
+                call,
+                answer.completion,
+                answer.response.message,
+                completion_id=answer.completion_id,
+                is_trained=is_trained,
+                asked=_conversation(live.session, request)[request.num_instructions :] if request.is_kept else (),
+                is_parallel=live.end_sample(call, sample_index),
+            )
         except BaseException:
             live.release_sample_index(call, sample_index)
             raise
         return answer
 
-    async def complete_without_session(self, request: ChatRequest, calls: EchoedCallStore) -> Answer:
+    def _make_empty_answer(self, request: CallRequest, error: ContextLengthError, sink: Sink | None) -> Answer:
+        """Return an answer without tokens, cut at its length; nothing is committed."""
+        request_id = uuid4().hex
+        start = StreamStart(
+            f"{request.id_prefix}{request_id}", request.model or self._rules.model_name, error.num_tokens
+        )
+        if sink is not None:
+            sink(start)
+        completion = Completion(request_id, (), (), "length")
+        empty = ParsedResponse(Message("assistant", ""))
+        return Answer(
+            start.completion_id, start.model, (), completion, empty, with_token_ids=False, with_logprobs=False
+        )
+
+    def count_tokens(self, request: CallRequest, live: LiveSession | None) -> int:
+        """Return the number of tokens of a call's prompt; changes nothing."""
+        self._check(request, trains=False)
+        session = Session(self._codec) if live is None else live.session
+        call = self._encode_call(lambda: session.begin(request.messages, request.tools))
+        return len(call.prompt_token_ids)
+
+    async def complete_without_session(
+        self, request: CallRequest, calls: EchoedCallStore, *, sink: Sink | None = None
+    ) -> Answer:
         """Answer a call whose chain is identified by the tokens on its last assistant message."""
-        messages = self._messages(request)
-        echo, num_known = _last_echo(request, messages)
-        call = self._encode_call(lambda: calls.begin(messages, request.tool_schemas(), echo=echo, num_known=num_known))
+        self._check(request, trains=True)
+        if request.guide is not None:
+            raise make_unsupported_error("response_format", "a response can be guided in a session alone")
+        call = self._encode_call(
+            lambda: calls.begin(request.messages, request.tools, echo=request.echo, num_known=request.num_known)
+        )
         seed = _derive_seed(self._rules.seed, b"without session", next(self._call_counter))
         sampling = self._sampling(request, call, self._rules.sampling)
-        answer = await self._answer(
-            request, _make_generation_request(call, sampling, seed, self._rules), with_token_ids=True
-        )
+        generation_request = _make_generation_request(call, sampling, seed, self._rules)
+        answer = await self._answer(request, generation_request, with_token_ids=True, sink=sink)
         calls.commit(call, answer.completion, answer.response.message)
         return answer
 
@@ -97,83 +185,86 @@ class CompletionHandler:
         """Return a seed for a session that was opened without one."""
         return _derive_seed(self._rules.seed, b"session", next(self._call_counter))
 
-    def _messages(self, request: ChatRequest) -> tuple[Message, ...]:
-        request.reject_unsupported()
+    def _check(self, request: CallRequest, *, trains: bool) -> None:
+        if request.guide is not None:
+            self._check_guide(trains)
         self._log_ignored_fields(request.ignored_fields)
-        messages = tuple(message.message() for message in request.messages)
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
-        if sum(len(message.content) for message in messages) > limit:
-            raise ContextLengthError("more than", self._rules.max_model_len)
-        return messages
+        if sum(len(message.content) for message in request.messages) > limit:
+            raise ContextLengthError(None, self._rules.max_model_len)
+
+    def _check_guide(self, trains: bool) -> None:
+        """Raise RequestError unless the engine can guide a response, and the trainer's log-probs stay right."""
+        if not self._rules.can_guide:
+            raise make_unsupported_error("response_format", "this engine cannot guide a response: it must be 'text'")
+        if trains and self._rules.guided_calls == "refused":
+            raise make_unsupported_error(
+                "response_format",
+                "a guided response is sampled from a masked distribution, which is not the policy's that is trained; "
+                "gateway.guided_calls: untrained serves it and leaves its tokens out of the loss",
+            )
 
     def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
         """Return the encoded call. An error of the template or tokenizer about the messages is the client's mistake."""
         try:
             return encode()
+        except RequestError:
+            raise
         except UnknownEcho as error:
             raise RequestError(409, str(error), param="messages", code="unknown_tokens") from error
         except Exception as error:
             text = " ".join(str(error).split())[:500]
             raise RequestError(400, f"the conversation cannot be encoded: {text}", param="messages") from error
 
-    async def _answer_unless_closed(
-        self, request: ChatRequest, generation_request: GenerationRequest, live: LiveSession, *, with_token_ids: bool
-    ) -> Answer:
-        task = asyncio.create_task(self._answer(request, generation_request, with_token_ids=with_token_ids))
-        live.running.add(task)
-        closed = RequestError(409, "the session was closed during this call", code="session_closed")
-        try:
-            answered = await task
-        except asyncio.CancelledError:
-            if live.is_closed:
-                raise closed from None
-            raise
-        finally:
-            live.running.discard(task)
-        if live.is_closed:
-            raise closed
-        return answered
-
     async def _answer(
-        self, request: ChatRequest, generation_request: GenerationRequest, *, with_token_ids: bool
+        self, request: CallRequest, generation_request: GenerationRequest, *, with_token_ids: bool, sink: Sink | None
     ) -> Answer:
-        completion = await self._generate(generation_request)
-        response = self._codec.read(
-            completion.token_ids,
+        prompt_token_ids = generation_request.token_ids
+        start = StreamStart(
+            f"{request.id_prefix}{generation_request.request_id}",
+            request.model or self._rules.model_name,
+            len(prompt_token_ids),
+        )
+        rules = ReadingRules(
             call_id_seed=str(generation_request.seed),
             stop_strings=generation_request.sampling.stop_strings,
-            with_tools=bool(request.tools) and request.tool_choice != "none",
+            with_tools=bool(request.tools) and request.parses_tool_calls,
+            tools=request.tools,
+            is_thinking=self._codec.opens_thinking(prompt_token_ids),
         )
+        stream = None if sink is None else ResponseStream(self._codec, start, sink, rules)
+        if stream is not None:
+            generation_request = replace(generation_request, on_tokens=stream.feed)
+        completion = await self._generate(generation_request)
+        response = self._codec.read(completion.token_ids, rules)
+        if stream is not None:
+            stream.finish(completion, response)
         return Answer(
-            completion_id=f"chatcmpl-{generation_request.request_id}",
-            model=self._rules.model_name,
-            prompt_token_ids=generation_request.token_ids,
+            completion_id=start.completion_id,
+            model=start.model,
+            prompt_token_ids=prompt_token_ids,
             completion=completion,
             response=response,
             with_token_ids=with_token_ids,
-            with_logprobs=request.wants_logprobs if with_token_ids else bool(request.logprobs),
+            with_logprobs=request.return_logprobs and not (with_token_ids and request.reads_message_logprobs),
         )
 
-    def _sampling(self, request: ChatRequest, call: PendingCall, sampling: SamplingParams) -> SamplingParams:
+    def _sampling(self, request: CallRequest, call: PendingCall, sampling: SamplingParams) -> SamplingParams:
         room = self._rules.max_model_len - len(call.prompt_token_ids)
         if room <= 0:
-            raise ContextLengthError(f"{len(call.prompt_token_ids)} tokens in", self._rules.max_model_len)
-        limit = min(room, sampling.max_new_tokens, request.token_limit or room)
+            raise ContextLengthError(len(call.prompt_token_ids), self._rules.max_model_len)
+        limit = min(room, sampling.max_new_tokens, request.max_tokens or room)
         stop_strings = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
-        return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings)
+        return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings, guide=request.guide)
 
     async def _generate(self, generation_request: GenerationRequest) -> Completion:
         """Return what the engine samples; cancelling it cancels the request in the engine."""
-        if self.num_running >= self._rules.max_concurrent_calls:
-            raise RequestError(429, f"{self.num_running} calls are running", code="over_capacity")
-        self.num_running += 1
-        try:
-            result = await self._first_result(generation_request)
-        except Exception as error:  # an engine that raises has failed the request
-            logger.exception("engine raised an exception for request %s", generation_request.request_id)
-            raise EngineError(f"the engine failed: {type(error).__name__}") from error
-        finally:
-            self.num_running -= 1
+        async with self.queue.turn():
+            try:
+                result = await self._first_result(generation_request)
+            except Exception as error:  # an engine that raises has failed the request
+                logger.exception("engine raised an exception for request %s", generation_request.request_id)
+                raise EngineError(f"the engine failed: {type(error).__name__}") from error
         if isinstance(result, FailedRequest):
             code = "timeout" if result.timed_out else "engine_failed"
             raise EngineError(f"the engine failed: {result.cause}", code=code)
@@ -194,28 +285,46 @@ class CompletionHandler:
         return FailedRequest(generation_request.request_id, "it returned no result")
 
     def _log_ignored_fields(self, names: Iterable[str]) -> None:
-        unlogged = sorted({name[:40] for name in names} - self._logged_fields)
+        unlogged = sorted({escape(name, 40) for name in names} - self._logged_fields)
         if unlogged and len(self._logged_fields) < MAX_LOGGED_FIELDS:
             self._logged_fields.update(unlogged)
             logger.info("ignoring clients' fields %s: the run decides how tokens are sampled", unlogged)
 
 
-def _last_echo(request: ChatRequest, messages: tuple[Message, ...]) -> tuple[Echo | None, int]:
-    """Return the tokens that the last assistant message echoes, and the number of messages up to and including it."""
-    num_known = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
-    return (request.messages[num_known - 1].echo() if num_known else None), num_known
+async def _run_unless_closed(work: Coroutine[Any, Any, Answer], live: LiveSession) -> Answer:
+    """Return the answer; raises RequestError 409 where the session is closed meanwhile, which cancels the work."""
+    task = asyncio.create_task(work)
+    live.running.add(task)
+    closed = RequestError(409, "the session was closed during this call", code="session_closed")
+    try:
+        answer = await task
+    except asyncio.CancelledError:
+        if live.is_closed:
+            raise closed from None
+        raise
+    finally:
+        live.running.discard(task)
+    if live.is_closed:
+        raise closed
+    return answer
 
 
-def _begin_in_session(
-    live: LiveSession,
-    messages: tuple[Message, ...],
-    tools: tuple[dict[str, Any], ...],
-    echo: Echo | None,
-    num_known: int,
-) -> PendingCall:
-    if echo is None:
-        return live.session.begin(messages, tools)
-    return live.session.begin_from_echo(messages, tools, echo=echo, num_known=num_known)
+def _begin_in_session(live: LiveSession, request: CallRequest, *, with_echo: bool) -> PendingCall:
+    if not with_echo or request.echo is None:
+        return live.session.begin(_conversation(live.session, request), request.tools)
+    return live.session.begin_from_echo(request.messages, request.tools, echo=request.echo, num_known=request.num_known)
+
+
+def _conversation(session: Session, request: CallRequest) -> tuple[Message, ...]:
+    """Return the messages, after those of the earlier completion that the request names; instructions come first."""
+    if request.previous_id is None:
+        return request.messages
+    conversation = session.conversation(request.previous_id)
+    if conversation is None:
+        text = f"no response {escape(request.previous_id, 80)!r} in this session"
+        raise RequestError(400, text, param="previous_response_id", code="previous_response_not_found")
+    instructions, new = request.messages[: request.num_instructions], request.messages[request.num_instructions :]
+    return (*instructions, *conversation, *new)
 
 
 def _make_generation_request(

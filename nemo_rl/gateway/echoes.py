@@ -11,20 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.gateway import sessions
 from nemo_rl.gateway.codec import Codec
-from nemo_rl.gateway.sessions import (
-    Chain,
-    Echo,
-    Node,
-    PendingCall,
-    UnknownEcho,
-    build_chain,
-    complete_call,
-    continue_chain,
-    history_digest,
-    start_chain,
-    tools_digest,
-)
 from nemo_rl.types import Completion, Message
 
 MAX_DUPLICATE_CALLS = 1024  # calls that sampled the same tokens from the same prompt
@@ -43,7 +31,7 @@ class EchoedCallStore:
         self._ttl_s = ttl_s
         self._clock = clock
         # Digest of an echo -> (time of the last use, its calls); oldest first.
-        self._calls_by_echo: OrderedDict[bytes, tuple[float, list[Node]]] = OrderedDict()
+        self._calls_by_echo: OrderedDict[bytes, tuple[float, list[sessions.Node]]] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of stored calls, duplicates counted once."""
@@ -54,38 +42,36 @@ class EchoedCallStore:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        echo: Echo | None,
+        echo: sessions.Echo | None,
         num_known: int = 0,
-    ) -> PendingCall:
+    ) -> sessions.PendingCall:
         """Encode a call: the echoed call's tokens, followed by those of the messages from index `num_known` on.
 
         The echo decides: the text of earlier messages is not compared. Without one, a new chain begins.
         Raises UnknownEcho, and ConfigError for messages that the chat template refuses.
         """
-        request = tools_digest(tools)
-        for message in messages:
-            request = history_digest(request, message)
+        request = sessions.history_digests(messages, tools)[-1]
         if echo is None or num_known >= len(messages):
-            return start_chain(self._codec, messages, tools, request)
+            return sessions.start_chain(self._codec, messages, tools, request)
         nodes = self.find(echo)
         if not nodes:
-            raise UnknownEcho(echo)
-        call = continue_chain(self._codec, nodes[-1], messages[num_known:], tools, request)
-        return start_chain(self._codec, messages, tools, request) if call is None else call
+            raise sessions.UnknownEcho(echo)
+        call = sessions.continue_chain(self._codec, nodes[-1], messages[num_known:], tools, request)
+        return sessions.start_chain(self._codec, messages, tools, request) if call is None else call
 
-    def commit(self, call: PendingCall, completion: Completion, message: Message) -> None:
+    def commit(self, call: sessions.PendingCall, completion: Completion, message: Message) -> None:
         """Keep a completed call for the requests that will continue it."""
         self.expire()
-        key = Echo(call.prompt_token_ids, completion.token_ids).digest()
+        key = sessions.Echo(call.prompt_token_ids, completion.token_ids).digest()
         _, duplicates = self._calls_by_echo.get(key, (0.0, []))
-        duplicates.append(complete_call(call, completion, message))
+        duplicates.append(sessions.complete_call(call, completion, message))
         del duplicates[:-MAX_DUPLICATE_CALLS]
         self._calls_by_echo[key] = (self._clock(), duplicates)
         self._calls_by_echo.move_to_end(key)
         if len(self._calls_by_echo) > self._max_calls:
             self._calls_by_echo.popitem(last=False)
 
-    def find(self, echo: Echo) -> tuple[Node, ...]:
+    def find(self, echo: sessions.Echo) -> tuple[sessions.Node, ...]:
         """Return the calls of these tokens in the order in which they were made, and renew their time to live."""
         key = echo.digest()
         if key not in self._calls_by_echo:
@@ -95,7 +81,7 @@ class EchoedCallStore:
         self._calls_by_echo.move_to_end(key)
         return tuple(duplicates)
 
-    def forget(self, echo: Echo, node: Node) -> None:
+    def forget(self, echo: sessions.Echo, node: sessions.Node) -> None:
         """Drop a call, so that a second report of it is refused. Its duplicates stay."""
         key = echo.digest()
         if key not in self._calls_by_echo:
@@ -117,7 +103,7 @@ class EchoedCallStore:
 class Claim:
     """One call, as its client reports it."""
 
-    echo: Echo
+    echo: sessions.Echo
     logprobs: tuple[float, ...]  # of the generated tokens
 
 
@@ -125,7 +111,9 @@ class LogprobMismatch(Exception):
     """A client reported other log-probs than it was sent."""
 
 
-def resolve_claims(claims: Sequence[Claim], find: Callable[[Echo], Sequence[Node]]) -> tuple[Node, ...]:
+def resolve_claims(
+    claims: Sequence[Claim], find: Callable[[sessions.Echo], Sequence[sessions.Node]]
+) -> tuple[sessions.Node, ...]:
     """Return the recorded call of each claim. `find` returns the calls of an echo: several for duplicates.
 
     Raises UnknownEcho, LogprobMismatch.
@@ -133,16 +121,16 @@ def resolve_claims(claims: Sequence[Claim], find: Callable[[Echo], Sequence[Node
     return tuple(_resolve_claim(claim, find(claim.echo)) for claim in claims)
 
 
-def build_chains(calls: Sequence[Node]) -> tuple[Chain, ...]:
+def build_chains(calls: Sequence[sessions.Node]) -> tuple[sessions.Chain, ...]:
     """Return the chains of calls, in their order; a call that another one continues is part of that one's chain."""
     continued = {earlier for call in calls for earlier in call.path()[:-1]}
-    return tuple(build_chain(call) for call in dict.fromkeys(calls) if call not in continued)
+    return tuple(sessions.build_chain(call) for call in dict.fromkeys(calls) if call not in continued)
 
 
-def _resolve_claim(claim: Claim, candidates: Sequence[Node]) -> Node:
+def _resolve_claim(claim: Claim, candidates: Sequence[sessions.Node]) -> sessions.Node:
     """Return the call with these log-probs; of several, one that was continued, else the last."""
     if not candidates:
-        raise UnknownEcho(claim.echo)
+        raise sessions.UnknownEcho(claim.echo)
     same = [node for node in candidates if _logprobs_match(claim.logprobs, node.sampled.generation_logprobs or ())]
     if not same:
         raise LogprobMismatch(_describe_mismatch(claim.logprobs, candidates[-1].sampled.generation_logprobs or ()))

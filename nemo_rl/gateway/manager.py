@@ -19,7 +19,7 @@ from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.echoes import Claim, build_chains, resolve_claims
 from nemo_rl.gateway.schema import RequestError
-from nemo_rl.gateway.server import GatewayServer, ServerSettings
+from nemo_rl.gateway.server import GatewayServer, ServerSettings, read_token
 from nemo_rl.gateway.sessions import CallFailure, Chain
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
@@ -62,7 +62,7 @@ class GatewayManager:
     ) -> "GatewayManager":
         """Start servers, each on a free port unless `gateway.port` names that of the first; they listen on return.
 
-        Raises ConfigError for a section that cannot be served, OSError for an address that cannot be bound.
+        Raises ConfigError for a section that cannot be served and for an address that cannot be bound.
         """
         async with AsyncExitStack() as started:
             servers = []
@@ -93,7 +93,12 @@ class GatewayManager:
         return sum(len(server.echoed) for server in self._servers)
 
     def open_session(
-        self, *, seed: int, sampling: SamplingParams | None = None, server: int | None = None
+        self,
+        *,
+        seed: int,
+        sampling: SamplingParams | None = None,
+        server: int | None = None,
+        trains: bool = True,
     ) -> SessionHandle:
         """Open a session on `server`, or on the one with the fewest; raises RequestError 429 when that is full.
 
@@ -101,11 +106,11 @@ class GatewayManager:
         reach only those of server 0: `default_base_url`.
         """
         index = server if server is not None else min(range(len(self._servers)), key=self.num_sessions.__getitem__)
-        return self._open_on(index, seed, sampling)
+        return self._open_on(index, seed, sampling, trains)
 
-    def _open_on(self, index: int, seed: int, sampling: SamplingParams | None) -> SessionHandle:
+    def _open_on(self, index: int, seed: int, sampling: SamplingParams | None, trains: bool) -> SessionHandle:
         server = self._servers[index]
-        session_id = server.open_session(seed=seed, sampling=sampling)
+        session_id = server.open_session(seed=seed, sampling=sampling, trains=trains)
         return SessionHandle(session_id, server.session_url(session_id), server.token or PLACEHOLDER_API_KEY, index)
 
     async def finish(self, handle: SessionHandle) -> FinishedSession:
@@ -158,7 +163,8 @@ def split_settings(section: GatewayConfig, max_connections: int) -> tuple[Server
             host=section.host,
             port=section.port if i == 0 else 0,
             advertised_host=node_ip() if section.host == ALL_ADDRESSES else None,
-            token=section.token,
+            token=read_token(section),
+            allowed_hosts=tuple(section.allowed_hosts),
             max_sessions=sessions[i],
             max_connections=connections[i],
             ttl_s=section.session_ttl_s,

@@ -24,20 +24,36 @@ class LiveSession:
     seed: int
     last_used_at: float
     sampling: SamplingParams | None = None  # of its calls; None: the run's
+    trains: bool = True  # False: validation, evaluation
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations in flight
     _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+    _in_flight: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+    _parallel: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
 
     def acquire_sample_index(self, call: PendingCall) -> int:
         """Return the call's index among those with the same request and parent, from 0; its seed depends on it."""
-        taken = self._sample_indices.setdefault((id(call.parent), call.request), set())
+        key = id(call.parent), call.request
+        taken = self._sample_indices.setdefault(key, set())
         sample_index = next(i for i in range(len(taken) + 1) if i not in taken)
         taken.add(sample_index)
+        in_flight = self._in_flight.setdefault(key, set())
+        in_flight.add(sample_index)
+        if len(in_flight) > 1:
+            self._parallel.setdefault(key, set()).update(in_flight)
         return sample_index
+
+    def end_sample(self, call: PendingCall, sample_index: int) -> bool:
+        """End a call that was answered; return whether another with the same request and parent ran beside it."""
+        key = id(call.parent), call.request
+        self._in_flight[key].discard(sample_index)
+        return sample_index in self._parallel.get(key, ())
 
     def release_sample_index(self, call: PendingCall, sample_index: int) -> None:
         """Free the index of a failed call, so that its retry samples what it would have sampled."""
-        self._sample_indices[id(call.parent), call.request].discard(sample_index)
+        key = id(call.parent), call.request
+        for indices in (self._sample_indices, self._in_flight, self._parallel):
+            indices.get(key, set()).discard(sample_index)
 
 
 class SessionRegistry:
@@ -54,13 +70,13 @@ class SessionRegistry:
     def __len__(self) -> int:
         return len(self._live)
 
-    def open(self, *, seed: int, sampling: SamplingParams | None = None) -> LiveSession:
+    def open(self, *, seed: int, sampling: SamplingParams | None = None, trains: bool = True) -> LiveSession:
         """Open a session under an id that cannot be guessed; raises RequestError 429 when there are too many."""
         self.expire()
         if len(self._live) >= self._max_sessions:
             raise RequestError(429, f"{self._max_sessions} sessions are open", code="too_many_sessions")
         session_id = secrets.token_urlsafe(ID_BYTES)
-        live = LiveSession(session_id, Session(self._codec), seed, self._clock(), sampling)
+        live = LiveSession(session_id, Session(self._codec), seed, self._clock(), sampling, trains)
         self._live[session_id] = live
         return live
 
@@ -74,6 +90,10 @@ class SessionRegistry:
         live.last_used_at = self._clock()
         self._live.move_to_end(session_id)
         return live
+
+    def is_known(self, session_id: str) -> bool:
+        """Return whether a session of that id is open, or was closed not long ago."""
+        return session_id in self._live or session_id in self._closed
 
     def close(self, session_id: str) -> Session:
         """Close a session, cancel its running calls and return it. Raises RequestError 404 or 409."""

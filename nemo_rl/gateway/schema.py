@@ -1,16 +1,14 @@
-"""Request bodies: the supported part of OpenAI's chat completions, the gateway's own endpoints, and typed errors.
+"""Errors, the validation of JSON bodies, and the bodies of the gateway's own endpoints.
 
-Types are checked strictly; unknown fields are kept, to be named in a log line. What a policy in training cannot honour
-is refused with 400. The run decides how tokens are sampled, so a client's sampling parameters are ignored.
+Types are checked strictly; unknown fields are kept, to be named in a log line.
 """
 
-import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from nemo_rl.gateway.sessions import CallFailureKind, Echo
-from nemo_rl.types import Message, Role, ToolCall
+from nemo_rl.data.chat import to_openai_message
+from nemo_rl.gateway.sessions import CallFailureKind, Chain, Session
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # other 4xx: invalid_request_error
 
@@ -52,7 +50,10 @@ class ContextLengthError(CallError):
 
     kind = CallFailureKind.CONTEXT_LENGTH
 
-    def __init__(self, size: str, max_model_len: int) -> None:
+    def __init__(self, num_tokens: int | None, max_model_len: int) -> None:
+        """Take the tokens of the conversation; None: so many characters that they were not counted."""
+        self.num_tokens = max_model_len if num_tokens is None else num_tokens
+        size = "more than" if num_tokens is None else f"{num_tokens} tokens in"
         message = f"{size} a context length of {max_model_len} tokens: no room is left for a response"
         super().__init__(400, message, param="messages", code="context_length_exceeded")
 
@@ -62,14 +63,11 @@ def make_unsupported_error(param: str, message: str) -> RequestError:
     return RequestError(400, message, param=param, code="unsupported")
 
 
-IGNORED_FIELDS = frozenset(  # silently: they change nothing here
-    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "return_tokens_as_token_ids"}
-)
-REJECTED_FIELDS = frozenset(
-    {"audio", "chat_template", "chat_template_kwargs", "function_call", "functions", "guided_json", "logit_bias"}
-    | {"prediction", "prompt_logprobs", "structured_outputs", "web_search_options"}
-)
-MAX_STOP_STRINGS = 16
+def make_missing_error(param: str) -> RequestError:
+    """Return the error of a request without a field."""
+    return RequestError(400, f"{param}: Field required", param=param)
+
+
 SESSION_FIELD = "nemo_rl_session"  # in `metadata`: the session of a client whose base URL is fixed
 ModelT = TypeVar("ModelT", bound="Body")
 
@@ -78,155 +76,6 @@ class Body(BaseModel):
     """A JSON object, strictly typed: neither a number for a string nor a string for a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-
-class ContentPart(Body):
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(Body):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class AssistantToolCall(Body):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[AssistantToolCall] | None = None
-    tool_call_id: str | None = None
-    prompt_token_ids: list[int] | None = None
-    generation_token_ids: list[int] | None = None
-
-    def message(self) -> Message:
-        """Return the message as templates see it; raises RequestError for images, audio and legacy function calls."""
-        if (self.model_extra or {}).get("function_call"):
-            raise make_unsupported_error("messages", "function_call is not supported; tool_calls are")
-        role: Role = "system" if self.role == "developer" else self.role
-        calls = tuple(
-            ToolCall(call.id, call.function.name, _arguments_to_json(call.function.arguments))
-            for call in self.tool_calls or ()
-        )
-        return Message(role, self._text(), calls, self.tool_call_id)
-
-    def echo(self) -> Echo | None:
-        """Return the tokens of the call that this message came from, where the client sent them back."""
-        if self.role != "assistant" or self.prompt_token_ids is None or self.generation_token_ids is None:
-            return None
-        for ids in (self.prompt_token_ids, self.generation_token_ids):
-            if ids and not 0 <= min(ids) <= max(ids) < 2**31:
-                raise RequestError(400, "token ids must be in 0..2**31", param="messages")
-        return Echo(tuple(self.prompt_token_ids), tuple(self.generation_token_ids))
-
-    def _text(self) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise make_unsupported_error(
-                    "messages", f"content of type {part.type!r} is not supported: this policy reads text"
-                )
-        return "\n".join(part.text or "" for part in self.content)
-
-
-class Function(Body):
-    name: Annotated[str, Field(min_length=1)]
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: str
-
-
-class ChatRequest(Body):
-    """The body of POST .../chat/completions."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
-    model: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=1_000)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    modalities: list[str] | None = None
-    return_token_ids: bool | None = None  # vLLM's: the response's tokens and those of its prompt
-
-    def reject_unsupported(self) -> None:
-        """Raise RequestError for fields that would need another policy or another way to sample."""
-        if self.n not in (None, 1):
-            raise make_unsupported_error("n", "n must be 1; send the request n times")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise make_unsupported_error(
-                "tool_choice", "tool_choice must be 'auto' or 'none': the policy decides what it samples"
-            )
-        if self.top_logprobs:
-            raise make_unsupported_error("top_logprobs", "top_logprobs is not supported; logprobs is")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise make_unsupported_error(
-                "response_format", "response_format must be 'text': the policy decides what it samples"
-            )
-        if self.modalities not in (None, ["text"]):
-            raise make_unsupported_error("modalities", "modalities must be ['text']")
-        if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} non-empty strings", param="stop")
-        for name in sorted(REJECTED_FIELDS & self.extra.keys()):
-            raise make_unsupported_error(name, f"{name} is not supported by this server")
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Return the fields beyond the schema that have a value."""
-        return {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {})}
-
-    @property
-    def ignored_fields(self) -> frozenset[str]:
-        """Return ignored fields that are worth a log line: sampling parameters, unknown names."""
-        names = self.extra.keys() - IGNORED_FIELDS - REJECTED_FIELDS
-        return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
-
-    @property
-    def session_id(self) -> str | None:
-        """Return the session that the request itself names."""
-        metadata = (self.model_extra or {}).get("metadata")
-        named = metadata.get(SESSION_FIELD) if isinstance(metadata, dict) else None
-        return named if isinstance(named, str) else None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Return whether to add `logprobs`: clients that read token ids find log-probs on the message already."""
-        return bool(self.logprobs) and not self.extra.get("return_tokens_as_token_ids")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools as the client wrote them, for the template."""
-        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
 
 
 class RewardRequest(Body):
@@ -261,5 +110,34 @@ def parse_body(model: type[ModelT], body: bytes) -> ModelT:
         raise RequestError(400, f"{param or 'body'}: {first['msg']}", param=param) from error
 
 
-def _arguments_to_json(arguments: str | dict[str, Any]) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def session_body(session_id: str, session: Session) -> dict[str, Any]:
+    """Return a session with its chains, token for token."""
+    return {
+        "id": session_id,
+        "object": "session",
+        "num_calls": session.num_calls,
+        "rewards": session.rewards,
+        "chains": [_chain_body(chain) for chain in session.chains()],
+    }
+
+
+def _chain_body(chain: Chain) -> dict[str, Any]:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    # (version, start, end) in the chain's tokens, of messages during which weights were refitted
+    spans: list[tuple[int, int, int]] = []
+    for each in chain.message_log:
+        spans += ((span.version, len(ids) + span.start, len(ids) + span.end) for span in each.weight_spans)
+        ids += each.token_ids
+        mask += [int(each.is_generated)] * len(each.token_ids)
+        logprobs += each.generation_logprobs or [0.0] * len(each.token_ids)
+    return {
+        "token_ids": ids,
+        "token_mask": mask,
+        "generation_logprobs": logprobs,
+        "messages": [to_openai_message(each.message) for each in chain.message_log],
+        "weight_versions": chain.weight_versions,
+        "weight_spans": spans,
+        "rewards": chain.rewards,
+    }

@@ -2,65 +2,57 @@
 
     POST   /sessions                            {"seed"?} -> {"id", "base_url"}
     POST   /sessions/{id}/v1/chat/completions   OpenAI's chat completions, as part of the session
+    POST   /sessions/{id}/v1/messages           Anthropic's Messages, and /v1/messages/count_tokens
+    POST   /sessions/{id}/v1/responses          OpenAI's Responses
     POST   /sessions/{id}/reward                {"reward"} or {"rewards": {name: number}}, "completion_id"?
     GET    /sessions/{id}                       its chains, token for token
     DELETE /sessions/{id}                       the same, and the session is closed
-    POST   /v1/chat/completions                 echoed token ids identify the chain, `metadata` the session
+    POST   /v1/...                              the same: a header or the API key names the session;
+                                                chat completions need none: echoed token ids identify the chain
     GET    /v1/models, /sessions/{id}/v1/models
     GET    /health
 
 A client that disconnects cancels its generation. The server binds to localhost by default, where a session's id is its
-secret. Bound elsewhere, every request but /health needs the server's token as its API key.
+secret. Bound elsewhere, every request but /health needs the server's token as its API key; `web.Guard` decides.
 """
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import logging
-import secrets
-import socket
+import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from pydantic_core import to_json
 
+from nemo_rl.config.run import GatewayConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.gateway import schema
+from nemo_rl.gateway.calls import Answer, CallRequest, Dialect, EventStream
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
+from nemo_rl.gateway.dialects.chat_completions import ChatCompletions
+from nemo_rl.gateway.dialects.messages import Messages
+from nemo_rl.gateway.dialects.responses import Responses
 from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.registry import LiveSession, SessionRegistry
-from nemo_rl.gateway.responses import Answer, completion_body, event_stream, session_body
-from nemo_rl.gateway.schema import ChatRequest, RequestError, RewardRequest, SessionRequest, parse_body
 from nemo_rl.gateway.sessions import Session
+from nemo_rl.gateway.streaming import Delta
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
+from nemo_rl.web import Guard, Handler, Refused, accept, api_keys, is_exposed, make_token, open_listener, read_body
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 1024  # connections that wait to be accepted
-
-
-async def accept(server: web.Server, listener: socket.socket, *, max_connections: int) -> asyncio.Server:
-    """Serve connections to `listener`, and close those beyond `max_connections` at once, for clients to retry.
-
-    Without the limit the process would run out of file descriptors, wherever it opens the next file.
-    """
-
-    def protocol() -> asyncio.BaseProtocol:
-        return _ConnectionRejector() if len(server.connections) >= max_connections else server()
-
-    return await asyncio.get_running_loop().create_server(protocol, sock=listener, backlog=BACKLOG)
-
-
-class _ConnectionRejector(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        logger.warning("closed connection from %s: too many connections", transport.get_extra_info("peername"))
-        transport.close()
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MESSAGES = Messages()
+CHAT = ChatCompletions()
+DIALECTS: Mapping[str, Dialect] = {"/chat/completions": CHAT, "/messages": MESSAGES, "/responses": Responses()}
+COUNT_PATH = "/messages/count_tokens"
+SESSION_HEADER = "X-NeMo-RL-Session"
+NO_SESSION = f"this API needs a session: in the base URL, in the header {SESSION_HEADER}, or its id as the API key"
 SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
 
 
@@ -77,7 +69,24 @@ class ServerSettings:
     max_echoed_calls: int = 65_536  # kept for clients without a session
     ttl_s: float = 3600.0  # of unused sessions and calls
     max_body_bytes: int = 32 * 2**20
-    body_timeout_s: float = 60.0  # for a request's body to arrive
+    headers_timeout_s: float = 30.0  # for a request's headers to arrive
+    body_timeout_s: float = 60.0  # for its body
+    allowed_hosts: tuple[str, ...] = ()  # names in a Host header besides this machine's
+
+
+def read_token(section: GatewayConfig) -> str | None:
+    """Return the API key of `gateway.token_env`; raises ConfigError where that variable is not set."""
+    if section.token_env is None:
+        return None
+    if not (token := os.environ.get(section.token_env, "").strip()):
+        raise ConfigError("gateway.token_env", section.token_env, "this environment variable is not set, or empty")
+    return token
+
+
+def check_gateway(section: GatewayConfig) -> None:
+    """Raise ConfigError, before an engine loads, for an address or a token with which no server could start."""
+    read_token(section)
+    open_listener(section.host, section.port, key="gateway.host, gateway.port").close()
 
 
 class GatewayServer:
@@ -94,9 +103,15 @@ class GatewayServer:
         clock = time.monotonic
         self._sessions = SessionRegistry(codec, max_sessions=settings.max_sessions, ttl_s=settings.ttl_s, clock=clock)
         self.echoed = EchoedCallStore(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
-        self.token = settings.token
-        if self.token is None and not _is_loopback(settings.host):
-            self.token = secrets.token_urlsafe(32)
+        self.token = settings.token or (make_token() if is_exposed(settings.host) else None)
+        hosts = (*settings.allowed_hosts, *([settings.advertised_host] if settings.advertised_host else []))
+        self._guard = Guard(
+            settings.host,
+            token=self.token,
+            allowed_hosts=hosts,
+            public_paths=("/health",),
+            knows_key=self._sessions.is_known,  # a session's id is a secret of its own
+        )
         self.port = settings.port
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Server | None = None
@@ -106,7 +121,7 @@ class GatewayServer:
     async def start(
         cls, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
     ) -> "GatewayServer":
-        """Start a server, which listens on return; raises OSError for an address that cannot be bound."""
+        """Start a server, which listens on return; raises ConfigError for an address that cannot be bound."""
         server = cls(generation, codec, rules, settings)
         await server._listen()
         return server
@@ -121,13 +136,15 @@ class GatewayServer:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def open_session(self, *, seed: int | None = None, sampling: SamplingParams | None = None) -> str:
+    def open_session(
+        self, *, seed: int | None = None, sampling: SamplingParams | None = None, trains: bool = True
+    ) -> str:
         """Open a session and return its id; raises RequestError 429 when too many are open.
 
         `sampling` replaces that of the rules for this session: a greedy validation beside sampled training.
         """
         seed = self._completions.next_session_seed() if seed is None else seed
-        return self._sessions.open(seed=seed, sampling=sampling).session_id
+        return self._sessions.open(seed=seed, sampling=sampling, trains=trains).session_id
 
     def session_url(self, session_id: str) -> str:
         """Return the OPENAI_BASE_URL of a session's agent."""
@@ -158,26 +175,34 @@ class GatewayServer:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._chat_without_session),
                 web.post("/sessions", self._open),
                 web.get("/sessions/{id}", self._read),
                 web.delete("/sessions/{id}", self._close),
                 web.post("/sessions/{id}/reward", self._reward),
                 web.get("/sessions/{id}/v1/models", self._models),
-                web.post("/sessions/{id}/v1/chat/completions", self._chat),
             ]
         )
+        for path, dialect in DIALECTS.items():
+            app.router.add_post(f"/v1{path}", partial(self._call_on_plain_path, dialect=dialect))
+        for prefix in ("/v1", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):  # Anthropic's clients add /v1 themselves
+            for path, dialect in DIALECTS.items() if prefix != "/v1" else ():
+                app.router.add_post(f"{prefix}{path}", partial(self._call, dialect=dialect))
+            app.router.add_post(f"{prefix}{COUNT_PATH}", self._count_tokens)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         server = self._runner.server
         assert server is not None  # setup made it
-        family = socket.AF_INET6 if ":" in self._settings.host else socket.AF_INET
+        settings = self._settings
         try:
-            listener = socket.create_server((self._settings.host, self._settings.port), family=family, backlog=BACKLOG)
+            listener = open_listener(settings.host, settings.port, key="gateway.host, gateway.port")
             self.port = listener.getsockname()[1]
-            limit = self._settings.max_connections
-            self._accepting = await accept(server, listener, max_connections=limit)
-        except OSError:
+            self._accepting = await accept(
+                server,
+                listener,
+                max_connections=settings.max_connections,
+                headers_timeout_s=settings.headers_timeout_s,
+            )
+        except BaseException:
             await self._runner.cleanup()
             raise
         self._sweeper = asyncio.create_task(self._sweep())
@@ -195,95 +220,135 @@ class GatewayServer:
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who may come in, and give every error its envelope."""
         try:
-            self._check_token(request)
+            self._guard.check(request)
             return await handler(request)
-        except RequestError as error:
+        except schema.RequestError as error:
             request_error = error
+        except Refused as error:
+            request_error = schema.RequestError(error.status, str(error), code=error.code)
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, too large a body
-            request_error = RequestError(error.status, error.reason)
+            request_error = schema.RequestError(error.status, error.reason)
         except ConnectionError:
             raise
         except Exception:
             logger.exception("a request to the gateway failed")
-            request_error = RequestError(500, "the gateway failed at this request; its log tells why", code="internal")
+            request_error = schema.RequestError(
+                500, "the gateway failed at this request; its log tells why", code="internal"
+            )
         headers = {"Retry-After": "1"} if request_error.status == 429 else None
-        return web.json_response(request_error.body(), status=request_error.status, headers=headers)
-
-    def _check_token(self, request: web.Request) -> None:
-        if self.token is None or request.path == "/health":
-            return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode()):
-            raise RequestError(401, "this gateway needs its token as the API key", code="invalid_api_key")
+        dialect = MESSAGES if request.path.endswith(("/messages", COUNT_PATH)) else CHAT
+        return web.json_response(dialect.render_error(request_error), status=request_error.status, headers=headers)
 
     async def _body(self, request: web.Request) -> bytes:
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                return await request.read()
-        except TimeoutError as error:
-            raise RequestError(408, "the body of the request did not arrive in time", code="slow_body") from error
-        except web.RequestPayloadError as error:
-            raise RequestError(400, "the body of the request is not what its headers say") from error
+        return await read_body(request, self._settings.body_timeout_s)
 
     def _session(self, request: web.Request) -> LiveSession:
         return self._sessions.get(request.match_info["id"])
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"status": "ok", "sessions": self.num_sessions, "calls": self._completions.num_running}
-        )
+        queue = self._completions.queue
+        counts = {"sessions": self.num_sessions, "calls": queue.num_running, "waiting": queue.num_waiting}
+        return web.json_response({"status": "ok", **counts})
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._rules.model_name, "object": "model", "created": 0, "owned_by": "nemo-rl"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _open(self, request: web.Request) -> web.Response:
-        parsed = parse_body(SessionRequest, await self._body(request) or b"{}")
+        parsed = schema.parse_body(schema.SessionRequest, await self._body(request) or b"{}")
         session_id = self.open_session(seed=parsed.seed)
         return web.json_response({"id": session_id, "object": "session", "base_url": self.session_url(session_id)})
 
     async def _read(self, request: web.Request) -> web.Response:
         live = self._session(request)
-        return web.json_response(session_body(live.session_id, live.session))
+        return web.json_response(schema.session_body(live.session_id, live.session))
 
     async def _close(self, request: web.Request) -> web.Response:
         session_id = request.match_info["id"]
-        return web.json_response(session_body(session_id, self.close_session(session_id)))
+        return web.json_response(schema.session_body(session_id, self.close_session(session_id)))
 
     async def _reward(self, request: web.Request) -> web.Response:
         self._session(request)
-        parsed = parse_body(RewardRequest, await self._body(request))
+        parsed = schema.parse_body(schema.RewardRequest, await self._body(request))
         session = self._session(request).session  # again: the body may have taken its time
         try:
             session.reward(parsed.named(), completion_id=parsed.completion_id)
         except KeyError as error:
-            raise RequestError(404, "no such completion in this session", param="completion_id") from error
+            raise schema.RequestError(404, "no such completion in this session", param="completion_id") from error
         return web.json_response({"rewards": session.rewards})
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         self._session(request)
-        parsed = parse_body(ChatRequest, await self._body(request))
-        answer = await self._completions.complete_in_session(parsed, self._session(request))
-        return self._make_response(parsed, answer)
+        call = dialect.parse(await self._body(request))
+        live = self._session(request)  # again: the body may have taken its time
+        return await self._respond(request, dialect, call, partial(self._completions.complete_in_session, call, live))
 
-    async def _chat_without_session(self, request: web.Request) -> web.Response:
-        parsed = parse_body(ChatRequest, await self._body(request))
-        if (session_id := parsed.session_id) is None:
-            return self._make_response(parsed, await self._completions.complete_without_session(parsed, self.echoed))
-        live = self._sessions.get(session_id)
-        return self._make_response(parsed, await self._completions.complete_in_session(parsed, live, is_named=True))
+    async def _call_on_plain_path(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        """Answer a call whose session is named by a header, the API key or the body, or which has none."""
+        live = self._keyed_session(request)
+        call = dialect.parse(await self._body(request))
+        if live is not None:
+            live = self._sessions.get(live.session_id)  # again: the body may have taken its time
+        is_named = live is None and call.session_id is not None
+        if call.session_id is not None and live is None:
+            live = self._sessions.get(call.session_id)
+        if live is not None:
+            complete = partial(self._completions.complete_in_session, call, live, is_named=is_named)
+        elif isinstance(dialect, ChatCompletions):
+            complete = partial(self._completions.complete_without_session, call, self.echoed)
+        else:
+            raise schema.RequestError(400, NO_SESSION, code="no_session")
+        return await self._respond(request, dialect, call, complete)
 
-    def _make_response(self, parsed: ChatRequest, answer: Answer) -> web.Response:
-        if not parsed.stream:
-            body = to_json(completion_body(answer, self._codec.encoder))
-            return web.Response(body=body, content_type="application/json")
-        include_usage = parsed.stream_options is not None and bool(parsed.stream_options.include_usage)
-        events = event_stream(answer, self._codec.encoder, include_usage=include_usage)
-        return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        live = self._session(request) if "id" in request.match_info else self._keyed_session(request)
+        call = MESSAGES.parse_count(await self._body(request))
+        return web.json_response({"input_tokens": self._completions.count_tokens(call, live)})
 
+    def _keyed_session(self, request: web.Request) -> LiveSession | None:
+        """Return the session that the header or the API key names; raises RequestError for an unknown one."""
+        if (named := request.headers.get(SESSION_HEADER)) is not None:
+            return self._sessions.get(named)
+        key = next((key for key in api_keys(request) if self._sessions.is_known(key)), None)
+        return None if key is None else self._sessions.get(key)
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    async def _respond(
+        self, request: web.Request, dialect: Dialect, call: CallRequest, complete: Callable[..., Awaitable[Answer]]
+    ) -> web.StreamResponse:
+        if call.stream:
+            return await self._stream(request, dialect.open_stream(call), complete)
+        answer = await complete()
+        body = to_json(dialect.render(call, answer, self._codec.encoder))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, events: EventStream, complete: Callable[..., Awaitable[Answer]]
+    ) -> web.StreamResponse:
+        """Send events while tokens are sampled. An error before the first one is answered as without streaming."""
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        task = asyncio.ensure_future(complete(sink=deltas.put_nowait))
+        task.add_done_callback(lambda _: deltas.put_nowait(None))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            while (delta := await deltas.get()) is not None:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(events.render_delta(delta))
+            try:
+                end = events.render_end(await task, self._codec.encoder)
+            except schema.RequestError as error:
+                if not response.prepared:
+                    raise
+                end = events.render_failure(error)
+            except Exception:
+                if not response.prepared:
+                    raise
+                logger.exception("a streamed call failed")
+                text = "the gateway failed at this request; its log tells why"
+                end = events.render_failure(schema.RequestError(500, text, code="internal"))
+            await response.write(end)
+            await response.write_eof()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return response

@@ -12,15 +12,16 @@ after it are encoded. So
   a new chain;
 - a rewritten last message is rolled back: the branch starts at the sampled message before it, and the rewritten one
   is context in it; what had been sampled there stays as a chain of its own;
-- the same request again (a client's retry, best of n) gives a sibling. The sibling that the agent continues is kept;
-  where it continues none, the last one is. Of siblings with the same text, the last is continued, unless the ids of
-  its tool calls identify another.
+- the same request again (a client's retry) gives a sibling. The sibling that the agent continues is kept; where it
+  continues none, the last one is. Siblings that were sampled at the same time (best of n) are all kept. Of siblings
+  with the same text, the last is continued, unless the ids of its tool calls identify another;
+- tool calls that come back without the text beside them continue the chain.
 """
 
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain
@@ -98,6 +99,8 @@ class Node:
     is_truncated: bool = False  # the response was cut by its token limit
     rewards: dict[str, float] = field(default_factory=dict)  # posted for this call
     is_continued: bool = False
+    asked: tuple[Message, ...] = ()  # the messages of its request as the client knows them, without instructions
+    is_parallel: bool = False  # sampled at the same time as a sibling
 
     def message_log(self) -> MessageLog:
         """Return the whole history up to and including the message sampled here."""
@@ -153,9 +156,13 @@ def continue_chain(
     return PendingCall(token_ids, node, context, request)
 
 
-def complete_call(call: PendingCall, completion: Completion, message: Message) -> Node:
-    """Return the node of a completed call, and mark its parent as continued."""
-    sampled = TokenizedMessage(message, completion.token_ids, completion.logprobs, completion.weight_spans)
+def complete_call(call: PendingCall, completion: Completion, message: Message, *, is_trained: bool = True) -> Node:
+    """Return the node of a completed call, and mark its parent as continued.
+
+    The tokens of a call that is not trained are context: they have no log-probs.
+    """
+    logprobs = completion.logprobs if is_trained else None
+    sampled = TokenizedMessage(message, completion.token_ids, logprobs, completion.weight_spans)
     if call.parent is not None:
         call.parent.is_continued = True
     is_truncated = completion.finish_reason == "length"
@@ -203,17 +210,26 @@ class Session:
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PendingCall:
         """Encode a call. Raises ConfigError for messages that the chat template refuses."""
-        digests = [tools_digest(tools)]
-        for message in messages:
-            digests.append(history_digest(digests[-1], message))
+        digests = history_digests(messages, tools)
+        node, length = self._find_history(messages, digests)
+        if node is not None:  # a shorter history would have to append the same messages, and more
+            call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
+            if call is not None:
+                return call
+        return start_chain(self._codec, messages, tools, digests[-1])
+
+    def mark_truncated(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Mark the chain that a call would continue as truncated: the call found no room in the context."""
+        node, _ = self._find_history(messages, history_digests(messages, tools))
+        if node is not None:
+            node.is_truncated = True
+
+    def _find_history(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[Node | None, int]:
+        """Return the call with the longest history that the messages begin with, and the length of that."""
         for length in range(len(messages) - 1, 0, -1):
             if nodes := self._by_history.get(digests[length]):
-                node = _select_node(nodes, messages[length - 1])
-                call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
-                if call is not None:
-                    return call
-                break  # a shorter history would have to append the same messages, and more
-        return start_chain(self._codec, messages, tools, digests[-1])
+                return _select_node(nodes, messages[length - 1]), length
+        return None, 0
 
     def begin_from_echo(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, echo: Echo, num_known: int
@@ -225,9 +241,7 @@ class Session:
         nodes = self.find(echo)
         if not nodes:
             raise UnknownEcho(echo)
-        request = tools_digest(tools)
-        for message in messages:
-            request = history_digest(request, message)
+        request = history_digests(messages, tools)[-1]
         new = messages[num_known:]
         call = continue_chain(self._codec, nodes[-1], new, tools, request) if new else None
         return start_chain(self._codec, messages, tools, request) if call is None else call
@@ -236,11 +250,33 @@ class Session:
         """Return the calls with these tokens, in the order in which they were made."""
         return self._by_tokens.get(echo.digest(), ())
 
-    def commit(self, call: PendingCall, completion: Completion, message: Message, *, completion_id: str) -> None:
-        """Store what was sampled for a call; `message` is what the agent receives and will send back."""
-        node = complete_call(call, completion, message)
+    def conversation(self, completion_id: str) -> tuple[Message, ...] | None:
+        """Return the messages up to and including a completion's, without instructions; None for an unknown one."""
+        node = self._calls.get(completion_id)
+        return None if node is None else (*node.asked, node.sampled.message)
+
+    def commit(
+        self,
+        call: PendingCall,
+        completion: Completion,
+        message: Message,
+        *,
+        completion_id: str,
+        asked: tuple[Message, ...] = (),
+        is_parallel: bool = False,
+        is_trained: bool = True,
+    ) -> None:
+        """Store what was sampled for a call; `message` is what the agent receives and will send back.
+
+        `asked`: the request's messages, for a later request that names this completion instead of repeating them.
+        """
+        node = complete_call(call, completion, message, is_trained=is_trained)
+        node.asked, node.is_parallel = asked, is_parallel
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
+        if message.tool_calls and message.content:
+            without_text = history_digest(call.request, replace(message, content=""))
+            self._by_history.setdefault(without_text, []).append(node)
         self._by_request.setdefault((id(call.parent), call.request), []).append(node)
         self._by_tokens.setdefault(Echo(call.prompt_token_ids, completion.token_ids).digest(), []).append(node)
         self.last_failure = None
@@ -262,7 +298,15 @@ class Session:
             return False
         siblings = self._by_request[id(node.parent), node.request]
         is_last = node is siblings[-1] and not any(sibling.is_continued for sibling in siblings)
-        return is_last or bool(node.rewards)
+        return is_last or node.is_parallel or bool(node.rewards)
+
+
+def history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return the digests of the histories of 0, 1, ... messages."""
+    digests = [tools_digest(tools)]
+    for message in messages:
+        digests.append(history_digest(digests[-1], message))
+    return digests
 
 
 def _select_node(nodes: Sequence[Node], message: Message) -> Node:

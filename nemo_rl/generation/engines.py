@@ -3,9 +3,11 @@
 The entry of vLLM is in vllm/entry.py. This module loads no torch.
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -13,9 +15,11 @@ from nemo_rl.config.kinds import Entry
 from nemo_rl.config.policy import GenerationConfig, SamplingConfig
 from nemo_rl.config.registries import ENGINES
 from nemo_rl.distributed.devices import ALL_DEVICES, Device
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, GenerationError
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig, check_vllm
 from nemo_rl.interfaces import Generation
+
+DEFAULT_START_S = 300.0  # for an engine whose model is small
 
 if TYPE_CHECKING:
     from nemo_rl.config.collect import ServerConfig
@@ -23,31 +27,40 @@ if TYPE_CHECKING:
     from nemo_rl.config.master import TrainingRunConfig
 
 
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """The model that an engine samples, and where; `dtype` and `max_model_len` hold where the section sets none."""
+
+    model_path: str
+    dtype: str
+    max_model_len: int
+    device: str
+    trust_remote_code: bool = False
+
+
 async def make_generation(
     section: GenerationConfig,
+    model: EngineModel,
     *,
-    model_path: str,
-    dtype: str,
-    max_model_len: int,
-    device: str,
     slots: Sequence[Any] = (),
-    trust_remote_code: bool = False,
+    start_timeout_s: float = DEFAULT_START_S,
 ) -> Generation:
-    """Start the engine that `section` names; takes seconds. `dtype` and `max_model_len` hold where it names none.
+    """Start the engine that `section` names; takes seconds.
 
     `slots` are the resources of the replicas in a cluster (distributed/cluster.py), one per replica; without them
-    `section.num_replicas` engines run on this machine.
+    `section.num_replicas` engines run on this machine. `start_timeout_s` bounds the start of each, except for code in
+    this process that does not give way to the event loop.
     Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
     """
-    return await ENGINES.entry(section.backend, key="policy.generation.backend").make(
-        section,
-        model_path=model_path,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        device=device,
-        slots=slots,
-        trust_remote_code=trust_remote_code,
-    )
+    make = ENGINES.entry(section.backend, key="policy.generation.backend").make
+    try:
+        async with asyncio.timeout(None if slots else start_timeout_s) as deadline:  # replicas have a limit each
+            return await make(section, model, slots=slots, start_timeout_s=start_timeout_s)
+    except TimeoutError as error:
+        if not deadline.expired():  # the engine's own
+            raise
+        problem = f"the engine {section.backend} did not start within {start_timeout_s:g} s (cluster.start_timeout_s)"
+        raise GenerationError(problem) from error
 
 
 class DriverEngineConfig(VllmGenerationConfig):
@@ -55,6 +68,8 @@ class DriverEngineConfig(VllmGenerationConfig):
 
     It accepts vLLM's keys, so that a recipe needs no other edit; of `vllm_cfg` `precision` and `max_model_len` hold.
     """
+
+    CAN_GUIDE: ClassVar[bool] = False
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -115,22 +130,11 @@ def check_driver_engine(key: str, section: DriverEngineConfig, config: "Training
         raise ConfigError(f"{key}.vllm_kwargs", section.vllm_kwargs, "needs backend: vllm")
 
 
-async def make_hf(
-    section: DriverEngineConfig,
-    *,
-    model_path: str,
-    dtype: str,
-    max_model_len: int,
-    device: str,
-    slots: Sequence[Any] = (),
-    trust_remote_code: bool = False,
-) -> Generation:
+async def make_hf(section: DriverEngineConfig, model: EngineModel, **placement: Any) -> Generation:
     """Load the transformers model into this process."""
     from nemo_rl.generation.hf import HFGeneration  # loads torch
 
-    return HFGeneration(
-        model_path, dtype=dtype, device=device, max_model_len=max_model_len, trust_remote_code=trust_remote_code
-    )
+    return HFGeneration(**asdict(model))
 
 
 HF = Entry(DriverEngineConfig, make=make_hf, check=check_driver_engine)
@@ -145,8 +149,8 @@ def adapt_engine(key: str, path: str, target: Any) -> Entry[Any]:
     if not callable(target):
         raise ConfigError(key, path, "must be a class of an engine, a function that returns one, or an Entry")
 
-    async def make(section: CustomEngineConfig, *, slots: Sequence[Any] = (), **model: Any) -> Generation:
-        return await _call_with_declared(target, section.kwargs, model)
+    async def make(section: CustomEngineConfig, model: EngineModel, **placement: Any) -> Generation:
+        return await _call_with_declared(target, section.kwargs, asdict(model))
 
     return Entry(CustomEngineConfig, make=make, check=check_driver_engine)
 

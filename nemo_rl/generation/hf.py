@@ -124,6 +124,8 @@ class HFGeneration(Generation):
         length = len(request.token_ids)
         if not 0 < length < self._max_model_len:
             return f"a prompt of {length} tokens; it must have 1 to {self._max_model_len - 1}"
+        if request.sampling.guide is not None:
+            return "this engine cannot guide a response"
         if request.sampling.max_new_tokens < 1:
             return f"max_new_tokens is {request.sampling.max_new_tokens}"
         vocab_size = self._model.config.vocab_size

@@ -6,10 +6,10 @@ are written with `as_completed`.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Guide
 
 AnswerRequest: TypeAlias = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
 
@@ -64,3 +64,10 @@ async def as_completed(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def structured_outputs(guide: Guide) -> dict[str, Any]:
+    """Return vLLM's form of a guide."""
+    if guide.kind == "json_object":
+        return {"json_object": True}
+    return {"json" if guide.kind == "json_schema" else guide.kind: guide.text}

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
 from nemo_rl.errors import GenerationError, summarize_error
-from nemo_rl.interfaces import Generation, Weights
+from nemo_rl.interfaces import EnginePart, Generation, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,11 @@ class ReplicatedGeneration:
     def replicas(self) -> tuple[Generation, ...]:
         """Return the engines that are alive."""
         return tuple(self._live_engines.values())
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """Return the names of `replicas`, in their order."""
+        return tuple(map(_name, self._live_engines))
 
     @property
     def is_async(self) -> bool:
@@ -167,7 +172,7 @@ class ReplicatedGeneration:
             return
         try:
             self._restarted[index] = await self._restart(index)
-        except Exception as error:  # the others go on without it, whatever kept it from starting
+        except Exception as error:  # the others keep serving without it, whatever kept it from starting
             logger.warning("cannot restart engine replica %d: %s", index, summarize_error(error))
         else:
             logger.info("restarted engine replica %d; it serves from the next refit on", index)
@@ -193,15 +198,23 @@ class ReplicatedGeneration:
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         """Load weights into all replicas; restarted ones serve from here on."""
-        await self._for_all_engines(lambda engine: engine.update_weights(manifest, weight_version))
+
+        async def update(engine: Generation) -> None:
+            own = manifest
+            if isinstance(manifest, WeightStream):
+                index = next(i for i, each in self._live_engines.items() if each is engine)
+                own = replace(manifest, engine=_name(index))
+            await engine.update_weights(own, weight_version)
+
+        await self._for_all_engines(update)
         for index in self._live_engines.keys() - set(self._load_balancer.members):
             self._load_balancer.add(index)
 
-    async def sleep(self) -> None:
-        await self._for_all_engines(lambda engine: engine.sleep())
+    async def sleep(self, *, discards_weights: bool = False) -> None:
+        await self._for_all_engines(lambda engine: engine.sleep(discards_weights=discards_weights))
 
-    async def wake(self) -> None:
-        await self._for_all_engines(lambda engine: engine.wake())
+    async def wake(self, *parts: EnginePart) -> None:
+        await self._for_all_engines(lambda engine: engine.wake(*parts))
 
     async def _for_all_engines(self, control: Callable[[Generation], Awaitable[None]]) -> None:
         """Await `control` on all live replicas, whatever one raises; then raise the first error that is no death."""
@@ -236,6 +249,10 @@ class ReplicatedGeneration:
         await asyncio.gather(*(close_with_deadline(engine, CLOSE_S) for engine in engines))
         self._live_engines.clear()
         self._restarted.clear()
+
+
+def _name(index: int) -> str:
+    return f"engine {index}"
 
 
 async def close_with_deadline(engine: Generation, deadline_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from nemo_rl.data.chat import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
-from nemo_rl.generation.requests import as_completed
+from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest
 
@@ -115,6 +115,7 @@ def _sampling_body(request: GenerationRequest, model: str) -> dict[str, Any]:
         "seed": request.seed & MAX_SEED,
         **({"top_k": sampling.top_k} if sampling.top_k > 0 else {}),
         **({"stop": list(sampling.stop_strings)} if sampling.stop_strings else {}),
+        **({"structured_outputs": structured_outputs(sampling.guide)} if sampling.guide else {}),
     }
 
 
@@ -170,7 +171,7 @@ def _render_tool_call(call: Mapping[str, Any]) -> str:
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = function.get("arguments")
     return f"<tool_call>\n{json.dumps({'name': function.get('name'), 'arguments': arguments})}\n</tool_call>"
 

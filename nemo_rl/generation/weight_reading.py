@@ -1,9 +1,8 @@
-"""The engine's half of weights in a file or on a device: tensors read in place. The trainer's half: weight_sync/."""
+"""The engine's half of weights in a file: tensors read in place. The trainer's half: weight_sync/host_memory.py."""
 
 import fcntl
 import mmap
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import torch
 from nemo_rl.distributed.actors import get_bytes
 from nemo_rl.distributed.machine import default_directory, remove_stale_weight_files
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.interfaces import DeviceWeights, WeightChunks, WeightEntry, WeightManifest
-
-DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor, torch 2.13
+from nemo_rl.interfaces import WeightChunks, WeightEntry, WeightManifest
 
 
 def map_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,19 +30,6 @@ def view_entry(content: mmap.mmap, entry: WeightEntry) -> torch.Tensor:
     if count == 0:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
-
-
-def device_weights(weights: DeviceWeights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in another process' allocation on `device`, which it holds until they are copied."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    arguments = list(pickle.loads(weights.handle))
-    arguments[DEVICE_ARGUMENT] = device.index  # processes may number the same device differently
-    held = rebuild_cuda_tensor(*arguments)
-    for entry in weights.entries:
-        dtype = getattr(torch, entry.dtype)
-        num_bytes = torch.Size(entry.shape).numel() * dtype.itemsize
-        yield entry.name, held[entry.offset : entry.offset + num_bytes].view(dtype).view(entry.shape)
 
 
 FETCH_S = 600.0  # for one chunk to come from another machine

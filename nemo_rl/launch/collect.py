@@ -1,39 +1,40 @@
-"""Collections and evaluations: the rollouts that are missing are run, stored and reported.
+"""Collections and evaluations: missing rollouts are run, stored and reported; stored rollouts are scored again.
 
 A collection keeps its identity beside its rollouts: every setting that decides samples and rewards, and no other.
 """
 
 import asyncio
-import gc
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancel_on_sigterm
-from nemo_rl.collect.compare import compare
-from nemo_rl.collect.profile import Profile, profile
+from nemo_rl.algorithms.run import Interrupt, Interrupted, cancel_on_sigterm
+from nemo_rl.collect.profile import Profile, compare, profile
 from nemo_rl.collect.profile_report import comparison_table, open_report_console, summary_table, write_profile
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
-from nemo_rl.collect.shards import Chunk, KeySpace
+from nemo_rl.collect.shards import Chunk, KeySpace, Task, TasksSummary, write_tasks
 from nemo_rl.collect.store import RolloutStore
-from nemo_rl.collect.tasks import Task, TasksSummary, write_tasks
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.section import Section
+from nemo_rl.data.rows import encode_json_line, read_jsonl
+from nemo_rl.errors import ConfigError
 from nemo_rl.experience.rollouts import RolloutDependencies
+from nemo_rl.experience.scoring import PromptKey, rescore_rollouts
 from nemo_rl.interfaces import Generation
-from nemo_rl.launch.dependencies import open_rollout_dependencies, open_rollout_parts
-from nemo_rl.launch.rollouts import make_limits, make_sampling
+from nemo_rl.launch import rollouts as rollout_setup
 from nemo_rl.launch.sampled import CollectionInputs, engine_name, load_collection_inputs, open_engine
-from nemo_rl.launch.training import open_console
+from nemo_rl.launch.training import freeze_imports, open_console
 from nemo_rl.observability.progress import CollectionProgress, make_collection_progress
+from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -201,23 +202,23 @@ async def _run(
             return
         generation = await open_engine(config, inputs, stack)
         dependencies = await _open_dependencies(config, inputs, generation, stack)
-        gc.collect()
-        gc.freeze()  # what the imports left is never garbage, and looking through it takes 75 ms
+        freeze_imports()
         progress.start()
         stack.callback(progress.close)
         prompts = inputs.input_set.prompts
-        sampling = make_sampling(config, inputs.encoder.stop_token_ids)
+        sampling = rollout_setup.make_sampling(config, inputs.encoder.stop_token_ids)
         await collect_rollouts(stores, prompts, dependencies, sampling, limits=limits, on_rollout=progress.rollout)
 
 
 async def _open_dependencies(
     config: SampledRunConfig, inputs: CollectionInputs, generation: Generation, stack: AsyncExitStack
 ) -> RolloutDependencies:
-    return await open_rollout_dependencies(
+    max_retries = None if config.server.address is None else 0  # a server's client retries
+    return await rollout_setup.open_rollout_dependencies(
         config,
-        await open_rollout_parts(config, inputs.encoder, None, stack),
+        await rollout_setup.open_rollout_parts(config, inputs.encoder, None, stack),
         generation,
-        limits=make_limits(config, max_retries=None if config.server.address is None else 0),  # its client retries
+        limits=rollout_setup.make_limits(config, max_retries=max_retries),
         prompt_sets=(inputs.prompt_set,),
         gym_dir=Path(config.collection.output_dir) / "nemo_gym",
         stack=stack,
@@ -314,3 +315,66 @@ def model_digest(directory: Path) -> str | None:
             for start in sorted({size * block // NUM_BLOCKS for block in range(NUM_BLOCKS)}):
                 digest.update(os.pread(file.fileno(), BLOCK_BYTES, start))
     return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class MeanReward:
+    """Running mean over the rollouts that have a reward."""
+
+    total: float = 0.0
+    num_rewarded: int = 0
+    num_failed: int = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        reward = row.get("reward")
+        if reward is None:
+            self.num_failed += 1
+        else:
+            self.total += reward
+            self.num_rewarded += 1
+
+    def __str__(self) -> str:
+        mean = f"{self.total / self.num_rewarded:.4f}" if self.num_rewarded else "none"
+        return f"mean reward {mean} over {self.num_rewarded} rollouts, {self.num_failed} failed"
+
+
+def rescore_file(config: TrainingRunConfig, rollouts: Path, output: Path) -> tuple[MeanReward, MeanReward]:
+    """Write every line of `rollouts` with new rewards to `output`, atomically; return the mean rewards before and
+    after.
+
+    Raises ConfigError without scorers and for an `output` that exists, DataError for a line that is no rollout.
+    """
+    if not config.scorers:
+        raise ConfigError("scorers", {}, "there is nothing to score with")
+    if output.exists():
+        raise ConfigError("output", str(output), "exists already")
+    train, validation = rollout_setup.load_prompts(config)
+    prompts = {(p.dataset, p.prompt_id): p for prompt_set in (train, *validation) for p in prompt_set.prompts}
+    before, after = MeanReward(), MeanReward()
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    with unfinished.open("wb") as file:
+        asyncio.run(_write(_tally_rewards(read_jsonl(rollouts), before), file, config, prompts, after))
+    unfinished.replace(output)
+    return before, after
+
+
+async def _write(
+    rows: Iterator[dict[str, Any]],
+    file: BinaryIO,
+    config: TrainingRunConfig,
+    prompts: Mapping[PromptKey, Prompt],
+    mean: MeanReward,
+) -> None:
+    async with AsyncExitStack() as stack:
+        scoring = await rollout_setup.open_scorers(config, None, stack)
+        alone = {name for name, section in config.env.items() if not section.has_own_rewards}
+        limit_s = config.rollout.stall_timeout_s
+        async for row in rescore_rollouts(rows, prompts, scoring, scorer_only_tasks=alone, stall_timeout_s=limit_s):
+            file.write(encode_json_line(row))
+            mean.add(row)
+
+
+def _tally_rewards(rows: Iterator[dict[str, Any]], mean: MeanReward) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        mean.add(row)
+        yield row

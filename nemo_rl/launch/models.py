@@ -11,28 +11,20 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
+from nemo_rl.algorithms.run import Interrupt, Interrupted
 from nemo_rl.algorithms.sft import SFTRun, train_sft
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
-from nemo_rl.config.sft import SFTConfig, SFTDataConfig, SFTRunConfig
+from nemo_rl.config.supervised import SFTConfig, SFTDataConfig, SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.supervised import ConversationSet, SampleLoader, encode_conversations
 from nemo_rl.distributed.machine import cache_directory
-from nemo_rl.launch.model_names import checkpoint_weights, quickstart_model
+from nemo_rl.launch.model_files import checkpoint_weights, quickstart_model
+from nemo_rl.observability import heartbeat
 from nemo_rl.observability.loggers import CompositeLogger
 from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.local import LocalPolicy, PolicyThread
-from nemo_rl.quickstart.models import (
-    Recipe,
-    make_model,
-    make_pair_tokenizer,
-    make_tokenizer,
-    pairs_teacher,
-    spellings,
-    student,
-    teacher,
-)
+from nemo_rl.policy.driver import LocalPolicy, PolicyThread
+from nemo_rl.quickstart import models as quickstart
 from nemo_rl.quickstart.words import load_quickstart_prompts
 
 logger = logging.getLogger(__name__)
@@ -43,7 +35,7 @@ MAX_TOKENS = 64  # in a question with its spelling
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
 
 
-async def prepare_model(directory: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
+async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: OnStep | None = None) -> Path:
     """Make `directory` a Hugging Face model with tokenizer and chat template; a complete one is kept.
 
     Takes half a minute on two CPU cores. The directory appears atomically, also when several processes make it. When
@@ -67,17 +59,17 @@ async def prepare_model(directory: Path, recipe: Recipe, *, on_step: OnStep | No
     return directory
 
 
-def _train(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+def _train(recipe: quickstart.Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
     return asyncio.run(_train_model(recipe, scratch, progress, interrupt))
 
 
-async def _train_model(recipe: Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
+async def _train_model(recipe: quickstart.Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
     """Train fresh weights and return their directory. Raises Interrupted soon after a stop is requested."""
-    tokenizer = make_tokenizer() if recipe.tokenizer == "characters" else make_pair_tokenizer()
-    make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
+    tokenizer = quickstart.make_tokenizer() if recipe.tokenizer == "characters" else quickstart.make_pair_tokenizer()
+    quickstart.make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
     train, _ = load_quickstart_prompts()
     _check(interrupt)
-    conversation_set = ConversationSet("spellings", spellings(train.prompts, recipe))
+    conversation_set = ConversationSet("spellings", quickstart.spellings(train.prompts, recipe))
     encoder = ChatEncoder(tokenizer)
     samples = encode_conversations(encoder, conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
     _check(interrupt)
@@ -118,7 +110,7 @@ def _check(interrupt: Interrupt) -> None:
         raise Interrupted("the making of the quickstart's model")
 
 
-def _config(recipe: Recipe, model_path: str) -> SFTRunConfig:
+def _config(recipe: quickstart.Recipe, model_path: str) -> SFTRunConfig:
     """Return the training configuration: the learning rate rises over `warmup_steps` to a line that falls to a
     twentieth of the peak, where it stays."""
     warmup, lowest = recipe.warmup_steps, 0.05
@@ -149,14 +141,20 @@ def _linear(**kwargs: float) -> SchedulerStageConfig:
 
 
 class _StepProgress(Progress):
-    """Progress that reports steps to a callback without logging each of them."""
+    """Progress that reports steps to a callback without logging each of them.
+
+    They are no steps of the run that waits for the model, and the heartbeat does not name them.
+    """
 
     def __init__(self, on_step: OnStep | None) -> None:
         super().__init__()
         self._on_step = on_step
 
+    def start(self, *, step: int, total: int | None) -> None:
+        self._total = total or 0
+
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        self._advance(step)
+        heartbeat.record()
         if self._on_step is not None:
             self._on_step(step, self._total, metrics["loss"])
 
@@ -178,7 +176,11 @@ def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
             raise
 
 
-RECIPES = {"quickstart": student, "quickstart-teacher": teacher, "quickstart-pairs-teacher": pairs_teacher}
+RECIPES = {
+    "quickstart": quickstart.student,
+    "quickstart-teacher": quickstart.teacher,
+    "quickstart-pairs-teacher": quickstart.pairs_teacher,
+}
 
 
 async def resolve_model(model_name: str, *, key: str = "policy.model_name") -> str:

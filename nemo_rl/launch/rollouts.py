@@ -1,28 +1,47 @@
-"""Inputs of a training run (tokenizer, chat template, datasets) and its rollout layer: sampling, limits, the training
-source and the validator."""
+"""The rollout layer of a run: its inputs (tokenizer, chat template, datasets), sampling and limits, the training source
+and the validator; and its dependencies besides an engine: environments, scorers, agents and NeMo Gym stacks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.advantages import is_informative
 from nemo_rl.algorithms.validation import Validator
+from nemo_rl.config.environment import RolloutRunnerConfig
+from nemo_rl.config.layout import Layout, make_reward_model_layout
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import ModelConfig
+from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import PromptSet, check_prompt_lengths, load_datasets
-from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.prompts import Blend, PromptLoader
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.environments.boundary import CheckedEnvironment
+from nemo_rl.environments.nemo_gym.entry import ServedPolicy
+from nemo_rl.environments.registry import make_environment
+from nemo_rl.environments.scorers.registry import make_scorer
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.agents import AgentRuntime, make_agent_runtime
 from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.nemo_gym_rollouts import GymRuntime
+from nemo_rl.experience.records import RolloutWriter
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.experience.scoring import Scoring, ScoringTurn, WeightedScorer
 from nemo_rl.experience.sources import FilteredSource, RecordedResponseSource, SyncSource, prompts_per_batch
-from nemo_rl.experience.writer import RolloutWriter
-from nemo_rl.interfaces import GroupSource
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules
+from nemo_rl.gateway.server import check_gateway
+from nemo_rl.interfaces import Agent, Generation, GroupSource
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.types import SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from nemo_rl.distributed.cluster import ReservedSlot
+    from nemo_rl.gateway.manager import GatewayManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +182,13 @@ def _make_collecting_source(
         "num_prompts_per_step": num_prompts,
         "num_generations_per_prompt": algorithm.num_generations_per_prompt,
         "failures": config.rollout,
+        "min_group_size": config.min_group_size,
         "writer": writer,
     }
     if not background.enabled:
+        if config.rollout.oversample > 1 and not dependencies.generation.is_async:
+            problem = "the engine samples all rollouts together, and none ends before the others: must be 1"
+            raise ConfigError("rollout.oversample", config.rollout.oversample, problem)
         return SyncSource(loader, dependencies, options, **shared)
     return AsyncSource(
         loader,
@@ -190,8 +213,12 @@ def make_validator(config: TrainingRunConfig, inputs: Inputs, dependencies: Roll
         return None
     algorithm = config.algorithm
     sampling = make_sampling(config, dependencies.encoder.stop_token_ids)
-    if algorithm.val_temperature is not None:
-        sampling = replace(sampling, temperature=algorithm.val_temperature)
+    own = {
+        "temperature": algorithm.val_temperature,
+        "top_p": algorithm.val_top_p,
+        "top_k": algorithm.val_top_k,
+    }
+    sampling = replace(sampling, **{name: value for name, value in own.items() if value is not None})
     return Validator(
         prompt_sets=inputs.validation,
         dependencies=dependencies,
@@ -202,3 +229,206 @@ def make_validator(config: TrainingRunConfig, inputs: Inputs, dependencies: Roll
         max_samples=algorithm.max_val_samples,
         greedy=algorithm.val_greedy,
     )
+
+
+CALLS_PER_RUN = 16  # concurrent calls per agent run, on average; calls beyond that wait
+MODEL_NAME = "policy"  # the name that agents see; any other model name is served too
+
+
+def make_agents(config: RolloutRunConfig) -> dict[str, Agent]:
+    """Return the agents of `env` by name; raises ConfigError for a function that cannot be imported."""
+    return {
+        name: ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
+        for name, section in runner_sections(config).items()
+        if not section.has_stack
+    }
+
+
+def runner_sections(config: RolloutRunConfig) -> dict[str, RolloutRunnerConfig]:
+    """Return the entries of `env` that run whole rollouts through the gateway: agents and NeMo Gym stacks."""
+    return {name: section for name, section in config.env.items() if isinstance(section, RolloutRunnerConfig)}
+
+
+def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
+    """Return the gateway's codec; raises ConfigError for unknown parsers and for a chat template that cannot render
+    tool results."""
+    gateway = config.gateway
+    codec = Codec(encoder, tool_parser_name=gateway.tool_parser, reasoning_parser_name=gateway.reasoning_parser)
+    roles = ("user",) if gateway.tool_parser is None else ("user", "tool")
+    try:
+        encoder.check(roles)
+    except ConfigError as error:
+        hint = f"{error.problem} (for agents without tools: gateway.tool_parser=null)"
+        raise ConfigError(error.key, error.value, hint) from error
+    return codec
+
+
+async def open_gateway(
+    config: RolloutRunConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
+) -> "GatewayManager":
+    """Start the gateway; `stack` closes it."""
+    from nemo_rl.gateway.manager import GatewayManager  # loads Ray
+
+    max_concurrency = sum(section.max_concurrency for section in runner_sections(config).values())
+    rules = CompletionRules(
+        MODEL_NAME,
+        max_model_len=config.policy.max_total_sequence_length,
+        sampling=make_sampling(config, codec.encoder.stop_token_ids),
+        seed=config.seed,
+        max_concurrent_calls=CALLS_PER_RUN * max_concurrency,
+        timeout_s=config.generation_timeout_s,
+        answers_full_context=config.gateway.full_context == "length",
+        max_queued_calls=config.gateway.max_queued_calls,
+        queue_timeout_s=config.gateway.queue_timeout_s,
+        can_guide=config.policy.generation.CAN_GUIDE,
+        guided_calls=config.gateway.guided_calls,
+    )
+    manager = await GatewayManager.start(generation, codec, rules, config.gateway)
+    stack.push_async_callback(manager.close)
+    return manager
+
+
+def agent_runtimes(
+    config: RolloutRunConfig, agents: Mapping[str, Agent], manager: "GatewayManager"
+) -> dict[str, AgentRuntime]:
+    """Return every agent together with the gateway's sessions and its limits."""
+    sections, selection = runner_sections(config), config.rollout.trajectory_selection
+    return {name: make_agent_runtime(agent, sections[name], manager, selection) for name, agent in agents.items()}
+
+
+def open_environments(config: RolloutRunConfig, stack: AsyncExitStack) -> dict[str, CheckedEnvironment]:
+    """Open the environments of `env` by task name; `stack` closes them. Raises ConfigError for one that cannot be found
+    or made."""
+    environments: dict[str, CheckedEnvironment] = {}
+    for name, section in config.env.items():
+        if name not in runner_sections(config):
+            environments[name] = make_environment(name, section)
+            stack.push_async_callback(environments[name].close)
+    return environments
+
+
+async def open_nemo_gym(
+    config: RolloutRunConfig,
+    prompt_sets: Sequence[PromptSet],
+    manager: "GatewayManager",
+    run_dir: Path,
+    stack: AsyncExitStack,
+) -> dict[str, GymRuntime]:
+    """Connect to or start each NeMo Gym stack with all agents that rows of `prompt_sets` name; `stack` closes them.
+
+    Raises ConfigError for an agent that a stack does not have, GymUnavailable for what does not answer in time.
+    """
+    sections = {name: section for name, section in runner_sections(config).items() if section.has_stack}
+    policy = ServedPolicy(manager.default_base_url, manager.api_key, MODEL_NAME)
+    runtimes = {}
+    for name, section in sections.items():
+        client = await ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(
+            name,
+            section,
+            agents=agent_names_for(name, prompt_sets),
+            policy=policy,
+            run_dir=run_dir if len(sections) == 1 else run_dir / name,
+            stack=stack,
+        )
+        runtimes[name] = GymRuntime(
+            client,
+            manager,
+            max_concurrency=section.max_concurrency,
+            trajectory_selection=config.rollout.trajectory_selection,
+        )
+    return runtimes
+
+
+def agent_names_for(name: str, prompt_sets: Iterable[PromptSet]) -> frozenset[str]:
+    """Return the NeMo Gym agents that the rows of one entry of `env` name."""
+    found: set[str] = set()
+    for prompts in (prompt_set.prompts for prompt_set in prompt_sets):
+        if isinstance(prompts, Blend):
+            found.update(*(part.agent_names for part in prompts.parts if name in part.task_names))
+        else:
+            found.update(prompt.agent_name for prompt in prompts if prompt.task_name == name)
+    return frozenset(found)
+
+
+async def open_scorers(config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack) -> Scoring:
+    """Make every scorer once and assign each task its own; `stack` closes them. Raises ConfigError.
+
+    `layout` is that of the run; None where no policy trains beside the scorers.
+    """
+    slots = await _reserve_pool(config, layout, stack) if config.reward_model.enable_resource_pool else ()
+    scorers: dict[str, WeightedScorer] = {}
+    for name, section in config.scorers.items():
+        scorer = make_scorer(name, section, slots=slots)
+        stack.push_async_callback(scorer.close)
+        scorers[name] = WeightedScorer(name, scorer, section.weight)
+    return Scoring({task: tuple(scorers[name] for name in section.scorers) for task, section in config.env.items()})
+
+
+async def _reserve_pool(
+    config: RolloutRunConfig, layout: Layout | None, stack: AsyncExitStack
+) -> "Sequence[ReservedSlot]":
+    """Reserve one device slot per GPU of the reward models' pool; on a CPU one per process."""
+    from nemo_rl.distributed.cluster import cluster_address, connect, reserve  # loads Ray
+
+    if layout is not None and layout.device == "cuda" and not layout.needs_cluster:
+        problem = "Ray cannot divide the policy's GPU; set cluster.address, or place the policy on several ranks"
+        raise ConfigError("reward_model.enable_resource_pool", True, problem)
+    connect(config.cluster.address, env_vars=config.cluster.environment)
+    pool = make_reward_model_layout(config.reward_model, "cpu" if layout is None else layout.device)
+    reservation = await reserve(
+        pool,
+        timeout_s=config.cluster.placement_limit_s,
+        may_grow=cluster_address(config.cluster.address) is not None,
+        keys="reward_model.nnodes, reward_model.n_gpus_per_node",
+    )
+    stack.callback(reservation.release)
+    return [reservation.slot(device_slot) for device_slot in pool.engines]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """The parts of the rollout layer that need no engine."""
+
+    encoder: ChatEncoder
+    environments: Mapping[str, CheckedEnvironment]
+    scoring: Scoring
+    agents: Mapping[str, Agent]
+    codec: Codec | None  # of the gateway; None: there is no agent to serve
+
+
+async def open_rollout_parts(
+    config: RolloutRunConfig, encoder: ChatEncoder, layout: Layout | None, stack: AsyncExitStack
+) -> RolloutParts:
+    """Open environments, scorers and agents, to be closed with `stack`; raises ConfigError.
+
+    `layout` is that of the policy; None where no policy runs.
+    """
+    environments = open_environments(config, stack)
+    scoring = await open_scorers(config, layout, stack)
+    agents = make_agents(config)
+    codec = make_codec(config, encoder) if runner_sections(config) else None
+    if codec is not None:
+        check_gateway(config.gateway)
+    return RolloutParts(encoder, environments, scoring, agents, codec)
+
+
+async def open_rollout_dependencies(
+    config: RolloutRunConfig,
+    parts: RolloutParts,
+    generation: Generation,
+    *,
+    limits: RolloutLimits,
+    prompt_sets: Sequence[PromptSet],
+    gym_dir: Path,
+    stack: AsyncExitStack,
+    scoring_turn: ScoringTurn | None = None,
+) -> RolloutDependencies:
+    """Open what needs the engine, the gateway and NeMo Gym, beside `parts`; `stack` closes it. Raises ConfigError."""
+    agents: dict[str, AgentRuntime] = {}
+    gyms: dict[str, GymRuntime] = {}
+    if parts.codec is not None:
+        manager = await open_gateway(config, parts.codec, generation, stack)
+        gyms = await open_nemo_gym(config, prompt_sets, manager, gym_dir, stack)
+        agents = agent_runtimes(config, parts.agents, manager)
+    scoring = Scoring(parts.scoring.by_task, turn=scoring_turn)
+    return RolloutDependencies(generation, parts.environments, parts.encoder, limits, agents, gyms, scoring)

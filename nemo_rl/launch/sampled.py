@@ -8,18 +8,18 @@ from typing import Any
 
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
+from nemo_rl.config.run import start_limit_s
 from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
 from nemo_rl.data.datasets import InputSet, PromptSet, check_prompt_lengths, load_input
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.devices import choose_device
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError
-from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.served import CHAT, COMPLETIONS, Api, ServedGeneration
 from nemo_rl.interfaces import Generation
-from nemo_rl.launch.dependencies import agent_configs, gym_configs
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.rollouts import check_context_length, check_tasks
+from nemo_rl.launch.rollouts import check_context_length, check_tasks, runner_sections
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.types import Message
 
@@ -174,14 +174,14 @@ async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack:
     if inputs.served is not None:
         return inputs.served.generation
     section = config.server.engine(config.policy.generation)
-    generation = await make_generation(
-        section,
-        model_path=inputs.model_path,
-        dtype=config.policy.precision,
-        max_model_len=config.policy.max_total_sequence_length,
-        device=choose_device(config.policy.device, section.devices),
-        trust_remote_code=config.server.trust_remote_code,
+    model = EngineModel(
+        inputs.model_path,
+        config.policy.precision,
+        config.policy.max_total_sequence_length,
+        choose_device(config.policy.device, section.devices),
+        config.server.trust_remote_code,
     )
+    generation = await make_generation(section, model, start_timeout_s=start_limit_s(inputs.model_path))
     stack.push_async_callback(generation.close)
     return generation
 
@@ -216,6 +216,6 @@ def _check_chat_api(config: SampledRunConfig) -> None:
         raise ConfigError("collect.write_token_ids", True, "the server exchanges text only (server.api: chat)")
     if config.policy.generation.ignore_eos:
         raise ConfigError("policy.generation.ignore_eos", True, "a server that takes messages ends its own turns")
-    if names := [*agent_configs(config), *gym_configs(config)]:
+    if names := list(runner_sections(config)):
         problem = f"env.{names[0]} talks to the gateway, which needs a server that takes token ids (vLLM)"
         raise ConfigError("server.api", "chat", problem)

@@ -30,8 +30,8 @@ from nemo_rl.interfaces import Teacher
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.rollouts import Inputs, make_validator
 from nemo_rl.losses.make import LossContext
+from nemo_rl.policy.driver import LocalTeacher, TeacherWorkerGroup
 from nemo_rl.policy.hf_model import load_config
-from nemo_rl.policy.local import LocalTeacher
 from nemo_rl.policy.served_teacher import ServedTeacher
 
 if TYPE_CHECKING:
@@ -162,11 +162,10 @@ async def _open_teacher(
         teacher = LocalTeacher(section, **arguments)
         stack.push_async_callback(teacher.close)
         return teacher
-    from nemo_rl.policy.worker_group import TeacherWorkerGroup  # loads Ray
 
     slots = [reservation.slot(slot) for slot in layout.teachers[key]]
     group = await TeacherWorkerGroup.create(
-        section, slots=slots, timeout_s=config.cluster.start_timeout_s, log_dir=log_dir, **arguments
+        section, slots=slots, timeout_s=config.cluster.start_limit_s(path), log_dir=log_dir, **arguments
     )
     stack.push_async_callback(group.close)
     await stack.enter_async_context(group.cancel_task_on_worker_death())

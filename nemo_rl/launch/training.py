@@ -18,44 +18,36 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.cross_tokenizer import TeacherTargetBuilder
 from nemo_rl.algorithms.distillation import Distillation, LogprobsStage, Teachers, TopKStage
 from nemo_rl.algorithms.estimators import make_advantage_estimator
-from nemo_rl.algorithms.grpo import GRPO
-from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_sigterm
+from nemo_rl.algorithms.grpo import GRPO, RequiredLogprobs, make_penalties
 from nemo_rl.algorithms.loop import TrainingProgress, train
-from nemo_rl.algorithms.rewards import make_penalties
-from nemo_rl.algorithms.run import Algorithm, Placement, TrainingRun
+from nemo_rl.algorithms.rollout_details import DETAILS_FILE, RolloutDetails
+from nemo_rl.algorithms.run import Algorithm, Interrupt, Placement, TrainingRun, cancel_on_sigterm
 from nemo_rl.algorithms.sft import SFTRun
-from nemo_rl.algorithms.stages import RequiredLogprobs
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
-from nemo_rl.config.algorithm import RolloutTrainingConfig
 from nemo_rl.config.checks import uses_cross_tokenizer
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
-from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, TrainingRunConfig
-from nemo_rl.config.reward_model import RewardModelRunConfig
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutTrainingConfig, TrainingRunConfig
 from nemo_rl.config.run import CheckpointingConfig
-from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.experience.records import RolloutWriter
+from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import AdvantageEstimator, Logger, LossFn, Policy
-from nemo_rl.launch.dependencies import open_rollout_dependencies, open_rollout_parts
+from nemo_rl.launch import rollouts
+from nemo_rl.launch import teachers as teacher_setup
+from nemo_rl.launch import workers as worker_setup
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.rollouts import Inputs, load_inputs, load_prompts, make_limits, make_source, make_validator
-from nemo_rl.launch.teachers import (
-    check_teachers_fit,
-    cross_tokenizer_context,
-    make_cross_tokenizer_stage,
-    make_target_builders,
-    resolve_teachers,
-    validate_teachers,
-)
-from nemo_rl.launch.workers import check_engine_build, check_model, engine_dtype, find_layout, open_workers
+from nemo_rl.launch.workers import Workers, check_engine_build, check_model, engine_dtype, find_layout, open_workers
 from nemo_rl.losses.make import LossContext, make_loss
+from nemo_rl.observability import heartbeat
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
 from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
 from nemo_rl.observability.progress import make_progress
 from nemo_rl.observability.summary import format_summary, summarize_rewards
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
-from nemo_rl.policy.optim import check_optimizer
+from nemo_rl.policy.training import check_optimizer
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transports import make_transport
 
@@ -73,7 +65,7 @@ def open_records(
 ) -> tuple[Path, Logger]:
     """Create the run directory with the configuration in it, and the metric loggers, closed with `stack`."""
     run_dir = make_run_directory(config.logger.log_dir)
-    (run_dir / CONFIG_FILE).write_text(resolved_yaml(config))
+    write_private(run_dir / CONFIG_FILE, resolved_yaml(config))
     logger.info("run directory: %s", run_dir)
     metrics_logger = make_logger(config.logger, run_dir, config.model_dump(mode="json"))
     stack.callback(metrics_logger.close)
@@ -84,7 +76,9 @@ def make_checkpoint_store(section: CheckpointingConfig, run_dir: Path) -> Checkp
     """Return the checkpoint store; None where nothing is saved."""
     if not section.enabled:
         return None
-    return CheckpointStore(section, Path(section.checkpoint_dir or run_dir / "checkpoints"))
+    directory = Path(section.checkpoint_dir or run_dir / "checkpoints")
+    heartbeat.record(checkpoint_dir=str(directory.absolute()))
+    return CheckpointStore(section, directory)
 
 
 def write_summary(
@@ -109,7 +103,7 @@ def write_summary(
 
 def make_algorithm(
     config: TrainingRunConfig,
-    inputs: Inputs,
+    inputs: rollouts.Inputs,
     policy: Policy,
     placement: Placement,
     teachers: Teachers | None = None,
@@ -120,8 +114,8 @@ def make_algorithm(
         return _make_grpo(config, inputs, policy, placement, teachers)
     if isinstance(config, DistillationRunConfig) and teachers is not None:
         if target_builders:
-            context = cross_tokenizer_context(config, inputs, target_builders)
-            stage = make_cross_tokenizer_stage(config, teachers, target_builders)
+            context = teacher_setup.cross_tokenizer_context(config, inputs, target_builders)
+            stage = teacher_setup.make_cross_tokenizer_stage(config, teachers, target_builders)
         else:
             context = LossContext(is_on_policy=not config.distillation.off_policy)
             stage = TopKStage(teachers, config.distillation.topk_logits_k, inputs.vocab_size)
@@ -131,7 +125,7 @@ def make_algorithm(
 
 
 def _make_grpo(
-    config: GRPORunConfig, inputs: Inputs, policy: Policy, placement: Placement, teachers: Teachers | None
+    config: GRPORunConfig, inputs: rollouts.Inputs, policy: Policy, placement: Placement, teachers: Teachers | None
 ) -> GRPO:
     loss_fn = make_loss(config.loss_fn)
     estimator = make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn)
@@ -177,7 +171,7 @@ class PreparedRun:
     layout: Layout
     model_path: str
     teacher_paths: Mapping[str, str]  # by the teacher's key
-    inputs: Inputs
+    inputs: rollouts.Inputs
     target_builders: Mapping[str, TeacherTargetBuilder] | None  # None: all teachers have the policy's tokenizer
 
 
@@ -186,13 +180,15 @@ async def _prepare_run(config: TrainingRunConfig) -> PreparedRun:
     layout = find_layout(config)
     check_engine_build(config, layout)
     check_optimizer(config.policy)
-    prompts = load_prompts(config)  # before the model: making the quickstart's takes half a minute
+    prompts = rollouts.load_prompts(config)  # before the model: making the quickstart's takes half a minute
     model_path = await resolve_model(config.policy.model_name)
     check_model(config.policy, model_path)
-    teacher_paths = await resolve_teachers(config)
-    inputs = load_inputs(config, model_path, prompts)
-    check_teachers_fit(config, inputs, teacher_paths)
-    target_builders = make_target_builders(config, inputs, teacher_paths) if uses_cross_tokenizer(config) else None
+    teacher_paths = await teacher_setup.resolve_teachers(config)
+    inputs = rollouts.load_inputs(config, model_path, prompts)
+    teacher_setup.check_teachers_fit(config, inputs, teacher_paths)
+    target_builders = (
+        teacher_setup.make_target_builders(config, inputs, teacher_paths) if uses_cross_tokenizer(config) else None
+    )
     return PreparedRun(layout, model_path, teacher_paths, inputs, target_builders)
 
 
@@ -203,7 +199,8 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
     prepared = await _prepare_run(config)
     inputs = prepared.inputs
     async with AsyncExitStack() as stack:
-        parts = await open_rollout_parts(config, inputs.encoder, prepared.layout, stack)
+        worker_setup.join_cluster(config, prepared.layout)
+        parts = await rollouts.open_rollout_parts(config, inputs.encoder, prepared.layout, stack)
         run_dir, metrics_logger = open_records(config, stack)
         workers = await open_workers(
             config,
@@ -214,30 +211,17 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             log_dir=run_dir / "logs",
             stack=stack,
         )
-        placement = workers.placement
-        weight_sync = _open_weight_sync(config, inputs, prepared.layout, stack)
         progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)
         stack.callback(progress.close)
-        dependencies = await open_rollout_dependencies(
-            config,
-            parts,
-            workers.generation,
-            limits=make_limits(config),
-            scoring_turn=placement.scoring if config.reward_model.shares_device else None,
-            prompt_sets=(inputs.train, *inputs.validation),
-            gym_dir=run_dir,
-            stack=stack,
-        )
-        if isinstance(config, DistillationRunConfig) and config.distillation.val_teacher:
-            metrics_logger.log_metrics(await validate_teachers(config, inputs, dependencies, prepared.teacher_paths), 0)
+        dependencies = await _open_dependencies(config, inputs, parts, workers, run_dir, stack)
+        await _log_teachers(config, prepared, dependencies, metrics_logger)
         writer = _rollout_writer(config, run_dir / "rollouts/train.jsonl", stack)
-        source = make_source(config, inputs, dependencies, on_rollout=progress.rollout, writer=writer)
+        source = rollouts.make_source(config, inputs, dependencies, on_rollout=progress.rollout, writer=writer)
         stack.push_async_callback(source.close)
         algorithm = make_algorithm(
-            config, inputs, workers.policy, placement, workers.teachers, prepared.target_builders
+            config, inputs, workers.policy, workers.placement, workers.teachers, prepared.target_builders
         )
-        gc.collect()
-        gc.freeze()  # objects made by imports are never garbage; scanning them takes 75 ms
+        freeze_imports()
         yield TrainingRun(
             config=config,
             run_dir=run_dir,
@@ -246,25 +230,64 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             source=source,
             generation=workers.generation,
             policy=workers.policy,
-            placement=placement,
-            weight_sync=weight_sync,
-            validator=make_validator(config, inputs, dependencies),
+            placement=workers.placement,
+            weight_sync=_open_weight_sync(config, inputs, prepared.layout, stack),
+            validator=rollouts.make_validator(config, inputs, dependencies),
             checkpoints=make_checkpoint_store(config.checkpointing, run_dir),
             logger=metrics_logger,
             progress=progress,
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack),
             interrupt=Interrupt(),
+            details=_rollout_details(config, inputs, run_dir, stack),
         )
 
 
+async def _log_teachers(
+    config: TrainingRunConfig, prepared: PreparedRun, dependencies: RolloutDependencies, metrics_logger: Logger
+) -> None:
+    """Log the metrics of the teachers themselves, as of step 0, where `distillation.val_teacher` is true."""
+    if isinstance(config, DistillationRunConfig) and config.distillation.val_teacher:
+        paths = prepared.teacher_paths
+        metrics_logger.log_metrics(
+            await teacher_setup.validate_teachers(config, prepared.inputs, dependencies, paths), 0
+        )
+
+
+def freeze_imports() -> None:
+    """Exempt what imports made from garbage collection: scanning it takes 75 ms, and none of it ever is garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+async def _open_dependencies(
+    config: TrainingRunConfig,
+    inputs: rollouts.Inputs,
+    parts: rollouts.RolloutParts,
+    workers: Workers,
+    run_dir: Path,
+    stack: AsyncExitStack,
+) -> RolloutDependencies:
+    return await rollouts.open_rollout_dependencies(
+        config,
+        parts,
+        workers.generation,
+        limits=rollouts.make_limits(config),
+        scoring_turn=workers.placement.scoring if config.reward_model.shares_device else None,
+        prompt_sets=(inputs.train, *inputs.validation),
+        gym_dir=run_dir,
+        stack=stack,
+    )
+
+
 def _open_weight_sync(
-    config: TrainingRunConfig, inputs: Inputs, layout: Layout, stack: AsyncExitStack
+    config: TrainingRunConfig, inputs: rollouts.Inputs, layout: Layout, stack: AsyncExitStack
 ) -> TransportWeightSync:
     weight_sync = TransportWeightSync(
         inputs.probes,
         config.weight_sync,
         engine_dtype(config),
-        temperature=config.policy.generation.temperature,
+        device=layout.device,
+        sampling=rollouts.make_sampling(config, ()),
         keep_cache=not config.algorithm.background.recompute_kv_cache_after_weight_updates,
         transport=make_transport(config.weight_sync, layout),
     )
@@ -276,6 +299,20 @@ def _rollout_writer(config: TrainingRunConfig, path: Path, stack: AsyncExitStack
     if not config.rollout.write_rollouts:
         return None
     return stack.enter_context(RolloutWriter(path, write_token_ids=config.rollout.write_token_ids))
+
+
+def _rollout_details(
+    config: TrainingRunConfig, inputs: rollouts.Inputs, run_dir: Path, stack: AsyncExitStack
+) -> RolloutDetails | None:
+    if not (config.rollout.write_rollouts and config.logger.rollout_details):
+        return None
+    details = RolloutDetails(
+        run_dir / DETAILS_FILE,
+        num_groups=config.logger.rollout_details,
+        decode=functools.partial(inputs.encoder.decode, keep_special=True),
+    )
+    stack.callback(details.close)
+    return details
 
 
 def _num_steps(algorithm: RolloutTrainingConfig, num_prompts: int) -> int:

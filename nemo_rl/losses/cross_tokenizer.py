@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nemo_rl import batch as keys
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.losses.distillation import DistillationLossConfig
-from nemo_rl.losses.metrics import engine_mismatch_metrics
+from nemo_rl.losses.policy_gradient import engine_mismatch_metrics
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 

@@ -19,10 +19,11 @@ class DistillationLossConfig(LossConfig):
     """A divergence of the student's next-token distributions from the teacher's, over its most likely tokens."""
 
     type: str = "distillation"
+    # forward: KL(teacher || student), reverse: KL(student || teacher), mixed: both
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
     mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)  # mixed: weight of forward; reverse has the rest
     zero_outside_topk: bool = False  # the teacher gives no probability to other tokens; else both are renormalised
-    cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig()
+    cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig.with_defaults()
 
     @property
     def forward_weight(self) -> float:

@@ -3,23 +3,22 @@
 Loads no torch until a loss is made, since entries are imported whenever a configuration is read.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
 from nemo_rl import batch as keys
 from nemo_rl.config.algorithm_checks import check_policy_gradient
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, entry_from_callable
 from nemo_rl.config.loss import LossConfig, PolicyGradientLossConfig
 from nemo_rl.config.registries import LOSSES
-from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import LossFn
 
 if TYPE_CHECKING:
     import torch
+
+    from nemo_rl.interfaces import LossFn
 
 ConfigT = TypeVar("ConfigT", bound=PolicyGradientLossConfig)
 
@@ -35,7 +34,7 @@ class LossContext:
     )
 
 
-def make_loss(section: LossConfig, context: LossContext | None = None) -> LossFn:
+def make_loss(section: LossConfig, context: LossContext | None = None) -> "LossFn":
     """Return the loss of a section."""
     return LOSSES.entry(section.type, key="loss_fn.type").make(section, context or LossContext())
 
@@ -60,7 +59,7 @@ def policy_gradient_entry(
         if check is not None:
             check(key, own, config)
 
-    def make(own: ConfigT, context: LossContext) -> LossFn:
+    def make(own: ConfigT, context: LossContext) -> "LossFn":
         from nemo_rl.losses.policy_gradient import PolicyGradientLoss  # loads torch
 
         return PolicyGradientLoss(own, term)
@@ -71,7 +70,7 @@ def policy_gradient_entry(
 class CustomLossConfig(LossConfig):
     """`loss_fn.type: package.module:Name`: a class, or a function that returns a loss, called with `kwargs`."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
 
     @property
     def needs_reference(self) -> bool:
@@ -81,20 +80,6 @@ class CustomLossConfig(LossConfig):
 
 def adapt_loss(key: str, path: str, target: Any) -> Entry[CustomLossConfig]:
     """Return the entry of a user's own class or function; raises ConfigError for `key` where it is neither."""
-    if not callable(target):
-        raise ConfigError(key, path, "must name a class, or a function, that makes a loss (interfaces.LossFn)")
+    from nemo_rl.interfaces import LossFn  # here: most configurations need no protocol
 
-    factory = cast(Callable[..., LossFn], target)
-
-    def make(section: CustomLossConfig, context: LossContext) -> LossFn:
-        return factory(**section.kwargs)
-
-    def check(section_key: str, section: CustomLossConfig, config: Any) -> None:
-        try:
-            inspect.signature(target).bind(**section.kwargs)
-        except TypeError as error:
-            raise ConfigError(f"{section_key}.kwargs", section.kwargs, f"{path} cannot be called: {error}") from error
-        if not isinstance(target(**section.kwargs), LossFn):
-            raise ConfigError(key, path, "makes no interfaces.LossFn: required_keys, required_scores and __call__")
-
-    return Entry(CustomLossConfig, make=make, check=check)
+    return entry_from_callable(CustomLossConfig, LossFn, key=key, path=path, target=target)

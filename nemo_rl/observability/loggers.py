@@ -1,16 +1,19 @@
-"""Loggers: where a run's metrics and tables go. metrics.jsonl always; W&B, TensorBoard and a user's own if configured.
+"""Loggers and the timer of phases. metrics.jsonl always; W&B, TensorBoard and a user's own if configured.
 
 An entry of the kind is made with its section, the run directory and the resolved configuration. Loaded with the
 configuration, so large libraries are imported when a logger starts.
 """
 
+import contextlib
 import json
 import logging
 import math
 import netrc
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -43,7 +46,7 @@ STEP_METRIC_BY_PATTERN = {  # the x axis of each chart
 
 
 def make_logger(section: LoggerConfig, run_dir: Path, config: Mapping[str, object]) -> "Logger":
-    """Return a logger that forwards to every enabled one; one that cannot start is left out with a warning."""
+    """Return a logger that forwards to every enabled one; one that cannot start is skipped with a warning."""
     loggers: dict[str, Logger] = {}
     for name, logger_section in section.enabled.items():
         entry = LOGGERS.entry(logger_section.type or name, key=f"logger.loggers.{name}.type")
@@ -251,3 +254,49 @@ def _to_markdown_cell(value: object) -> str:
 JSONL = Entry(MetricsLoggerConfig, make=lambda section, run_dir, config: JsonlLogger(run_dir))
 WANDB = Entry(WandbLoggerConfig, make=lambda section, run_dir, config: WandbLogger(section, run_dir, config))
 TENSORBOARD = Entry(MetricsLoggerConfig, make=lambda section, run_dir, config: TensorboardLogger(run_dir, config))
+
+
+@dataclass(slots=True)
+class _Phase:
+    closed_s: float = 0.0  # of the blocks that have ended
+    open_blocks: int = 0
+    opened_at: float = 0.0
+
+
+class StepTimer:
+    """Timer of named blocks; for one event loop.
+
+    A name's time is that during which at least one block of the name was open: consecutive blocks add up, and
+    overlapping ones (in tasks, or nested) count once.
+
+    Example: `with timer("policy_training"): ...`, then `timer.seconds()` is `{"policy_training": 0.42}`.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, on_enter: Callable[[str], None] | None = None
+    ) -> None:
+        """`on_enter` is called with each name as its block begins."""
+        self._clock = clock
+        self._on_enter = on_enter
+        self._phases: dict[str, _Phase] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a block under a name."""
+        phase = self._phases.setdefault(name, _Phase())
+        if phase.open_blocks == 0:
+            phase.opened_at = self._clock()
+        phase.open_blocks += 1
+        if self._on_enter is not None:
+            self._on_enter(name)
+        try:
+            yield
+        finally:
+            phase.open_blocks -= 1
+            if phase.open_blocks == 0:
+                phase.closed_s += self._clock() - phase.opened_at
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds by name, in the order of first use; an open block counts until now."""
+        now = self._clock()
+        return {name: p.closed_s + (now - p.opened_at if p.open_blocks else 0.0) for name, p in self._phases.items()}

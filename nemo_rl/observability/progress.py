@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl.config.run import LoggerConfig
+from nemo_rl.observability import heartbeat
 from nemo_rl.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,14 @@ class Progress:
         """Begin after `step` steps of `total` (None: not known)."""
         self._step, self._total = step, total or 0
         self._last_step_at = self._last_rollout_log_at = self._clock()
+        heartbeat.record(phase="training", step=step)
         if step:
             logger.info("resuming after step %s", self._position())
 
     def rollout(self, rollout: object = None) -> None:
         """Count a finished rollout of the current step; the callback of the rollout layer."""
         self._rollouts += 1
+        heartbeat.record()
         if self._clock() - self._last_rollout_log_at >= ROLLOUT_LOG_PERIOD_S:
             self._last_rollout_log_at = self._clock()
             total = f" of {self._rollouts_per_step}" if self._rollouts_per_step else ""
@@ -96,6 +99,7 @@ class Progress:
     ) -> None:
         """Report a validation; `rows` are a few of its rollouts."""
         self._rollouts = 0
+        heartbeat.record()
         logger.info("validation after step %d | %s", step, format_metrics(metrics))
         if rows:
             self._show(make_sample_table(columns, rows, title=f"validation after step {step}"))
@@ -104,6 +108,7 @@ class Progress:
         """Release the terminal."""
 
     def _advance(self, step: int) -> None:
+        heartbeat.record(step=step)
         now = self._clock()
         self._step_durations_s.append(now - self._last_step_at)
         self._step, self._last_step_at, self._last_rollout_log_at, self._rollouts = step, now, now, 0
@@ -147,6 +152,7 @@ class LiveProgress(Progress):
 
     def rollout(self, rollout: object = None) -> None:
         self._rollouts += 1
+        heartbeat.record()
         self._bars.update(self._rollout_bar, completed=self._rollouts)
 
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:

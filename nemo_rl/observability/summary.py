@@ -1,7 +1,8 @@
-"""Closing summary of a run: its reward curve, where its files are, how to continue."""
+"""Closing summary of a run: its reward curve, where its files are, how to look at them and to continue."""
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def format_summary(
         *([results] if results else []),
         f"Metrics     {metrics_path}",
         f"Checkpoint  {checkpoint or 'none (checkpointing.enabled=true saves one)'}",
+        f"Look        nemo-rl view {shlex.quote(str(metrics_path.parent))}",
         *([f"Continue    {continue_command}"] if continue_command else []),
     ]
     return "\n".join(lines)

@@ -50,11 +50,10 @@ class PackedSequences:
         return mask[self.is_not_padding].nonzero().squeeze(1)
 
 
-def use_packed_attention(model: PreTrainedModel, key: str) -> None:
-    """Change the model's attention to the one that takes a `PackedSequences`.
+def check_packed_attention(model: PreTrainedModel, key: str) -> None:
+    """Raise ConfigError for `key` where packed sequences would not have the outputs that they have alone.
 
-    Raises:
-        ConfigError: for `key`, where packed sequences would not have the outputs that they have alone.
+    Changes the model's attention to the one that takes a `PackedSequences`.
     """
     kind, usual = model.config.model_type, model.config._attn_implementation
     if usual != "sdpa":
@@ -72,6 +71,7 @@ def use_packed_attention(model: PreTrainedModel, key: str) -> None:
         raise ConfigError(key, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
 
 
+@torch.compiler.disable  # lengths differ in every pack, and each would be compiled again
 def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

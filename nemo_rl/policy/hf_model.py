@@ -1,20 +1,30 @@
 """Hugging Face causal models: loading them, their overrides, their layers, the operations of training them."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
 
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, describe_error
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(
@@ -29,8 +39,8 @@ def load_config(
     """
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a damaged file may raise anything
+        reason = describe_error(error)
         problem = f"no Hugging Face model can be read there ({reason})"
         if not Path(model_path).exists():
             problem = f"no such directory here, and no such model on the hub ({reason})"
@@ -49,10 +59,10 @@ def load_config(
 
 
 def load_model(model_path: str, overrides: Mapping[str, Any], *, section: str = "policy") -> PreTrainedModel:
-    """Load the model in float32 on the CPU; every weight must be in its files.
+    """Load the model in float32 on the CPU; its files must hold its weights and no others.
 
     Raises:
-        ConfigError: no such model, not a causal one, or files that lack weights.
+        ConfigError: no such model, not a causal one, or files of other weights.
     """
     config, key = load_config(model_path, overrides, section=section), f"{section}.model_name"
     try:
@@ -60,13 +70,121 @@ def load_model(model_path: str, overrides: Mapping[str, Any], *, section: str = 
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 model_path, config=config, dtype=torch.float32, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(key, model_path, f"cannot be loaded as a causal model: {error}") from error
+    except Exception as error:  # a damaged file may raise anything, a pickle whatever it names
+        raise ConfigError(key, model_path, f"cannot be loaded as a causal model: {describe_error(error)}") from error
     model, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise ConfigError(key, model_path, f"its files lack {len(missing)} weights, e.g. {missing[0]}")
+    _check_names(key, model_path, missing=info["missing_keys"], unexpected=() if overrides else info["unexpected_keys"])
     return model
+
+
+def empty_model(model_path: str, overrides: Mapping[str, Any], *, section: str = "policy") -> PreTrainedModel:
+    """Return the model in float32 on the meta device: its structure without values.
+
+    Raises:
+        ConfigError: no such model, or not a causal one.
+    """
+    config = load_config(model_path, overrides, section=section)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # sizes that contradict each other may raise anything
+        problem = f"cannot be loaded as a causal model: {describe_error(error)}"
+        raise ConfigError(f"{section}.model_name", model_path, problem) from error
+    with suppress(OSError):  # without such a file the defaults remain
+        model.generation_config = GenerationConfig.from_pretrained(model_path)
+    return model
+
+
+def small_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Return a random model of the same kind on `device`, small enough to be made beside it.
+
+    It has the fewest first layers among which every kind of layer is, and 64 tokens; all else is as in the model.
+    """
+    config = type(model.config).from_dict(model.config.to_dict())
+    text = config.get_text_config()
+    layers = decoder_layers(model)
+    types = getattr(text, "layer_types", None) or [None] * len(layers)
+    kinds = [
+        (of_type, tuple(type(part) for part in layer.modules())) for of_type, layer in zip(types, layers, strict=False)
+    ]
+    num_layers = max((kinds.index(kind) + 1 for kind in set(kinds)), default=text.num_hidden_layers)
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
+    text.vocab_size, text.pad_token_id = 64, None
+    text.initializer_range = text.hidden_size**-0.5  # activations of the size of 1, whatever the width
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return small.eval()
+
+
+class ModelTensors(Protocol):
+    """The values of a model under the names of its `state_dict`; tied tensors under at least one of theirs."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part of a tensor on the CPU, in the dtype of its source."""
+        ...
+
+
+class WeightFiles:
+    """A model's safetensors files, of which any slice is read alone."""
+
+    def __init__(self, sources: Mapping[str, tuple[Any, str]]) -> None:
+        self._slices = {name: file.get_slice(own_name) for name, (file, own_name) in sources.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(values.get_shape()) for name, values in self._slices.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        return self._slices[name][index]
+
+
+class LoadedTensors:
+    """A model that is in memory as a whole."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._tensors = model.state_dict()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        return self._tensors[name][index]
+
+
+def open_tensors(
+    model_path: str, model: PreTrainedModel, overrides: Mapping[str, Any], *, section: str = "policy"
+) -> ModelTensors:
+    """Return the values of `model` at `model_path`: its safetensors files where they hold the model's own tensors.
+
+    Other files (.bin, one tensor per expert) are loaded as a whole, with a warning. With `overrides`, which may remove
+    layers, files may hold more than the model.
+
+    Raises:
+        ConfigError: files that cannot be read, weights that they lack, that the model does not have, or of another
+            shape; names them.
+    """
+    key = f"{section}.model_name"
+    try:
+        sources = _find_sources(model_path, model)
+    except Exception as error:  # a damaged file may raise anything
+        raise ConfigError(key, model_path, f"its weights cannot be read: {describe_error(error)}") from error
+    tensors = (
+        LoadedTensors(load_model(model_path, overrides, section=section)) if sources is None else WeightFiles(sources)
+    )
+    found = tensors.shapes()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    groups = _tied_names(model)
+    missing = [name for name in shapes if not found.keys() & groups[name]]
+    unexpected = [] if overrides else _expected_alone(sorted(found.keys() - shapes.keys()), model)
+    _check_names(key, model_path, missing=missing, unexpected=unexpected)
+    for name in found.keys() & shapes.keys():
+        if found[name] != shapes[name]:
+            raise ConfigError(key, model_path, f"{name} has the shape {found[name]}, not {shapes[name]}")
+    return tensors
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -112,6 +230,59 @@ def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable
     lengths = list(lengths)
     attention = 6 * text.num_hidden_layers * width * sum(n * n for n in lengths)
     return float(6 * num_parameters * sum(lengths) + attention)
+
+
+def _find_sources(model_path: str, model: PreTrainedModel) -> dict[str, tuple[Any, str]] | None:
+    """Return the open file of each tensor by the model's name; None, with a warning, where a file holds other ones."""
+    files = _safetensors_files(model_path)
+    reason = None if files else "has no safetensors files"
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    own: dict[str, Any] = model.state_dict()
+    sources: dict[str, tuple[Any, str]] = {}
+    for path in files:
+        file: Any = safe_open(path, "pt")
+        for name in file.keys():  # noqa: SIM118  a file, not a mapping
+            renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+            if converter is not None:
+                reason = reason or f"holds {name}, which is a part of one of the model's tensors"
+            sources[renamed] = (file, name)
+    if reason is None:
+        return sources
+    logger.warning("%s %s: each process loads the whole model in float32 into host memory", model_path, reason)
+    return None
+
+
+def _safetensors_files(model_path: str) -> list[Path]:
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if index := cached_file(model_path, SAFE_WEIGHTS_INDEX_NAME, **optional):
+        return [Path(path) for path in get_checkpoint_shard_files(model_path, index)[0]]
+    single = cached_file(model_path, SAFE_WEIGHTS_NAME, **optional)
+    return [Path(single)] if single else []
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Return for each name all names of the same tensor."""
+    by_tensor: dict[int, set[str]] = defaultdict(set)
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        by_tensor[id(tensor)].add(name)
+    return {name: by_tensor[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _expected_alone(names: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """Return the names without those that transformers too ignores in files of this kind of model."""
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
+
+
+def _check_names(key: str, model_path: str, *, missing: Collection[str], unexpected: Collection[str]) -> None:
+    if missing:
+        raise ConfigError(key, model_path, f"its files lack {len(missing)} weights, e.g. {min(missing)}")
+    if unexpected:
+        problem = f"its files hold {len(unexpected)} weights that the model does not have, e.g. {min(unexpected)}"
+        raise ConfigError(key, model_path, problem)
 
 
 def _check_overrides(config: PreTrainedConfig, overrides: Mapping[str, Any], key: str) -> None:

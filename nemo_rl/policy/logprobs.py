@@ -1,8 +1,9 @@
 """Log-probs of given tokens, and other scores that a loss reads, without holding the logits of a whole batch.
 
-B samples, T tokens, N needed positions, H hidden size, V vocabulary. For a vocabulary of 150k the logits
-[B, T, V] are by far the largest tensor of training; here the output head is applied to `chunk_size` positions at a
-time, and the backward pass recomputes each chunk's logits instead of keeping them.
+B samples, T tokens, N needed positions, H hidden size, V vocabulary, v the part of it on one rank. For a vocabulary of
+150k the logits [B, T, V] are by far the largest tensor of training; here the output head is applied to `chunk_size`
+positions at a time, and the backward pass recomputes each chunk's logits instead of keeping them. Tensor-parallel ranks
+each compute the logits of their part of the vocabulary and exchange a few numbers per position.
 """
 
 import logging
@@ -18,64 +19,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
-from nemo_rl.policy.attention import PackedSequences, use_packed_attention
+from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
+from nemo_rl.policy.hf_model import small_model
+from nemo_rl.policy.truncation import WHOLE, VocabularyShard
+
+LOGPROBS_ONLY = RequiredScores()
+CPU = torch.device("cpu")
+ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 2**22  # numbers of a block of rows
-
-
-def logprobs_and_entropy(
-    logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log_softmax(logits) of `ids`, and the entropy of each row in nats.
-
-    Args:
-        logits: [N, V] float32; overwritten by the backward pass, so nothing else may use them.
-        ids: [N, K] int64.
-        entropy: compute it; otherwise zeros are returned.
-
-    Returns:
-        [N, K] and [N], float32.
-    """
-    return _LogprobsAndEntropy.apply(logits, ids, entropy)  # type: ignore[return-value]
-
-
-class _LogprobsAndEntropy(torch.autograd.Function):
-    """The gradients of lp = log_softmax(z) and H, with p = exp(lp): d lp_k / dz = 1_k - p, d H / dz = -p (lp + H)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor, wants_entropy: bool) -> Any:
-        log_total, entropy = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
-        for rows in _row_blocks(logits):
-            total = log_total[rows] = logits[rows].logsumexp(-1)
-            if wants_entropy:
-                logprobs = logits[rows] - total.unsqueeze(1)
-                entropy[rows] = -logprobs.exp().mul_(logprobs).sum(-1)
-        ctx.save_for_backward(logits, ids, log_total, entropy)
-        ctx.wants_entropy = wants_entropy
-        return logits.gather(1, ids) - log_total.unsqueeze(1), entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
-        logits, ids, log_total, entropy = ctx.saved_tensors
-        gradient = logits.detach()  # the same memory; autograd refuses a second pass through it
-        for rows in _row_blocks(logits):
-            logprobs = gradient[rows].sub_(log_total[rows].unsqueeze(1))
-            factor = -grad_logprobs[rows].sum(-1, keepdim=True)
-            if ctx.wants_entropy:
-                factor = factor - grad_entropy[rows].unsqueeze(1) * (logprobs + entropy[rows].unsqueeze(1))
-            logprobs.exp_().mul_(factor).scatter_add_(1, ids[rows], grad_logprobs[rows])
-        return gradient, None, None
-
-
-def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
-    size = max(1, BLOCK // logits.shape[1])
-    return (slice(start, start + size) for start in range(0, len(logits), size))
-
-
-LOGPROBS_ONLY = RequiredScores()
+# Numbers of a block of rows: on a CPU a block stays in its cache; elsewhere each operation is a launch, and a chunk of
+# 1,024 positions of 150k tokens is three blocks, whose intermediate results take 256 MiB each.
+CPU_BLOCK, ACCELERATOR_BLOCK = 2**22, 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,61 +50,6 @@ class ScoreQuery:
         return [
             ScoreQuery(t, c, entropy=self.entropy, topk=self.topk) for t, c in zip(targets, candidates, strict=True)
         ]
-
-
-def score_logits(logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
-    """Return the scores of [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
-
-    The logits are consumed: their gradient overwrites them.
-    """
-    given, topk = score_query.candidate_ids, None
-    ids = [score_query.targets.unsqueeze(1)]
-    if given is not None:
-        ids.append(given.clamp(min=0))
-    if score_query.topk:
-        ids.append(logits.detach().topk(score_query.topk, dim=-1).indices)
-    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=score_query.entropy)
-    parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
-    if score_query.topk:
-        topk = TopK(ids[-1], parts[-1])
-    candidates = None if given is None else parts[1].masked_fill(given < 0, 0.0)
-    return TokenScores(parts[0].squeeze(1), candidates, entropy if score_query.entropy else None, topk)
-
-
-def concatenate_scores(parts: list[TokenScores]) -> TokenScores:
-    """Return the scores of consecutive chunks as one."""
-    first = parts[0]
-    topk = None
-    if first.topk is not None:
-        of_parts = [part.topk for part in parts if part.topk is not None]
-        topk = TopK(torch.cat([t.ids for t in of_parts]), torch.cat([t.logprobs for t in of_parts]))
-    return TokenScores(
-        torch.cat([part.logprobs for part in parts]),
-        None if first.candidates is None else torch.cat([p.candidates for p in parts if p.candidates is not None]),
-        None if first.entropy is None else torch.cat([p.entropy for p in parts if p.entropy is not None]),
-        topk,
-    )
-
-
-def scatter_scores(scores: TokenScores, needed: torch.Tensor) -> TokenScores:
-    """Scatter [N] and [N, K] scores to the N true positions of `needed`: [B, T] and [B, T, K], 0 elsewhere."""
-    topk = scores.topk
-    return TokenScores(
-        _scatter(scores.logprobs, needed),
-        None if scores.candidates is None else _scatter(scores.candidates, needed),
-        None if scores.entropy is None else _scatter(scores.entropy, needed),
-        None if topk is None else TopK(_scatter(topk.ids, needed), _scatter(topk.logprobs, needed)),
-    )
-
-
-def _scatter(values: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    width = values.shape[1:]
-    zeros = torch.zeros((*needed.shape, *width), dtype=values.dtype, device=values.device)
-    mask = needed if not width else needed.unsqueeze(-1).expand(*needed.shape, *width)
-    return zeros.masked_scatter(mask, values)  # not a view, which FSDP2 warns of
-
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +89,36 @@ class CausalLogprobs(nn.Module):
     sequences of a call are concatenated into one row without padding; the caller sees no difference.
 
     Args:
-        model: used in evaluation mode (no dropout).
+        model: used in evaluation mode (no dropout). Without values yet (on the meta device) a small model of its kind
+            takes its place in the checks of head and packing.
         temperature: the logits are divided by it.
         chunk_size: positions whose logits exist at once; None: all of them.
         packing_key: the configuration key that asks for packed sequences; the model's attention is replaced for good.
             None: sequences are padded.
+        probe_device: where a small model is made for the checks.
 
     Raises:
         ConfigError: for `packing_key`, where packing would change the model's outputs.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, chunk_size: int | None, packing_key: str | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        chunk_size: int | None,
+        packing_key: str | None = None,
+        probe_device: torch.device = CPU,
     ) -> None:
         super().__init__()
         self.model = model.eval()
         self.temperature = temperature
         self.chunk_size = chunk_size
         self.head = LogitsHead.of(model)
-        self.is_chunked = self._supports_chunked_logits()
+        self.truncation = WHOLE  # of the distribution that the scores are of
+        self.vocabulary: VocabularyShard | None = None  # of this rank, where the output layer is split
+        probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
+        self.is_chunked = self._supports_chunked_logits(probe)
         if not self.is_chunked:
             logger.warning(
                 "%s has a custom logits computation: logits of whole micro-batches are kept in memory, and "
@@ -215,7 +127,8 @@ class CausalLogprobs(nn.Module):
             )
         self.is_packed = packing_key is not None
         if packing_key is not None:
-            use_packed_attention(self.model, packing_key)
+            check_packed_attention(probe, packing_key)
+            self.model.set_attn_implementation(PACKED_ATTENTION)
 
     def forward(
         self,
@@ -265,24 +178,24 @@ class CausalLogprobs(nn.Module):
         return self.model.base_model(**inputs, use_cache=False).last_hidden_state
 
     def _score_hidden(self, hidden: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
-        return self._score_logits(self._logits(hidden), score_query)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(cast(nn.Module, self.model.get_output_embeddings()), hidden)
+        return self._score_logits(self.head(cast(nn.Module, self.model.get_output_embeddings()), hidden), score_query)
 
     def _score_logits(self, logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return score_logits(logits, score_query)
+        logits = self.truncation(logits, score_query.targets, self.vocabulary)
+        return score_logits(logits, score_query, self.vocabulary)
 
     @torch.no_grad()
-    def _supports_chunked_logits(self) -> bool:
+    def _supports_chunked_logits(self, model: PreTrainedModel) -> bool:
         """Return whether base model, output layer and `LogitsHead` together compute the model's own logits."""
-        if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
+        output_layer = model.get_output_embeddings()
+        if output_layer is None or model.base_model is model:
             return False
-        probe = torch.arange(4, device=self.model.device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
-        logits = self.model(input_ids=probe, use_cache=False).logits.float()
-        return torch.allclose(self._logits(self._hidden_states({"input_ids": probe})), logits, rtol=1e-4, atol=1e-4)
+        probe = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+        logits = model(input_ids=probe, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+        return torch.allclose(self.head(output_layer, hidden), logits, rtol=1e-4, atol=1e-4)
 
 
 def score_in_chunks(
@@ -303,3 +216,138 @@ def score_in_chunks(
 def call_with_recompute(function: Callable[..., ResultT], *args: Any) -> ResultT:
     """Return the function's result; its intermediate tensors are recomputed in the backward pass."""
     return cast(ResultT, checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False))
+
+
+def score_logits(logits: torch.Tensor, score_query: ScoreQuery, shard: VocabularyShard | None = None) -> TokenScores:
+    """Return the scores of [N, V] float32 logits, already divided by the temperature; entries are [N] and [N, K].
+
+    The logits are consumed: their gradient overwrites them. With a `shard` they are [N, v], and every rank gets the
+    scores of the whole vocabulary.
+    """
+    given, topk = score_query.candidate_ids, None
+    ids = [score_query.targets.unsqueeze(1)]
+    if given is not None:
+        ids.append(given.clamp(min=0))
+    if score_query.topk:
+        ids.append(_topk_ids(logits.detach(), score_query.topk, shard))
+    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=score_query.entropy, shard=shard)
+    parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
+    if score_query.topk:
+        topk = TopK(ids[-1], parts[-1])
+    candidates = None if given is None else parts[1].masked_fill(given < 0, 0.0)
+    return TokenScores(parts[0].squeeze(1), candidates, entropy if score_query.entropy else None, topk)
+
+
+def logprobs_and_entropy(
+    logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool = False, shard: VocabularyShard | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log_softmax(logits) of `ids`, and the entropy of each row in nats.
+
+    Args:
+        logits: [N, V] float32, [N, v] of a `shard`; overwritten by the backward pass, so nothing else may use them.
+        ids: [N, K] int64, of the whole vocabulary.
+        entropy: compute it; otherwise zeros are returned.
+        shard: the part of the vocabulary that the logits belong to; None: all of it. Results, and the gradients that
+            they get, are the same on every rank.
+
+    Returns:
+        [N, K] and [N], float32.
+    """
+    return _LogprobsAndEntropy.apply(logits, ids, entropy, shard)  # type: ignore[return-value]
+
+
+def concatenate_scores(parts: list[TokenScores]) -> TokenScores:
+    """Return the scores of consecutive chunks as one."""
+    first = parts[0]
+    topk = None
+    if first.topk is not None:
+        of_parts = [part.topk for part in parts if part.topk is not None]
+        topk = TopK(torch.cat([t.ids for t in of_parts]), torch.cat([t.logprobs for t in of_parts]))
+    return TokenScores(
+        torch.cat([part.logprobs for part in parts]),
+        None if first.candidates is None else torch.cat([p.candidates for p in parts if p.candidates is not None]),
+        None if first.entropy is None else torch.cat([p.entropy for p in parts if p.entropy is not None]),
+        topk,
+    )
+
+
+def scatter_scores(scores: TokenScores, needed: torch.Tensor) -> TokenScores:
+    """Scatter [N] and [N, K] scores to the N true positions of `needed`: [B, T] and [B, T, K], 0 elsewhere."""
+    topk = scores.topk
+    return TokenScores(
+        _scatter(scores.logprobs, needed),
+        None if scores.candidates is None else _scatter(scores.candidates, needed),
+        None if scores.entropy is None else _scatter(scores.entropy, needed),
+        None if topk is None else TopK(_scatter(topk.ids, needed), _scatter(topk.logprobs, needed)),
+    )
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """The gradients of lp = log_softmax(z) and H, with p = exp(lp): d lp_k / dz = 1_k - p, d H / dz = -p (lp + H).
+
+    Of a shard, z is a part of the logits: log-sum-exp, H and the lp_k are summed over ranks, and a rank computes the
+    gradient of its part alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, ids: torch.Tensor, wants_entropy: bool, shard: VocabularyShard | None
+    ) -> Any:
+        log_total, entropy = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
+        for rows in _row_blocks(logits):
+            log_total[rows] = logits[rows].logsumexp(-1)
+        is_here = None
+        if shard is not None:
+            log_total = torch.stack(shard.all_gather(log_total)).logsumexp(0)
+            ids = ids - shard.first
+            is_here = (ids >= 0) & (ids < logits.shape[1])
+            ids = ids.clamp(0, logits.shape[1] - 1)
+        for rows in _row_blocks(logits) if wants_entropy else ():
+            logprobs = logits[rows] - log_total[rows].unsqueeze(1)
+            entropy[rows] = -logprobs.exp().mul_(logprobs).sum(-1)
+        chosen = logits.gather(1, ids) - log_total.unsqueeze(1)
+        if shard is not None and is_here is not None:
+            chosen.masked_fill_(~is_here, 0.0)
+            summed = shard.all_reduce_sum(torch.cat([chosen, entropy.unsqueeze(1)], dim=1))
+            chosen, entropy = summed[:, :-1].contiguous(), summed[:, -1].contiguous()
+        ctx.save_for_backward(logits, ids, log_total, entropy, is_here)
+        ctx.wants_entropy = wants_entropy
+        return chosen, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
+        logits, ids, log_total, entropy, is_here = ctx.saved_tensors
+        gradient = logits.detach()  # the same memory; autograd refuses a second pass through it
+        of_ids = grad_logprobs if is_here is None else grad_logprobs.masked_fill(~is_here, 0.0)
+        for rows in _row_blocks(logits):
+            logprobs = gradient[rows].sub_(log_total[rows].unsqueeze(1))
+            factor = -grad_logprobs[rows].sum(-1, keepdim=True)
+            if ctx.wants_entropy:
+                factor = factor - grad_entropy[rows].unsqueeze(1) * (logprobs + entropy[rows].unsqueeze(1))
+            logprobs.exp_().mul_(factor).scatter_add_(1, ids[rows], of_ids[rows])
+        return gradient, None, None, None
+
+
+def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+    block = CPU_BLOCK if logits.device.type == "cpu" else ACCELERATOR_BLOCK
+    size = max(1, block // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _topk_ids(logits: torch.Tensor, k: int, shard: VocabularyShard | None) -> torch.Tensor:
+    """Return the ids of the k largest logits [N, k]; over all ranks those among each rank's k largest."""
+    if shard is None:
+        return logits.topk(k, dim=-1).indices
+    own, ids = logits.topk(min(k, logits.shape[1]), dim=-1)
+    missing = k - own.shape[1]  # ranks may have parts of different sizes
+    own, ids = F.pad(own, (0, missing), value=-torch.inf), F.pad(ids + shard.first, (0, missing))
+    among_all = torch.cat(shard.all_gather(own), dim=1).topk(k, dim=-1).indices
+    return torch.cat(shard.all_gather(ids), dim=1).gather(1, among_all)
+
+
+def _scatter(values: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    width = values.shape[1:]
+    zeros = torch.zeros((*needed.shape, *width), dtype=values.dtype, device=values.device)
+    mask = needed if not width else needed.unsqueeze(-1).expand(*needed.shape, *width)
+    return zeros.masked_scatter(mask, values)  # not a view, which FSDP2 warns of

@@ -1,9 +1,17 @@
-"""Splitting a batch into optimizer steps along whole groups, and those into micro-batches with little padding."""
+"""Splitting a batch into optimizer steps and micro-batches, and counting what each step's loss is divided by.
 
+Micro-batches are padded, or packed without padding: bin packing of sequences into packs of a limited number of tokens.
+"""
+
+import heapq
+import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -11,9 +19,10 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Normalizer
-from nemo_rl.policy.packing import pack_for_ranks
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.types import TrainingBatch
+
+Packs = list[list[int]]  # indices of the sequences in each pack
 
 
 def expected_optimizer_steps(num_samples_per_step: int, train_global_batch_size: int) -> int:
@@ -122,20 +131,6 @@ def teacher_micro_batching(teacher: TeacherConfig, section: str) -> MicroBatchin
     return _micro_batching_from_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
 
 
-def _micro_batching_from_config(
-    config: PolicyConfig | TeacherConfig, num_samples: int, name: str, longest: int, section: str = "policy"
-) -> MicroBatching:
-    packing, dynamic = config.sequence_packing, config.dynamic_batching
-    default = num_samples * longest
-    if packing.enabled:
-        key = f"{section}.sequence_packing.{name}"
-        return PackedTokens(getattr(packing, name) or default, key, packing.algorithm)
-    if dynamic.enabled:
-        key = f"{section}.dynamic_batching.{name}"
-        return PaddedTokens(getattr(dynamic, name) or default, key, dynamic.sequence_length_round)
-    return SampleCount(num_samples)
-
-
 def micro_batches(
     batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching | int, layout: RankLayout = SINGLE_RANK
 ) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
@@ -150,34 +145,6 @@ def micro_batches(
     for indices in batching.parts(lengths, layout.data_parallel_size)[layout.data_parallel_rank]:
         part = rows[indices]
         yield part, trim(batch[part], batching.length_multiple) if indices else _empty_micro_batch()
-
-
-def _partition(lengths: Sequence[int], num_ranks: int, micro_batch_size: Callable[[int], int]) -> list[list[list[int]]]:
-    """Deal samples to the ranks, longest first; in each round a rank gets at most `micro_batch_size(longest)`."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    while order:
-        number = micro_batch_size(lengths[order[0]]) * num_ranks
-        together, order = order[:number], order[number:]
-        for rank, parts in enumerate(ranks):
-            parts.append(together[rank::num_ranks])
-    return ranks
-
-
-def _check_longest(lengths: Sequence[int], tokens: int, key: str) -> None:
-    longest = max(lengths, default=0)
-    if longest > tokens:
-        raise ConfigError(key, tokens, f"a sample has {longest} tokens; allowed: at least as many")
-
-
-def _empty_micro_batch() -> TrainingBatch:
-    shape = (1, 2)
-    content = {
-        keys.TOKEN_IDS: torch.zeros(shape, dtype=torch.int64),
-        keys.TOKEN_MASK: torch.zeros(shape),
-        keys.LENGTHS: torch.tensor([2]),
-    }
-    return TensorDict(content, batch_size=[1])
 
 
 def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:
@@ -200,10 +167,196 @@ def loss_mask(batch: TrainingBatch) -> torch.Tensor:
 
 def count_valid(batch: TrainingBatch, rows: torch.Tensor) -> Normalizer:
     """Return the divisor of the loss of these rows; a trajectory with several samples counts once."""
-    tokens = loss_mask(batch[rows]).sum()
+    tokens = loss_mask(batch[rows]).sum(-1)  # [rows]
+    rewards = batch.get(keys.REWARD, None)
+    positive = 0.0 if rewards is None else float(tokens[rewards[rows] > 0].sum())
     weights = dict.fromkeys(batch[keys.TRAJECTORY_ID][rows].tolist(), 0.0)
     for trajectory, weight in zip(
         batch[keys.TRAJECTORY_ID][rows].tolist(), batch[keys.SAMPLE_MASK][rows].tolist(), strict=True
     ):
         weights[trajectory] = max(weights[trajectory], weight)
-    return Normalizer(num_valid_tokens=float(tokens), num_valid_trajectories=sum(weights.values()))
+    return Normalizer(
+        num_valid_tokens=float(tokens.sum()),
+        num_valid_trajectories=sum(weights.values()),
+        num_positive_tokens=positive,
+    )
+
+
+def pack_for_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ranks: int = 1) -> list[Packs]:
+    """Return the packs of each rank: each index is in one pack, and no pack exceeds `capacity` tokens.
+
+    The algorithm gives the number of packs, which is rounded up to a multiple of the ranks so that all have the same
+    number. Sequences are then balanced over the packs where they fit. Packs computed at the same time have
+    nearly the same tokens. With fewer sequences than packs some are empty.
+
+    Example: lengths 5, 4, 3, 2 in 7: (5, 2), (4, 3) on one rank; on two one pack each.
+    """
+    fitted = ALGORITHMS[algorithm](lengths, capacity)
+    number = -(-len(fitted) // num_ranks) * num_ranks
+    packs = balance(lengths, number)
+    if any(_tokens(pack, lengths) > capacity for pack in packs):
+        packs = split_packs(number, fitted, lengths)
+    packs.sort(key=lambda pack: _tokens(pack, lengths), reverse=True)
+    ranks: list[Packs] = [[] for _ in range(num_ranks)]
+    for start in range(0, number, num_ranks):
+        together = packs[start : start + num_ranks]
+        for rank, pack in enumerate(together if start // num_ranks % 2 == 0 else reversed(together)):
+            ranks[rank].append(pack)
+    return ranks
+
+
+def balance(lengths: Sequence[int], number: int) -> Packs:
+    """Return `number` packs of nearly equal tokens: the longest remaining sequence goes to the emptiest pack."""
+    packs: Packs = [[] for _ in range(number)]
+    heap = [(0, pack) for pack in range(number)]
+    for index in _longest_first(lengths):
+        tokens, pack = heap[0]
+        packs[pack].append(index)
+        heapq.heapreplace(heap, (tokens + lengths[index], pack))
+    return packs
+
+
+def split_packs(number: int, packs: Packs, lengths: Sequence[int]) -> Packs:
+    """Return at least `number` packs: the fullest with several sequences are halved; if there is none, empty packs are
+    added."""
+    packs = list(packs)
+    while len(packs) < number:
+        fullest = max(packs, key=lambda pack: (len(pack) > 1, _tokens(pack, lengths)), default=[])
+        if len(fullest) < 2:
+            packs.append([])
+            continue
+        packs.remove(fullest)
+        packs += [[fullest[i] for i in half] for half in balance([lengths[i] for i in fullest], 2)]
+    return packs
+
+
+def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
+    """Pack in the given order; a sequence that does not fit into the last pack begins a new one."""
+    packs: Packs = []
+    free = 0
+    for index, length in enumerate(lengths):
+        if length > free or not packs:
+            packs.append([])
+            free = capacity
+        packs[-1].append(index)
+        free -= length
+    return packs
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
+    """Pack the longest first, each into the first pack with room."""
+    return _first_fit(_longest_first(lengths), lengths, capacity)
+
+
+def first_fit_shuffle(lengths: Sequence[int], capacity: int) -> Packs:
+    """Pack in a fixed random order, each into the first pack with room."""
+    order = list(range(len(lengths)))
+    random.Random(0).shuffle(order)
+    return _first_fit(order, lengths, capacity)
+
+
+def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
+    """Pack by size class: sequences above half the capacity get a pack each, filled with the
+    medium (above a third) and small (above a sixth) ones that fit best. The rest is packed first-fit-decreasing."""
+    ascending = [(lengths[i], i) for i in reversed(_longest_first(lengths))]
+    large = [e for e in ascending if 2 * e[0] > capacity]
+    medium = [e for e in ascending if 3 * e[0] > capacity >= 2 * e[0]]
+    small = [e for e in ascending if 6 * e[0] > capacity >= 3 * e[0]]
+    tiny = [e for e in ascending if capacity >= 6 * e[0]]
+    packs = [[index] for _, index in reversed(large)]
+    free = [capacity - length for length, _ in reversed(large)]
+
+    def move(source: list[tuple[int, int]], position: int, pack: int) -> None:
+        length, index = source.pop(position)
+        packs[pack].append(index)
+        free[pack] -= length
+
+    without_medium = []
+    for pack in range(len(packs)):
+        if medium and medium[0][0] <= free[pack]:
+            move(medium, _largest_within(medium, free[pack]), pack)
+        else:
+            without_medium.append(pack)
+    for pack in reversed(without_medium):
+        if len(small) > 1 and small[0][0] + small[1][0] <= free[pack]:
+            move(small, 0, pack)
+            move(small, _largest_within(small, free[pack]), pack)
+    left = sorted([*medium, *small, *tiny], key=itemgetter(0))
+    for pack in range(len(packs)):
+        while left and left[0][0] <= free[pack]:
+            move(left, _largest_within(left, free[pack]), pack)
+    return packs + _first_fit([index for _, index in reversed(left)], lengths, capacity)
+
+
+ALGORITHMS: dict[str, Callable[[Sequence[int], int], Packs]] = {
+    "concatenative": concatenative,
+    "first_fit_decreasing": first_fit_decreasing,
+    "first_fit_shuffle": first_fit_shuffle,
+    "modified_first_fit_decreasing": modified_first_fit_decreasing,
+}
+
+
+def _micro_batching_from_config(
+    config: PolicyConfig | TeacherConfig, num_samples: int, name: str, longest: int, section: str = "policy"
+) -> MicroBatching:
+    packing, dynamic = config.sequence_packing, config.dynamic_batching
+    default = num_samples * longest
+    if packing.enabled:
+        key = f"{section}.sequence_packing.{name}"
+        return PackedTokens(getattr(packing, name) or default, key, packing.algorithm)
+    if dynamic.enabled:
+        key = f"{section}.dynamic_batching.{name}"
+        return PaddedTokens(getattr(dynamic, name) or default, key, dynamic.sequence_length_round)
+    return SampleCount(num_samples)
+
+
+def _empty_micro_batch() -> TrainingBatch:
+    shape = (1, 2)
+    content = {
+        keys.TOKEN_IDS: torch.zeros(shape, dtype=torch.int64),
+        keys.TOKEN_MASK: torch.zeros(shape),
+        keys.LENGTHS: torch.tensor([2]),
+    }
+    return TensorDict(content, batch_size=[1])
+
+
+def _partition(lengths: Sequence[int], num_ranks: int, micro_batch_size: Callable[[int], int]) -> list[list[list[int]]]:
+    """Deal samples to the ranks, longest first; in each round a rank gets at most `micro_batch_size(longest)`."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    while order:
+        number = micro_batch_size(lengths[order[0]]) * num_ranks
+        together, order = order[:number], order[number:]
+        for rank, parts in enumerate(ranks):
+            parts.append(together[rank::num_ranks])
+    return ranks
+
+
+def _check_longest(lengths: Sequence[int], tokens: int, key: str) -> None:
+    longest = max(lengths, default=0)
+    if longest > tokens:
+        raise ConfigError(key, tokens, f"a sample has {longest} tokens; allowed: at least as many")
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
+    packs: Packs = []
+    free = np.full(len(order) + 1, capacity)
+    for index in order:
+        pack = int(np.argmax(free[: len(packs) + 1] >= lengths[index]))  # the one after the last is empty
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(index)
+        free[pack] -= lengths[index]
+    return packs
+
+
+def _largest_within(ascending: list[tuple[int, int]], room: int) -> int:
+    return bisect_right(ascending, room, key=itemgetter(0)) - 1
+
+
+def _tokens(pack: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[i] for i in pack)

@@ -6,10 +6,10 @@ optimizer/   a distributed checkpoint (torch.distributed.checkpoint) with one se
              can be read on any number of ranks
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,8 +23,6 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import CheckpointError, summarize_error
 from nemo_rl.policy.ranks import CHECKPOINT_TIMEOUT_S, checkpoint_group
-
-ResultT = TypeVar("ResultT")
 
 SCHEDULE_FILE = "schedule.pt"
 
@@ -65,6 +63,11 @@ class BackgroundSave:
         future: Any = dcp.async_save({"optimizer": state}, checkpoint_id=directory, process_group=checkpoint_group())
         self._running.append((directory, future))
 
+    @property
+    def is_written(self) -> bool:
+        """Return whether `finish` would not wait."""
+        return all(future.done() for _, future in self._running)
+
     def finish(self) -> None:
         """Wait until everything that was begun is on disk, whichever rank writes it.
 
@@ -72,11 +75,15 @@ class BackgroundSave:
             CheckpointError: something could not be written.
         """
         running, self._running = self._running, []
-        for directory, future in running:
+        errors: list[CheckpointError] = []
+        for directory, future in running:  # all of them: none may write any more when this returns
             try:
                 future.result(timeout=CHECKPOINT_TIMEOUT_S)
             except (Exception, CheckpointException) as error:  # a writer's, here or on another rank
-                raise CheckpointError(f"{directory} cannot be written: {error}") from error
+                errors.append(CheckpointError(f"{directory} cannot be written: {error}"))
+                errors[-1].__cause__ = error
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """Finish the running save and end the writer's thread."""
@@ -84,23 +91,6 @@ class BackgroundSave:
             self.finish()
         finally:
             self._writer.shutdown()
-
-
-def call_on_rank0(
-    use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT],
-    weights: Iterator[tuple[str, torch.Tensor]],
-    *,
-    is_rank0: bool,
-) -> ResultT | None:
-    """Return the result of `use` on rank 0 and None on the other ranks, which only take part in gathering.
-
-    All weights are gathered even when `use` stops before the last one or raises.
-    """
-    try:
-        return use(weights) if is_rank0 else None
-    finally:
-        for _ in weights:
-            pass
 
 
 def copy_weights_to_cpu(

@@ -1,14 +1,15 @@
 """Workers: a model on one rank, whichever backend computes. A policy worker trains it, a teacher worker scores with it.
 
-A backend (`fsdp2/worker.py`, `megatron/worker.py`) implements the abstract methods. `local.py` runs a worker in this
-process, `worker_group.py` one per rank in processes of their own.
+A backend (`fsdp2/worker.py`, `megatron/worker.py`) implements the abstract methods. `driver.py` runs a worker in this
+process, or one a rank in processes of their own.
 """
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -18,33 +19,45 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.devices import resolve_device
+from nemo_rl.distributed.devices import resolve_device, use_expandable_segments
 from nemo_rl.errors import CheckpointError, PolicyError
-from nemo_rl.interfaces import LossFn, RequiredScores, TokenScores, TopK
+from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
+from nemo_rl.policy import micro_batches
 from nemo_rl.policy.hf_model import train_flops
 from nemo_rl.policy.logprobs import LOGPROBS_ONLY
-from nemo_rl.policy.micro_batches import expected_optimizer_steps, split_optimizer_steps
-from nemo_rl.policy.ranks import RankLayout, join
-from nemo_rl.policy.saving import BackgroundSave, call_on_rank0, copy_weights_to_cpu, load_schedule, save_schedule
+from nemo_rl.policy.offload import Offloader
+from nemo_rl.policy.ranks import RankLayout, ScoredRows, collect_rows, join
+from nemo_rl.policy.saving import BackgroundSave, copy_weights_to_cpu, load_schedule, save_schedule
 from nemo_rl.policy.training import OptimizerStep, reduce_over_optimizer_steps
+from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+ConfigT = TypeVar("ConfigT", bound=PolicyConfig | TeacherConfig)
+
+OFFLOAD_PARTS: tuple[OffloadPart, ...] = get_args(OffloadPart)
 
 
-class ScoringWorker(ABC):
+class ScoringWorker(ABC, Generic[ConfigT]):
     """A model on one rank of a layout that scores tokens; the ranks share the rows of a batch.
 
     Every method is collective: all ranks call it, in the same order and with the same arguments. A batch is always the
     whole batch, of which each rank computes its own rows.
     """
 
+    config: ConfigT
     module: nn.Module
     device: torch.device
     layout: RankLayout
     _model: PreTrainedModel  # Hugging Face's, for its configuration; its weights may be on the meta device
+    _frozen_parts: tuple[OffloadPart, ...]  # whose tensors never change
+
+    @property
+    @abstractmethod
+    def _scoring_batching(self) -> micro_batches.MicroBatching:
+        """Return the micro-batching without gradients."""
 
     @abstractmethod
     def _iter_scores(
@@ -53,50 +66,66 @@ class ScoringWorker(ABC):
         """Yield (rows, scores) of this rank's rows, one micro-batch at a time, without gradients."""
 
     @abstractmethod
-    def _move(self, device: torch.device) -> None:
-        """Move everything that is on the accelerator to `device`, or back to the accelerator."""
+    def _part_tensors(self, part: OffloadPart) -> Iterable[torch.Tensor]:
+        """Yield the tensors of a part, wherever they are; nothing for a part that the model does not have."""
 
-    def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """Return log_softmax(logits / temperature) of the tokens with a mask, else 0: [B, T] float32 on the CPU.
+    def logprobs(self, batch: TrainingBatch) -> ScoredRows | None:
+        """Return log_softmax(logits / temperature) of the tokens with a mask, else 0, of this rank's rows, in float32.
 
-        Every rank gets the rows of the whole batch.
+        None on a rank whose rows another one returns.
         """
+        self._require("weights")
         return self._logprobs(self.module, batch)
 
-    def topk_logprobs(self, batch: TrainingBatch, k: int) -> TopK:
-        """Return the k most likely tokens at each token with a mask and their log-probs: [B, T, k] on the CPU.
+    def topk_logprobs(self, batch: TrainingBatch, k: int) -> ScoredRows | None:
+        """Return ids and log-probs [n, t, k] of the k most likely tokens at each token with a mask, as `logprobs` does.
 
         Raises:
             PolicyError: k is larger than the vocabulary.
         """
+        self._require("weights")
         size = self._model.config.get_text_config().vocab_size
         if not 0 < k <= size:
             raise PolicyError(f"the {k} most likely of {size} tokens")
-        shape = (*batch[keys.TOKEN_IDS].shape, k)
-        ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for rows, scores in self._iter_scores(self.module, batch, RequiredScores(topk=k)):
-            assert scores.topk is not None
-            length = scores.logprobs.shape[1]
-            ids[rows, :length], logprobs[rows, :length] = scores.topk.ids.cpu(), scores.topk.logprobs.cpu()
-        return TopK(self._sum_over_ranks(ids), self._sum_over_ranks(logprobs))
+        scored = self._iter_scores(self.module, batch, RequiredScores(topk=k))
+        return self._collect((rows, scores.topk) for rows, scores in scored if scores.topk is not None)
 
-    def offload(self) -> None:
-        """Move everything off the accelerator; a no-op on a CPU, and for weights that are kept on the CPU anyway."""
-        self._move(torch.device("cpu"))
+    def offload(self, *parts: OffloadPart) -> None:
+        """Move parts (none named: all) off the accelerator; a no-op on a CPU, and for weights that stay on the CPU."""
+        if self._has_own_memory:
+            chosen = parts or OFFLOAD_PARTS
+            self._offloader.offload({part: list(self._part_tensors(part)) for part in chosen})
 
-    def onload(self) -> None:
-        """Move everything back to the accelerator."""
-        self._move(self.device)
+    def onload(self, *parts: OffloadPart) -> None:
+        """Move parts (none named: all) back to the accelerator."""
+        self._offloader.onload(parts or OFFLOAD_PARTS)
 
-    def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> torch.Tensor:
-        result = torch.zeros(batch[keys.TOKEN_IDS].shape, dtype=torch.float32)
-        for rows, scores in self._iter_scores(module, batch, LOGPROBS_ONLY):
-            result[rows, : scores.logprobs.shape[1]] = scores.logprobs.cpu()
-        return self._sum_over_ranks(result)
+    @property
+    def _has_own_memory(self) -> bool:
+        """Return whether the device has memory other than the host's."""
+        return self.device.type != "cpu"
 
-    def _sum_over_ranks(self, result: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks, each of which has filled in its own."""
-        return self.layout.all_reduce_sum(result if self.layout.is_dp_leader else result.zero_())
+    @cached_property
+    def _offloader(self) -> Offloader:
+        return Offloader(self.device, frozen=self._frozen_parts)
+
+    def _require(self, *parts: OffloadPart) -> None:
+        """Raise PolicyError where one of these parts is offloaded."""
+        away = [part for part in parts if self._offloader.is_away(part)]
+        if away:
+            raise PolicyError(f"{', '.join(away)} of rank {self.layout.rank} are offloaded; call onload first")
+
+    def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> ScoredRows | None:
+        scored = self._iter_scores(module, batch, LOGPROBS_ONLY)
+        return self._collect((rows, (scores.logprobs,)) for rows, scores in scored)
+
+    def _collect(self, scored: Iterable[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]) -> ScoredRows | None:
+        """Return this rank's rows on the one of the ranks that share them which stands for all."""
+        if self.layout.is_dp_leader:
+            return collect_rows(scored)
+        for _ in scored:  # to its end: the ranks compute together
+            pass
+        return None
 
 
 class SupportsOptimizerStep(Protocol):
@@ -107,7 +136,7 @@ class SupportsOptimizerStep(Protocol):
         ...
 
 
-class PolicyWorker(ScoringWorker):
+class PolicyWorker(ScoringWorker[PolicyConfig]):
     """The policy on one rank of a layout.
 
     One call at a time, all from one thread. When a rank raises, the others wait for it until the layout's deadline.
@@ -122,12 +151,14 @@ class PolicyWorker(ScoringWorker):
             optimizer steps per batch.
         seed: of torch's random numbers, for optimizers that draw some.
         tokenizer: saved beside the weights by rank 0; None: no tokenizer is saved.
+        truncation: of sampling, by top-k and top-p; log-probs are of the distribution that is left.
 
     Raises:
         ConfigError: a model, override, optimizer, schedule, device or layout that is not available.
         PolicyError: the other ranks did not join before the deadline.
     """
 
+    _frozen_parts = ("reference",)
     _reference: nn.Module | None  # with the initial weights
     _num_matmul_parameters: int  # of the whole model
     _optimizer: Optimizer
@@ -145,11 +176,16 @@ class PolicyWorker(ScoringWorker):
         num_samples_per_step: int,
         seed: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        truncation: Truncation = WHOLE,
     ) -> None:
         self.config = config
+        self.truncation = truncation
         self.layout = layout
         self.device = resolve_device(config.device)
-        self.num_optimizer_steps = expected_optimizer_steps(num_samples_per_step, config.train_global_batch_size)
+        use_expandable_segments(self.device)
+        self.num_optimizer_steps = micro_batches.expected_optimizer_steps(
+            num_samples_per_step, config.train_global_batch_size
+        )
         self._tokenizer = tokenizer
         self._saving = BackgroundSave()
         torch.manual_seed(seed)
@@ -175,18 +211,19 @@ class PolicyWorker(ScoringWorker):
     def _load_optimizer(self, directory: Path) -> None:
         """Load the optimizer's state; raises CheckpointError for that of another optimizer or model."""
 
-    def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+    def reference_logprobs(self, batch: TrainingBatch) -> ScoredRows | None:
         """Return `logprobs` under the initial weights, which `load` does not change."""
         if self._reference is None:
             raise PolicyError("the policy was made without a reference")
+        self._require("weights", "reference")
         return self._logprobs(self._reference, batch)
 
     def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         """Take all optimizer steps of one batch, each over whole groups, then one step of the schedule.
 
         Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
-        `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps`, `train_flops` (of all
-        ranks together). A step with a non-finite gradient is skipped with a warning.
+        `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps` and those by cause,
+        `train_flops` (of all ranks together). A step whose loss or gradient is not finite is skipped with a warning.
 
         Raises:
             PolicyError: the batch lacks a key that the loss reads.
@@ -194,8 +231,9 @@ class PolicyWorker(ScoringWorker):
         missing = sorted(loss_fn.required_keys - set(batch.keys()))
         if missing:
             raise PolicyError(f"the loss reads {', '.join(missing)}, which the batch does not have")
+        self._require("weights", "optimizer")
         lr = float(self._optimizer.param_groups[0]["lr"])
-        parts = split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
+        parts = micro_batches.split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
@@ -207,8 +245,22 @@ class PolicyWorker(ScoringWorker):
         Tensors are gathered one at a time as `use` asks for them. On a single rank in float32 they are the live
         weights: copy them, do not keep them.
         """
+        return call_on_rank0(use, self._published_weights(), is_rank0=self._is_rank0)
+
+    def run_on_rank(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+        """Call `use` as `run_with_weights` does, on every rank; needs a backend that gathers the weights on all."""
+        weights = self._published_weights()
+        try:
+            return use(weights)
+        finally:
+            for _ in weights:  # the other ranks gather them too
+                pass
+
+    def _published_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the weights in the dtype of engines, where the policy computes: also those that stay on the CPU."""
+        self._require("weights")
         dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
-        return call_on_rank0(use, self._named_weights(dtype), is_rank0=self._is_rank0)
+        return ((name, tensor.to(self.device)) for name, tensor in self._named_weights(dtype))
 
     def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to write `weights/` in float32, `tokenizer/` and, if asked, `optimizer/`.
@@ -217,6 +269,9 @@ class PolicyWorker(ScoringWorker):
         weights' config.json names the policy's precision, which is what loaders use.
         """
         self.finish_save()
+        self._require("weights")
+        if save_optimizer:
+            self._require("optimizer")
         self._start_weights_save(path)
         if self._is_rank0 and self._tokenizer is not None:
             self._tokenizer.save_pretrained(path / "tokenizer")
@@ -233,6 +288,10 @@ class PolicyWorker(ScoringWorker):
             self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
         if self._is_rank0 and self._tokenizer is not None:
             self._tokenizer.save_pretrained(path / "weights")
+
+    def has_written_save(self) -> bool:
+        """Return whether this rank's part of what `save` began is on disk, or has failed."""
+        return self._saving.is_written
 
     def finish_save(self) -> None:
         """Wait until everything that `save` began is on disk, including the other ranks' files.
@@ -251,6 +310,7 @@ class PolicyWorker(ScoringWorker):
             CheckpointError: no checkpoint there, or one of another model or optimizer.
         """
         self.finish_save()
+        self._require("weights", "optimizer")
         self._load_weights(path)
         directory = path / "optimizer"
         seen = self.layout.all_gather_object(directory.exists())  # ranks may see different disks
@@ -273,11 +333,15 @@ class PolicyWorker(ScoringWorker):
         return train_flops(self._num_matmul_parameters, self._model.config, batch[keys.LENGTHS].tolist())
 
     @property
+    def _scoring_batching(self) -> micro_batches.MicroBatching:
+        return micro_batches.scoring_micro_batching(self.config)
+
+    @property
     def _is_rank0(self) -> bool:
         return self.layout.rank == 0
 
 
-class TeacherWorker(ScoringWorker):
+class TeacherWorker(ScoringWorker[TeacherConfig]):
     """A frozen teacher on one rank of a layout: weights are in `precision`, dropout is off.
 
     Args:
@@ -292,6 +356,8 @@ class TeacherWorker(ScoringWorker):
         PolicyError: the other ranks did not join before the deadline.
     """
 
+    _frozen_parts = ("weights",)
+
     def __init__(
         self, config: TeacherConfig, *, section: str, layout: RankLayout, model_path: str, temperature: float
     ) -> None:
@@ -299,8 +365,30 @@ class TeacherWorker(ScoringWorker):
         self._section = section
         self.layout = layout
         self.device = resolve_device(config.device)
+        use_expandable_segments(self.device)
         self._build_model(model_path, temperature=temperature)
+
+    @property
+    def _scoring_batching(self) -> micro_batches.MicroBatching:
+        return micro_batches.teacher_micro_batching(self.config, self._section)
 
     @abstractmethod
     def _build_model(self, model_path: str, *, temperature: float) -> None:
         """Make the model; the last step of the constructor."""
+
+
+def call_on_rank0(
+    use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT],
+    weights: Iterator[tuple[str, torch.Tensor]],
+    *,
+    is_rank0: bool,
+) -> ResultT | None:
+    """Return the result of `use` on rank 0 and None on the other ranks, which only take part in gathering.
+
+    All weights are gathered even when `use` stops before the last one or raises.
+    """
+    try:
+        return use(weights) if is_rank0 else None
+    finally:
+        for _ in weights:
+            pass

@@ -1,6 +1,6 @@
 """Quickstart data: words to spell backward, for training and for validation, and preference pairs of spellings.
 
-examples/configs/quickstart.yaml states the same validation set, so that the warm start never sees what the run
+nemo_rl/recipes/quickstart.yaml states the same validation set, so that the warm start never sees what the run
 validates on; its training set may be drawn from another seed.
 """
 

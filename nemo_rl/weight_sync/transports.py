@@ -13,22 +13,23 @@ from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import WEIGHT_TRANSPORTS
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import Generation, Policy, Weights
 
 if TYPE_CHECKING:
     from nemo_rl.config.layout import Layout
+    from nemo_rl.interfaces import Generation, Policy, Weights
 
 KEY = "weight_sync.transport"
+IN_DRIVER = "an engine in the driver's process reads weights from a file"
 
 
 class Transport(Protocol):
     """A way for weights. Tensors go straight from the policy's process to the engines'; the driver sees metadata."""
 
-    async def stage(self, policy: Policy) -> Weights:
+    async def stage(self, policy: "Policy") -> "Weights":
         """Make the policy's weights available, while the engines still work."""
         ...
 
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+    async def deliver(self, policy: "Policy", generation: "Generation", staged: "Weights", weight_version: int) -> None:
         """Load them into all engines, which are paused."""
         ...
 
@@ -53,8 +54,8 @@ class TransportEntry(Entry[WeightSyncConfig]):
 def choose_transport(wanted: str, layout: "Layout") -> str:
     """Return the name of the transport for `wanted` under `layout`; raises ConfigError where it does not work.
 
-    auto: on CUDA nccl for engines with devices of their own, cuda_ipc for one policy worker and one engine on one
-    device; else shared_memory where all engines are on the first policy worker's machine, or object_store.
+    auto: on CUDA nccl for engines with devices of their own, cuda_ipc for engines on the policy's; else shared_memory
+    where all engines are on the first policy worker's machine, or object_store.
     """
     entries = {name: _entry(name) for name in WEIGHT_TRANSPORTS.names}
     entries.setdefault(wanted, _entry(wanted))
@@ -107,7 +108,7 @@ def _shared_memory_problem(layout: "Layout") -> str | None:
 
 
 def _make_shared_memory(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.shared_memory import SharedMemory
+    from nemo_rl.weight_sync.host_memory import SharedMemory
 
     return SharedMemory()
 
@@ -118,11 +119,13 @@ SHARED_MEMORY = TransportEntry(
 
 
 def _object_store_problem(layout: "Layout") -> str | None:
+    if layout.engine_in_driver:
+        return IN_DRIVER
     return None if layout.needs_cluster else "a run in one process has no object store"
 
 
 def _make_object_store(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.object_store import ObjectStore
+    from nemo_rl.weight_sync.host_memory import ObjectStore
 
     return ObjectStore()
 
@@ -138,14 +141,16 @@ def _cuda_ipc_problem(layout: "Layout") -> str | None:
     if layout.is_split:
         return "policy and engines have devices of their own"
     if layout.engine_in_driver:
-        return "an engine in the driver's process reads weights from a file"
-    if len(layout.ranks) > 1 or len(layout.engines) > 1 or any(len(engine.gpus) > 1 for engine in layout.engines):
-        return "needs one policy rank and one engine on one device"
+        return IN_DRIVER
+    if len(layout.ranks) > 1 and not layout.ranks_gather_all:
+        return "not every policy rank gathers all of the weights"
+    if not {(e.node, gpu) for e in layout.engines for gpu in e.gpus} <= {(r.node, *r.gpus) for r in layout.ranks}:
+        return "an engine has devices without a policy rank"
     return None
 
 
 def _make_cuda_ipc(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.cuda_ipc import CudaIpc
+    from nemo_rl.weight_sync.device_memory import CudaIpc
 
     return CudaIpc()
 
@@ -158,11 +163,11 @@ def _nccl_problem(layout: "Layout") -> str | None:
         return "there is no CUDA device"
     if not layout.is_split:
         return "NCCL has one member a device, and policy and engines share theirs"
-    return None
+    return IN_DRIVER if layout.engine_in_driver else None
 
 
 def _make_nccl(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.broadcast import Broadcast
+    from nemo_rl.weight_sync.device_memory import Broadcast
 
     return Broadcast(backend="nccl", workers_per_engine=max(len(engine.gpus) for engine in layout.engines))
 

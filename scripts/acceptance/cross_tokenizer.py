@@ -30,7 +30,7 @@ def run(matching: str, overrides: list[str]) -> bool:
                 sys.executable,
                 "examples/run_distillation.py",
                 "--config",
-                "examples/configs/distillation_cross_tokenizer.yaml",
+                "distillation_cross_tokenizer.yaml",
                 f"++loss_fn.cross_tokenizer.matching={matching}",
                 "checkpointing.enabled=false",
                 f"logger.log_dir={log_dir}",

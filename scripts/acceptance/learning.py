@@ -2,10 +2,10 @@
 
 uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
 uv run scripts/acceptance/learning.py agent         the same through an agent that knows only a base URL
-uv run scripts/acceptance/learning.py async         with rollouts in the background (examples/configs/async.yaml)
+uv run scripts/acceptance/learning.py async         with rollouts in the background (async.yaml)
 uv run scripts/acceptance/learning.py ranks         the same over two policy ranks and two engines, on Ray
 uv run scripts/acceptance/learning.py megatron      on two stages of Megatron-core
-uv run scripts/acceptance/learning.py lora          adapters alone (examples/configs/lora.yaml)
+uv run scripts/acceptance/learning.py lora          adapters alone (lora.yaml)
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 """
 
@@ -35,13 +35,13 @@ AGENT = (
     "data.default.env_name=asker",
 )
 
-ASYNC = ("--config", "examples/configs/async.yaml")
+ASYNC = ("--config", "async.yaml")
 
 RANKS = ("policy.dtensor_cfg.data_parallel_size=2", "policy.generation.num_replicas=2")
 
 MEGATRON = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2")
 
-LORA = ("--config", "examples/configs/lora.yaml")
+LORA = ("--config", "lora.yaml")
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,14 @@ SMALL_RECIPES = ("grpo_math_1B", "cispo", "dapo", "dr_grpo", "gspo", "reinforce_
 RUNS = {
     "quickstart": ("run_grpo.py", (*GRPO, *HF)),
     "quickstart_vllm": ("run_grpo.py", GRPO),
-    "lora": ("run_grpo.py", ("--config", "examples/configs/lora.yaml", *GRPO, *HF)),
-    "async": ("run_grpo.py", ("--config", "examples/configs/async.yaml", *GRPO, AGE_ZERO)),
+    "lora": ("run_grpo.py", ("--config", "lora.yaml", *GRPO, *HF)),
+    "async": ("run_grpo.py", ("--config", "async.yaml", *GRPO, AGE_ZERO)),
     "sft": ("run_sft.py", ("sft.max_num_steps=2",)),
     "reward_model": ("run_rm.py", ("rm.max_num_steps=2", "rm.val_period=1")),
     "distillation": ("run_distillation.py", (*DISTILLATION, *HF)),
     "cross_tokenizer": (
         "run_distillation.py",
-        ("--config", "examples/configs/distillation_cross_tokenizer.yaml", *DISTILLATION, *HF),
+        ("--config", "distillation_cross_tokenizer.yaml", *DISTILLATION, *HF),
     ),
 }  # fmt: skip
 
@@ -71,7 +71,7 @@ def record(directory: Path, names: list[str]) -> int:
         runs = dict(RUNS)
         for recipe in SMALL_RECIPES:
             path = Path(scratch) / f"{recipe}.yaml"
-            path.write_text(SMALL_MODEL.format(recipe=Path("examples/configs").absolute() / f"{recipe}.yaml"))
+            path.write_text(SMALL_MODEL.format(recipe=Path("nemo_rl/recipes").absolute() / f"{recipe}.yaml"))
             runs[recipe] = ("run_grpo.py", ("--config", str(path)))
         runs = {name: run for name, run in runs.items() if not names or name in names}
         for name, (script, arguments) in runs.items():

@@ -1,6 +1,6 @@
 """A reward model from preferences to GRPO: its score rises, and the right answers beside it.
 
-uv run scripts/acceptance/reward_model.py           run_rm.py whole, then 80 steps of examples/configs/reward_model.yaml
+uv run scripts/acceptance/reward_model.py           run_rm.py whole, then 80 steps of nemo_rl/recipes/reward_model.yaml
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(steps: int) -> bool:
             "run_grpo.py",
             Path(scratch) / "grpo",
             "--config",
-            "examples/configs/reward_model.yaml",
+            "reward_model.yaml",
             f"scorers.rm.model_name={directory}",
             f"grpo.max_num_steps={steps}",
             "grpo.val_period=20",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.quickstart.models import make_model, make_tokenizer, student
@@ -22,8 +23,8 @@ from tests.unit.policy.tiny import MODELS, saved_model
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: saved_model(name, folder) for name in MODELS}
+    directory = tmp_path_factory.mktemp("models")
+    return {name: saved_model(name, directory) for name in MODELS}
 
 
 @pytest.fixture(scope="package")
@@ -56,8 +57,8 @@ def engine_loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("tiny_models")
-    return {name: save_tiny_model(folder / name, tied=name == "tied") for name in ("tied", "untied")}
+    directory = tmp_path_factory.mktemp("tiny_models")
+    return {name: save_tiny_model(directory / name, tied=name == "tied") for name in ("tied", "untied")}
 
 
 @pytest.fixture(scope="session")
@@ -78,25 +79,21 @@ def engines(engine_loop: asyncio.Runner, tiny_models: dict[str, Path]) -> Iterat
 def start(runner: asyncio.Runner, kind: str, model_path: str) -> Any:
     if kind == "hf":
         return HFGeneration(model_path, max_batch_size=4)
-    return runner.run(
-        VllmGeneration.create(
-            section(), model_path=model_path, dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
-        )
-    )
+    return runner.run(VllmGeneration.create(section(), EngineModel(model_path, "float32", MAX_MODEL_LEN, "cpu")))
 
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
     """Return the model that the server of `served_url` has, and its directory."""
-    folder = tmp_path_factory.mktemp("served")
+    directory = tmp_path_factory.mktemp("served")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, student(3))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # log-probs far from those of a uniform distribution
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model.eval(), folder
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model.eval(), directory
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
+from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 300
@@ -33,9 +34,9 @@ def tiny_model(*, tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).float().eval()
 
 
-def save_tiny_model(folder: Path, *, tied: bool) -> Path:
-    tiny_model(tied=tied).save_pretrained(folder)
-    return folder
+def save_tiny_model(directory: Path, *, tied: bool) -> Path:
+    tiny_model(tied=tied).save_pretrained(directory)
+    return directory
 
 
 def section(**vllm_kwargs: Any) -> VllmGenerationConfig:
@@ -56,10 +57,12 @@ async def answers(engine: Any, requests: Sequence[GenerationRequest]) -> dict[st
 
 
 @torch.no_grad()
-def exact_logprobs(model: Any, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> torch.Tensor:
-    """log_softmax(logits / temperature) of the sampled tokens: [number of sampled tokens]."""
+def exact_logprobs(
+    model: Any, prompt: Sequence[int], sampled: Sequence[int], temperature: float, truncation: Truncation = WHOLE
+) -> torch.Tensor:
+    """log_softmax(logits / temperature), truncated, of the sampled tokens: [number of sampled tokens]."""
     ids = torch.tensor([[*prompt, *sampled]])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    logits = truncation(model(ids).logits[0, len(prompt) - 1 : -1] / temperature, ids[0, len(prompt) :])
     return logits.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
 
 
@@ -73,6 +76,9 @@ class UntrainedPolicy:
 
     async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return use((name, self.published(name, tensor.detach())) for name, tensor in self.model.named_parameters())
+
+    async def run_on_all_ranks(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> list[ResultT]:
+        return [await self.run_with_weights(use)]
 
     async def logprobs(self, batch: TensorDict) -> torch.Tensor:
         token_ids: torch.Tensor = batch["token_ids"]

@@ -23,12 +23,13 @@ MEGATRON = {
     "megatron pp 2": Mesh(1, 1, 2, backend="megatron"),
     "megatron tp 2 pp 2": Mesh(1, 2, 2, backend="megatron"),
 }
+COPIES_OF_STAGES = {"megatron dp 2 pp 2": Mesh(2, 1, 2, backend="megatron")}  # where both matter together
 MEGATRON_TOGETHER = (
     "megatron dp 2",
     "megatron tp 2 pp 2",
 )  # every way at least once, where one model or call is enough
-MULTIPLE = FSDP2 | MEGATRON
-LAYOUTS = ("plain", "fsdp2 alone", *MULTIPLE)
+MULTIPLE = FSDP2 | MEGATRON | COPIES_OF_STAGES
+LAYOUTS = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON)
 FEWER = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON_TOGETHER)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads
 BATCHING: dict[str, dict[str, Any]] = {
@@ -47,8 +48,8 @@ class Layouts:
 
     def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
         """Return the first rank's result of each call; metrics and log-probs are the same on all ranks."""
-        if layout in MEGATRON:
-            section = MEGATRON[layout].config["megatron_cfg"]
+        if layout in MEGATRON | COPIES_OF_STAGES:
+            section = MULTIPLE[layout].config["megatron_cfg"]
             config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | config.pop("dtensor_cfg", {})
         arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}
         if layout not in MULTIPLE:

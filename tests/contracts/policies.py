@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.interfaces import TopK
 from nemo_rl.policy.backends import make_policy_worker
-from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.ranks import RankLayout, merge_rows
+from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.policy.worker import PolicyWorker
 
 SETTINGS: dict[str, Any] = {
@@ -21,6 +23,7 @@ SETTINGS: dict[str, Any] = {
 }
 SGD = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}  # a step moves every weight by its gradient
 
+SCORES = ("logprobs", "reference_logprobs", "topk_logprobs")  # each rank returns its rows
 Call = tuple[Any, ...]  # a method's name and its arguments, the keywords last as a dict
 
 
@@ -32,6 +35,7 @@ def make_policy(
     optimizer_steps: int = 1,
     temperature: float = 1.0,
     needs_reference: bool = False,
+    truncation: Truncation = WHOLE,
     tokenizer: Any = None,
     **config: Any,
 ) -> PolicyWorker:
@@ -51,6 +55,7 @@ def make_policy(
         num_samples_per_step=num_samples,
         seed=0,
         tokenizer=tokenizer,
+        truncation=truncation,
     )
 
 
@@ -68,6 +73,10 @@ def _called(policy: PolicyWorker, name: str, *arguments: Any) -> Any:
         return {parameter.dtype for group in policy._optimizer.param_groups for parameter in group["params"]}
     if arguments and arguments[0] is raising:
         return _error_of(policy, raising)
+    if name in SCORES:
+        scored = getattr(policy, name)(*arguments)
+        merged = merge_rows(policy.layout.all_gather_object(scored), arguments[0])
+        return merged[0] if len(merged) == 1 else TopK(*merged)
     keywords = arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}
     return getattr(policy, name)(*(arguments[:-1] if keywords else arguments), **keywords)
 

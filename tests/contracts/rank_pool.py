@@ -53,8 +53,8 @@ class Mesh:
 class RankPool:
     """A group of ranks for each mesh, all forked together and used in turn."""
 
-    def __init__(self, folder: Path, meshes: Iterable[Mesh]) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, meshes: Iterable[Mesh]) -> None:
+        self._directory = directory
         context = get_context("spawn")
         pipes = {mesh: [context.Pipe() for _ in range(mesh.world_size)] for mesh in meshes}
         self._connections = {mesh: [ours for ours, _ in pairs] for mesh, pairs in pipes.items()}
@@ -83,7 +83,7 @@ class RankPool:
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
             pipeline_parallel_size=mesh.pipeline_parallel_size,
-            init_method=f"file://{self._folder}/group-{list(self._connections).index(mesh)}",
+            init_method=f"file://{self._directory}/group-{list(self._connections).index(mesh)}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )
 
@@ -104,7 +104,7 @@ class RankPool:
 def _fork_ranks(connections: list[Connection]) -> None:
     """Return the process that has imported everything, by importing this module and the jobs' modules."""
     import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
-    from nemo_rl.policy.megatron.loading import import_megatron
+    from nemo_rl.policy.megatron.backend import import_megatron
 
     import_megatron()
 

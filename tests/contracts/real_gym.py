@@ -55,10 +55,10 @@ def real_gym(policy_base_url: str, **settings: Any) -> Iterator[str]:
         **settings,
     }
     script = Path(__file__).with_name("gym_servers.py")
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "gym.log").open("w+") as output:
+    with tempfile.TemporaryDirectory() as directory, (Path(directory) / "gym.log").open("w+") as output:
         process = subprocess.Popen(
             [str(python), "-I", str(script), json.dumps(given)],
-            cwd=folder,  # Gym makes folders where it runs
+            cwd=directory,  # Gym makes directories where it runs
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

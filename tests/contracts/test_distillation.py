@@ -14,7 +14,7 @@ from nemo_rl.interfaces import TopK
 from nemo_rl.losses.distillation import DistillationLossConfig
 from nemo_rl.losses.topk_divergence import TopKDivergence
 from nemo_rl.policy.backends import make_teacher_worker
-from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, merge_rows
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
@@ -46,12 +46,14 @@ LEARNT = [
 def ask(
     layout: RankLayout, *, path: Path, batch: TensorDict, calls: Sequence[tuple[Any, ...]], **config: Any
 ) -> list[Any]:
-    """Return the result of each call of a teacher, on one rank."""
+    """Return the result of each call of a teacher, the rows of all ranks together, on one rank."""
     section = TeacherConfig.model_validate({"model_name": str(path), "precision": "float32", "device": "cpu", **config})
     arguments: dict[str, Any] = {"section": "teacher", "model_path": str(path), "temperature": TEMPERATURE}
     teacher = make_teacher_worker(section, layout=layout, **arguments)
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
-    return [getattr(teacher, name)(batch, *more) for name, *more in calls]
+    scored = [layout.all_gather_object(getattr(teacher, name)(batch, *more)) for name, *more in calls]
+    merged = [merge_rows(parts, batch) for parts in scored]
+    return [values[0] if len(values) == 1 else TopK(*values) for values in merged]
 
 
 def whole_logprobs(path: Path, batch: TensorDict, model: Any = None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,17 +29,25 @@ every_environment = pytest.mark.parametrize("batched", [False, True], ids=["dire
 every_name = pytest.mark.parametrize("name", BY_NAME)
 
 
-def with_environment(name: str, batched: bool, use: Callable[[Environment], Awaitable[None]]) -> None:
-    entry = {**BY_NAME[name][0], "batching": {"enabled": batched, "max_batch_size": 2, "max_wait_ms": 1}}
+Use = Callable[[Environment], Awaitable[None]]
+WithEnvironment = Callable[[str, bool, Use], None]
 
-    async def main() -> None:
-        environment = make_environment(name, ENVIRONMENTS.read(entry, name, key=f"env.{name}"))
-        try:
-            await use(environment)
-        finally:
-            await environment.close()
 
-    asyncio.run(main())
+@pytest.fixture(scope="module")
+def with_environment() -> Iterator[WithEnvironment]:
+    """`with_environment(name, batched, use)`: calls `use` with that environment, which is made when first asked for."""
+    made: dict[tuple[str, bool], Environment] = {}
+
+    async def main(name: str, batched: bool, use: Use) -> None:
+        if (name, batched) not in made:
+            entry = {**BY_NAME[name][0], "batching": {"enabled": batched, "max_batch_size": 2, "max_wait_ms": 1}}
+            made[name, batched] = make_environment(name, ENVIRONMENTS.read(entry, name, key=f"env.{name}"))
+        await use(made[name, batched])
+
+    with asyncio.Runner() as runner:
+        yield lambda name, batched, use: runner.run(main(name, batched, use))
+        for environment in made.values():
+            runner.run(environment.close())
 
 
 def item(name: str, response: str | None = None) -> tuple[tuple[Message, ...], dict[str, Any]]:
@@ -50,7 +58,9 @@ def item(name: str, response: str | None = None) -> tuple[tuple[Message, ...], d
 
 @every_environment
 @every_name
-def test_each_item_gets_one_result_in_order_from_calls_that_overlap(name: str, batched: bool) -> None:
+def test_each_item_gets_one_result_in_order_from_calls_that_overlap(
+    name: str, batched: bool, with_environment: WithEnvironment
+) -> None:
     good, other = item(name), item(name, "zzz")
 
     async def use(environment: Environment) -> None:
@@ -69,7 +79,7 @@ def test_each_item_gets_one_result_in_order_from_calls_that_overlap(name: str, b
 
 @every_environment
 @every_name
-def test_no_items_give_no_results(name: str, batched: bool) -> None:
+def test_no_items_give_no_results(name: str, batched: bool, with_environment: WithEnvironment) -> None:
     async def use(environment: Environment) -> None:
         assert list(await environment.step([], [])) == []
 
@@ -77,7 +87,7 @@ def test_no_items_give_no_results(name: str, batched: bool) -> None:
 
 
 @every_name
-def test_callers_state_is_not_changed(name: str) -> None:
+def test_callers_state_is_not_changed(name: str, with_environment: WithEnvironment) -> None:
     messages, state = item(name)
     before = repr(state)
 
@@ -89,7 +99,7 @@ def test_callers_state_is_not_changed(name: str) -> None:
     with_environment(name, False, use)
 
 
-def test_game_of_several_turns_is_played_to_its_end() -> None:
+def test_game_of_several_turns_is_played_to_its_end(with_environment: WithEnvironment) -> None:
     state: Any = {**generate_puzzle(2, 3, seed=1), "response_truncated": False}
 
     async def use(environment: Environment) -> None:

@@ -123,3 +123,34 @@ def test_a_greedy_session_beside_sampled_ones_follows_no_seed(engine_loop, engin
     assert flat_token_ids(logs[0].message_log) == flat_token_ids(logs[1].message_log)
     assert flat_token_ids(drawn[0].message_log) != flat_token_ids(drawn[1].message_log)
     assert flat_token_ids(drawn[0].message_log) == flat_token_ids(drawn[2].message_log)
+
+
+@pytest.mark.usefixtures("parse_calls")
+def test_a_stream_of_vllm_samples_what_the_same_call_samples_without_one(engine_loop, engine):
+    """Deltas come in many events; a session of the same seed without a stream has the same tokens and log-probs."""
+
+    async def main() -> tuple[int, list[FinishedSession]]:
+        manager, num_deltas, finished = await manager_of(engine), 0, []
+        try:
+            for stream in (True, False):
+                handle = manager.open_session(seed=5)
+                async with AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0) as client:
+                    messages: Any = [{"role": "user", "content": "Where is it?"}]
+                    done: Any = await client.chat.completions.create(model="m", messages=messages, stream=stream)
+                    if stream:
+                        num_deltas = len([chunk async for chunk in done if chunk.choices[0].delta.content])
+                finished.append(await manager.finish(handle))
+        finally:
+            await manager.close()
+        return num_deltas, finished
+
+    num_deltas, (streamed, whole) = engine_loop.run(asyncio.wait_for(main(), DEADLINE_S))
+    assert num_deltas > 5
+    for one, other in zip(streamed.chains, whole.chains, strict=True):
+        assert flat_token_ids(one.message_log) == flat_token_ids(other.message_log)
+        torch.testing.assert_close(
+            torch.tensor([p for m in one.message_log for p in m.generation_logprobs or ()]),
+            torch.tensor([p for m in other.message_log for p in m.generation_logprobs or ()]),
+            atol=1e-5,
+            rtol=0,
+        )

@@ -10,6 +10,7 @@ from transformers import Qwen2ForCausalLM
 
 from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.generation.vllm.engine import VllmGeneration
+from nemo_rl.policy.truncation import Truncation
 from nemo_rl.types import Completion, FailedRequest
 from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, answers, exact_logprobs, request, tiny_model
 from tests.contracts.test_weight_sync import published
@@ -41,6 +42,19 @@ def test_logprobs_are_those_of_the_tempered_softmax(engine_loop, engine, model, 
         completion = results[asked.request_id]
         exact = exact_logprobs(model, asked.token_ids, completion.token_ids, temperature)
         assert len(completion.token_ids) == 20
+        torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, None), (1.0, 7), (0.9, 20)])
+def test_logprobs_are_those_of_the_trainers_truncated_distribution(engine_loop, engine, model, top_p, top_k):
+    requests = [
+        request(str(i), tokens=prompt, seed=i, temperature=0.7, top_p=top_p, top_k=top_k or -1, max_new_tokens=20)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    results = engine_loop.run(answers(engine, requests))
+    for asked in requests:
+        completion = results[asked.request_id]
+        exact = exact_logprobs(model, asked.token_ids, completion.token_ids, 0.7, Truncation(top_p, top_k))
         torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
 
 

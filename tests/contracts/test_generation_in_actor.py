@@ -8,7 +8,7 @@ import torch
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.vllm.actor import VllmActorGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import Completion, FailedRequest
@@ -22,9 +22,7 @@ def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
     section = VllmGenerationConfig(in_actor=True, vllm_cfg=cfg)
 
     async def main():
-        engine = await make_generation(
-            section, model_path=str(tiny_models["tied"]), dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
-        )
+        engine = await make_generation(section, EngineModel(str(tiny_models["tied"]), "float32", MAX_MODEL_LEN, "cpu"))
         assert isinstance(engine, VllmActorGeneration)
         policy = UntrainedPolicy(model)
         sync = TransportWeightSync([(5, 6, 7)], WeightSyncConfig(verify=True), "float32")

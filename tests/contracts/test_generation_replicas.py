@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
-from nemo_rl.generation.engines import make_generation
+from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import Completion
@@ -40,9 +40,7 @@ def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_model
 
     async def main():
         others = engine_processes()  # those that other tests share
-        router = await make_generation(
-            section, model_path=str(tiny_models["tied"]), dtype="float32", max_model_len=MAX_MODEL_LEN, device="cpu"
-        )
+        router = await make_generation(section, EngineModel(str(tiny_models["tied"]), "float32", MAX_MODEL_LEN, "cpu"))
         assert isinstance(router, ReplicatedGeneration)
         router._restart = None  # the machine has better things to do than to start one for this test
         sync = TransportWeightSync([PROMPT], WeightSyncConfig(verify=True), "float32")

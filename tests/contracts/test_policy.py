@@ -10,6 +10,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_rl.errors import ConfigError, PolicyError
 from nemo_rl.policy.ranks import SINGLE_RANK
+from nemo_rl.policy.truncation import Truncation
 from tests.contracts.layouts import (
     BATCHING,
     FSDP2,
@@ -75,6 +76,34 @@ def test_gradients_are_those_of_the_plain_model(
     torch.testing.assert_close(logprobs_after, expected, rtol=1e-4, atol=1e-4)
 
 
+TRUNCATED = [
+    ("plain", "samples"),
+    ("plain", "packed"),
+    ("2 x tp 2", "samples"),
+    ("megatron tp 2 pp 2", "packed"),
+]
+
+
+@pytest.mark.parametrize(("layout", "batching"), TRUNCATED)
+def test_truncated_logprobs_and_gradients_are_those_of_the_plain_model(
+    layout: str, batching: str, run: Layouts, models: dict[str, Path]
+) -> None:
+    batch, model = make_batch(UNEVEN), plain_model(models["qwen3"])
+    truncation = Truncation(top_p=0.8, top_k=10)
+    reading = [("logprobs", batch), ("reference_logprobs", batch), ("run_with_weights", clones)]
+    config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, "truncation": truncation}
+    logprobs, reference, _, after = run(
+        layout, "qwen3", *reading[:2], ("train_step", batch, WeightedNLL()), reading[2], **config, **BATCHING[batching]
+    )
+    expected = plain_logprobs(model, batch, temperature=0.7, top_p=0.8, top_k=10)
+    assert (expected - plain_logprobs(model, batch, temperature=0.7)).abs().max() > 0.1
+    torch.testing.assert_close(logprobs, expected.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(reference, expected.detach(), rtol=0, atol=1e-5)
+    (-(batch["advantages"] * expected).sum() / batch["token_mask"].sum()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter - after[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("layout", "name"), EACH)
 def test_reference_keeps_the_first_weights(layout: str, name: str, run: Layouts) -> None:
     first, reference, _, _, after, reference_after, _ = run.learnt(layout, name)
@@ -93,16 +122,17 @@ def test_weights_are_the_checkpoints_with_tied_ones_once(
     assert all(torch.equal(weights[n], expected[n]) for n in expected)
 
 
-@pytest.mark.parametrize("layout", ["2 x tp 2", "megatron tp 2", "megatron tp 2 pp 2"])
-def test_all_scores_are_those_of_one_rank(layout: str, run: Layouts) -> None:
-    """Also where the vocabulary of 37 is split over ranks."""
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", ["tp 2", "2 x tp 2", "megatron tp 2", "megatron tp 2 pp 2"])
+def test_all_scores_are_those_of_one_rank(layout: str, name: str, run: Layouts) -> None:
+    """Also where ranks share the vocabulary: of 38 tokens always, of 37 Megatron's ranks, the last with padding."""
     batch = make_batch(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     candidates = torch.randint(-3, VOCABULARY, (*batch["token_ids"].shape, 4), generator=generator)  # below 0: none
     batch["candidate_ids"] = candidates
     calls = [("topk_logprobs", batch, 20), ("train_step", batch, OfAllScores()), ("run_with_weights", clones)]
-    expected_topk, expected_metrics, expected = run("plain", "qwen2", *calls, optimizer=SGD, temperature=0.7)
-    topk, metrics, weights = run(layout, "qwen2", *calls, optimizer=SGD, temperature=0.7)
+    expected_topk, expected_metrics, expected = run("plain", name, *calls, optimizer=SGD, temperature=0.7)
+    topk, metrics, weights = run(layout, name, *calls, optimizer=SGD, temperature=0.7)
     torch.testing.assert_close(topk.logprobs, expected_topk.logprobs, rtol=1e-5, atol=1e-5)
     assert (topk.ids == expected_topk.ids).float().mean() > 0.99  # two may be equally likely
     assert_same_metrics(metrics, expected_metrics)

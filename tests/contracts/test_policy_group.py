@@ -15,8 +15,7 @@ from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.cluster import connect, reserve
 from nemo_rl.errors import WorkerDied, WorkerError
-from nemo_rl.policy.local import LocalPolicy
-from nemo_rl.policy.worker_group import PolicyWorkerGroup
+from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
 from tests.unit.policy.tiny import WeightedNLL, make_batch, saved_model
 
 DEADLINE_S = 300.0
@@ -61,6 +60,9 @@ async def two_steps(policy: Any) -> dict[str, Any]:
     await policy.offload()
     await policy.onload()
     _, norms = await policy.run_with_weights(NormsIn(2.0))
+    everywhere = await policy.run_on_all_ranks(NormsIn(2.0))
+    assert len({pid for pid, _ in everywhere}) == len(everywhere) == getattr(policy, "num_ranks", 1)
+    assert all(found == norms for _, found in everywhere)
     return {"first": first, "metrics": metrics, "norms": norms, "logprobs": await policy.logprobs(batch)}
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import CheckpointError
-from nemo_rl.policy.local import LocalPolicy
+from nemo_rl.policy.driver import LocalPolicy
 from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import answers, exact_logprobs, request
@@ -45,15 +45,15 @@ def with_adapter(path: Path, adapter: Path, *, is_trainable: bool = False) -> An
 @pytest.fixture(scope="module")
 def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with an `adapter/` that peft made, whose B is not 0."""
-    folders: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
     for name in {name for _, name, _ in EACH}:
         torch.manual_seed(1)
         config = LoraConfig(
             r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
         )
-        folders[name] = tmp_path_factory.mktemp(name)
-        get_peft_model(plain_model(models[name]), config).save_pretrained(str(folders[name] / "adapter"))
-    return folders
+        directories[name] = tmp_path_factory.mktemp(name)
+        get_peft_model(plain_model(models[name]), config).save_pretrained(str(directories[name] / "adapter"))
+    return directories
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Learnt:
     before: list[Any]  # log-probs, the reference's, weights
     metrics: dict[str, float]
     after: list[Any]
-    folders: tuple[Path, Path]
+    directories: tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,9 @@ def learnt(run: Layouts, adapters: dict[str, Path], tmp_path_factory: pytest.Tem
     def one(layout: str, model: str, batching: str) -> Learnt:
         key = (layout, model, batching)
         if key not in kept:
-            batch, folder = make_batch(UNEVEN), tmp_path_factory.mktemp("learnt")
-            folders = (folder / "before", folder / "after")
-            saves = [("save", path, {"save_optimizer": False}) for path in folders]
+            batch, directory = make_batch(UNEVEN), tmp_path_factory.mktemp("learnt")
+            directories = (directory / "before", directory / "after")
+            saves = [("save", path, {"save_optimizer": False}) for path in directories]
             reading = [("reference_logprobs", batch), ("logprobs", batch), ("run_with_weights", clones)]
             calls = [
                 *[("load", adapters[model]), *reading, saves[0], ("train_step", batch, WeightedNLL())],
@@ -83,7 +83,7 @@ def learnt(run: Layouts, adapters: dict[str, Path], tmp_path_factory: pytest.Tem
             ]
             config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, **BATCHING[batching], **CONFIG}
             said = run(layout, model, *calls, **config)
-            kept[key] = Learnt(said[1:4], said[5], said[6:9], folders)
+            kept[key] = Learnt(said[1:4], said[5], said[6:9], directories)
         return kept[key]
 
     return one
@@ -105,7 +105,7 @@ def test_logprobs_are_those_of_pefts_model_and_the_references_those_of_the_base(
     torch.testing.assert_close(result.before[1], adapted, rtol=0, atol=1e-5)
     torch.testing.assert_close(result.before[0], base, rtol=0, atol=1e-5)
     assert torch.equal(result.after[0], result.before[0])
-    learnt_model = with_adapter(models[name], result.folders[1] / "adapter")
+    learnt_model = with_adapter(models[name], result.directories[1] / "adapter")
     torch.testing.assert_close(result.after[1], expected_logprobs(learnt_model, batch), rtol=1e-4, atol=1e-4)
 
 
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_pefts_model(
     loss = -(batch["advantages"] * plain_logprobs(model, batch, temperature=0.7)).sum() / batch["token_mask"].sum()
     loss.backward()
     gradients = {n.replace(".default.", "."): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    before, after = load_file(adapters[name] / WEIGHTS), load_file(result.folders[1] / WEIGHTS)
+    before, after = load_file(adapters[name] / WEIGHTS), load_file(result.directories[1] / WEIGHTS)
     assert before.keys() == after.keys() == gradients.keys()
     for tensor, gradient in gradients.items():
         torch.testing.assert_close(before[tensor] - after[tensor], gradient, rtol=1e-4, atol=1e-5)
@@ -132,12 +132,12 @@ def test_engines_and_readers_of_the_checkpoint_get_the_merged_model(
     layout: str, name: str, batching: str, learnt: Any, models: dict[str, Path]
 ) -> None:
     result, batch = learnt(layout, name, batching), make_batch(UNEVEN)
-    for folder, weights in zip(result.folders, (result.before[2], result.after[2]), strict=True):
-        merged = with_adapter(models[name], folder / "adapter").merge_and_unload()
+    for directory, weights in zip(result.directories, (result.before[2], result.after[2]), strict=True):
+        merged = with_adapter(models[name], directory / "adapter").merge_and_unload()
         assert_near(weights, dict(merged.named_parameters()), atol=1e-6)
-        exported = AutoModelForCausalLM.from_pretrained(folder / "weights").eval()
+        exported = AutoModelForCausalLM.from_pretrained(directory / "weights").eval()
         assert all(torch.equal(p, weights[n]) for n, p in exported.named_parameters())
-    first = AutoModelForCausalLM.from_pretrained(result.folders[0] / "weights").eval()
+    first = AutoModelForCausalLM.from_pretrained(result.directories[0] / "weights").eval()
     torch.testing.assert_close(expected_logprobs(first, batch), result.before[1], rtol=1e-5, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import Normalizer, Policy, TokenScores
-from nemo_rl.policy.local import LocalPolicy
+from nemo_rl.policy.driver import LocalPolicy
 from tests.contracts.layouts import LENGTHS, Layouts
 from tests.contracts.policies import SETTINGS, clones
 from tests.unit.policy.tiny import WeightedNLL, make_batch
@@ -38,8 +38,10 @@ def test_policy_on_a_thread_gives_what_its_rank_gives(run: Layouts, models: dict
     async def use(policy: Policy) -> list[Any]:
         results = [await policy.reference_logprobs(batch), await policy.train_step(batch, WeightedNLL())]
         await policy.save(tmp_path, save_optimizer=True)
-        await policy.finish_save()
+        while not await policy.has_written_save():  # noqa: ASYNC110 - until the disk has it
+            await asyncio.sleep(0.01)
         assert (tmp_path / "optimizer" / ".metadata").exists()
+        await policy.finish_save()
         await policy.train_step(batch, WeightedNLL())
         await policy.offload()
         await policy.onload()

@@ -1,12 +1,15 @@
 """What one training step does on every layout of ranks: how it is computed, clipping, skipped steps, schedules."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl.errors import PolicyError
+from nemo_rl.policy.ranks import RankLayout
 from tests.contracts.layouts import (
     BATCHING,
     FEWER,
@@ -17,16 +20,20 @@ from tests.contracts.layouts import (
     assert_same_metrics,
     plain_model,
 )
-from tests.contracts.policies import SGD, clones
+from tests.contracts.policies import SGD, clones, make_policy
+from tests.contracts.rank_pool import Mesh, RankPool
 from tests.unit.policy.tiny import Exploding, WeightedNLL, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+FSDP2_ALONE_HAS = ("offloaded", "kept whole", "kept in shards")
 VARIANTS: dict[str, dict[str, Any]] = {
     "one by one": {"train_micro_batch_size": 1},
     "all at once": {"train_micro_batch_size": 8, "logprob_chunk_size": None},
     "recomputed": {"dtensor_cfg": {"activation_checkpointing": True}},
     "offloaded": {"dtensor_cfg": {"cpu_offload": True}},
+    "kept whole": {"train_micro_batch_size": 1, "dtensor_cfg": {"keep_unsharded": True}},
+    "kept in shards": {"train_micro_batch_size": 1, "dtensor_cfg": {"keep_unsharded": False}},
     "packed and recomputed": {**BATCHING["packed"], "dtensor_cfg": {"activation_checkpointing": True}},
     "packed in order": {"sequence_packing": {**BATCHING["packed"]["sequence_packing"], "algorithm": "concatenative"}},
     "padded by tokens": {
@@ -37,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("layout", "variant"),
-    [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v != "offloaded"],
+    [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v not in FSDP2_ALONE_HAS],
 )
 def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
     calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("run_with_weights", clones)]
@@ -120,6 +127,7 @@ def test_non_finite_gradient_leaves_the_weights_as_they_are(layout: str, run: La
     )
     assert metrics["num_skipped_steps"] == 1
     assert metrics["num_optimizer_steps"] == 0
+    assert metrics["skipped_steps/nonfinite_loss"] == 1  # Exploding's loss is infinite too
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert second["lr"] == 1e-2  # the schedule has not moved
     assert third["lr"] == 5e-3
@@ -137,3 +145,56 @@ def test_batch_without_a_valid_token_is_skipped(layout: str, run: Layouts, model
 def test_loss_that_reads_a_missing_key_is_refused(run: Layouts) -> None:
     with pytest.raises(PolicyError, match="advantages"):
         run("plain", "llama", ("train_step", make_batch(LENGTHS).exclude("advantages"), WeightedNLL()))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["megatron dp 2", "megatron dp 2 pp 2"])
+def test_divided_optimizer_and_overlapping_reduction_change_nothing(layout: str, precision: str, run: Layouts) -> None:
+    """Over three steps with clipping and a decay of matrices alone, and in what checkpoints get: float32 weights."""
+    batch = make_batch(LENGTHS)
+    calls = [("train_step", batch, WeightedNLL())] * 3 + [("run_with_weights", clones), ("logprobs", batch)]
+    optimizer = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1}
+    results = []
+    for is_divided in (False, True):
+        options = {"use_distributed_optimizer": is_divided, "overlap_grad_reduce": is_divided}
+        section = {"optimizer": optimizer, "distributed_data_parallel_config": options}
+        results.append(run(layout, "qwen3", *calls, megatron_cfg=section, precision=precision, max_grad_norm=0.5))
+    *expected_metrics, expected, expected_logprobs = results[0]
+    *metrics, weights, logprobs = results[1]
+    for one, other in zip(metrics, expected_metrics, strict=True):
+        assert_same_metrics(one, other)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(layout: RankLayout, *, path: Path, keep_unsharded: bool) -> tuple[int, int]:
+    """Return the gathers of weights and reductions of gradients of an optimizer step of four micro-batches a rank."""
+    config = {"train_micro_batch_size": 1, "dtensor_cfg": {"keep_unsharded": keep_unsharded}}
+    policy = make_policy(layout, path, **config)
+    with CountCollectives() as seen:
+        policy.train_step(make_batch([5] * 8), WeightedNLL())
+    policy.close()
+    return seen.counts["c10d._allgather_base_.default"], seen.counts["c10d._reduce_scatter_base_.default"]
+
+
+def test_whole_weights_are_gathered_and_their_gradients_reduced_once_per_step(
+    pool: RankPool, models: dict[str, Path]
+) -> None:
+    """Two layers and the rest, which are three groups; in shards, layers are gathered for both passes."""
+    mesh = Mesh(2)
+    kept = pool.run(mesh, collectives_of_a_step, path=models["qwen3"], keep_unsharded=True)
+    sharded = pool.run(mesh, collectives_of_a_step, path=models["qwen3"], keep_unsharded=False)
+    assert kept == [(3, 3)] * 2
+    assert sharded == [(4 * (3 + 2), 4 * 3)] * 2

@@ -30,10 +30,10 @@ LETTERS = "abcdefghij"
 TALKS = [(Message("user", "ab"), Message("assistant", LETTERS[: 1 + n * 7 % 10] * (1 + n % 3))) for n in range(9)]
 
 
-def save(folder: Path, model_type: str = "llama", *, labels: int = 1, padding: bool = False) -> PreTrainedModel:
+def save(directory: Path, model_type: str = "llama", *, labels: int = 1, padding: bool = False) -> PreTrainedModel:
     """A small classifier whose scores are far apart, with its tokenizer."""
     tokenizer = chat_tokenizer()
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(directory)
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "num_labels": labels, "hidden_size": 32}
     llama: dict[str, Any] = {
         "intermediate_size": 64,
@@ -55,7 +55,7 @@ def save(folder: Path, model_type: str = "llama", *, labels: int = 1, padding: b
     model = model.float().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
+    model.save_pretrained(directory)
     return model
 
 
@@ -69,9 +69,9 @@ def plain_scores(model: PreTrainedModel) -> list[float]:
 
 
 @contextmanager
-def scorer_of(folder: Path, runner: asyncio.Runner, **keys: Any) -> Iterator[RewardModelScorer]:
+def scorer_of(directory: Path, runner: asyncio.Runner, **keys: Any) -> Iterator[RewardModelScorer]:
     connect(num_cpus=2)
-    scorer = RewardModelScorer("rm", RewardModelScorerConfig(model_name=str(folder), device="cpu", **keys))
+    scorer = RewardModelScorer("rm", RewardModelScorerConfig(model_name=str(directory), device="cpu", **keys))
     try:
         yield scorer
     finally:

@@ -1,20 +1,25 @@
 """Two Ray nodes on one machine, with simulated GPUs: what was configured stands where it was configured."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray._private.authentication_test_utils import reset_auth_token_state
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config.layout import Layout, make_layout
 from nemo_rl.distributed.actors import spawn_actor
-from nemo_rl.distributed.cluster import connect, reserve, shutdown
+from nemo_rl.distributed.cluster import TOKEN, TOKEN_FILE, TOKEN_MODE, connect, reserve, shutdown
+from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import WorkerError
-from nemo_rl.policy.worker_group import PolicyWorkerGroup
+from nemo_rl.policy.driver import PolicyWorkerGroup
 from tests.contracts.standing import Standing
 from tests.contracts.test_policy_group import LENGTHS, settings
 from tests.unit.config.test_layout import config
@@ -25,16 +30,26 @@ GPUS_OF_A_NODE = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster that requires the token of this process's environment, as that of a user who joins one does."""
     shutdown()
+    token_file = tmp_path_factory.mktemp("token") / "token"
+    write_private(token_file, "12" * 32)
+    variables = pytest.MonkeyPatch()
+    variables.setenv(TOKEN_MODE, "token")
+    variables.setenv(TOKEN_FILE, str(token_file))
+    variables.delenv(TOKEN, raising=False)
+    reset_auth_token_state()  # Ray has read the variables when it was imported
     cluster = Cluster()
     for _ in range(2):
         cluster.add_node(num_cpus=2, resources={"sim_gpu": GPUS_OF_A_NODE}, object_store_memory=100 * 2**20)
     cluster.wait_for_nodes(timeout=DEADLINE_S)
     connect(cluster.address)
-    yield
+    yield str(cluster.address)
     shutdown()
     cluster.shutdown()
+    variables.undo()
+    reset_auth_token_state()
 
 
 def layout(device: Any, **values: Any) -> Layout:
@@ -57,6 +72,16 @@ def nodes_of(placed: Layout) -> tuple[list[str], list[str]]:
         return nodes[: len(placed.ranks)], nodes[len(placed.ranks) :]
 
     return asyncio.run(main())
+
+
+def test_stranger_is_refused_and_told_what_to_set(two_nodes: str) -> None:
+    script = "import sys; from nemo_rl.distributed.cluster import connect; connect(sys.argv[1])"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", script, two_nodes]
+    stranger = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert stranger.returncode == 1
+    assert f"WorkerError: the Ray cluster at '{two_nodes}'" in stranger.stderr
+    assert "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH" in stranger.stderr
 
 
 def test_split_by_nodes_they_stand_on_machines_of_their_own() -> None:

@@ -1,25 +1,29 @@
 """Every way for weights brings a real engine exactly the policy's: one suite over those that need no GPU."""
 
 import asyncio
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.registries import WEIGHT_TRANSPORTS
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed import machine as weight_files
 from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation import weight_reading as node_file
-from nemo_rl.weight_sync.broadcast import Broadcast
-from nemo_rl.weight_sync.object_store import ObjectStore
+from nemo_rl.interfaces import Generation, WeightManifest, Weights
+from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
+from nemo_rl.weight_sync.host_memory import ObjectStore, SharedMemory, WeightFile
 from nemo_rl.weight_sync.refit import TransportWeightSync
-from nemo_rl.weight_sync.shared_memory import SharedMemory
-from nemo_rl.weight_sync.transports import Transport
+from nemo_rl.weight_sync.transports import Transport, make_transport
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
-TRANSPORTS = ["shared_memory", "object_store", "gloo"]
+TRANSPORTS = ["shared_memory", "object_store", "gloo", "cuda_ipc", "custom"]
 
 
 class ThreadPolicy(UntrainedPolicy):
@@ -30,8 +34,39 @@ class ThreadPolicy(UntrainedPolicy):
         return await asyncio.to_thread(use, pairs)
 
 
+class ThroughADirectory:
+    """A user's transport: a file in a directory of its own."""
+
+    def __init__(self, directory: str) -> None:
+        self._file = WeightFile(Path(directory))
+
+    async def stage(self, policy: Any) -> WeightManifest:
+        return await policy.run_with_weights(self._file.write)
+
+    async def deliver(self, policy: Any, generation: Generation, staged: Weights, weight_version: int) -> None:
+        await generation.update_weights(staged, weight_version)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the directory for files of weights: in shared memory, and of this test alone."""
+    with tempfile.TemporaryDirectory(dir=weight_files.default_directory()) as directory:
+        monkeypatch.setattr(weight_files, "SHARED_MEMORY", Path(directory))
+        yield Path(directory)
+
+
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
+def transport(request: pytest.FixtureRequest, tmp_path: Path, shared_memory: Path) -> Transport:
+    if request.param == "cuda_ipc":
+        return CudaIpc(device="cpu", bucket_bytes=50_000)  # less than the embeddings have
+    if request.param == "custom":
+        keys = {"transport": f"{__name__}:ThroughADirectory", "kwargs": {"directory": str(tmp_path)}}
+        slots = (DeviceSlot(0),)
+        layout = Layout("cpu", 1, 0, slots, slots, is_split=False, needs_cluster=False)
+        return make_transport(WEIGHT_TRANSPORTS.read(keys), layout)
     if request.param == "shared_memory":
         return SharedMemory()
     if request.param == "gloo":
@@ -40,13 +75,8 @@ def transport(request: pytest.FixtureRequest) -> Transport:
     return ObjectStore()
 
 
-def leftovers() -> set[Path]:
-    return set(weight_files.SHARED_MEMORY.glob("nemo_rl_weights_*"))
-
-
-def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loop, engines, transport):
+def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loop, engines, transport, shared_memory):
     engine = engines("vllm", "tied")
-    before = leftovers()
 
     async def main() -> None:
         sync = TransportWeightSync([(5, 6, 7)], WeightSyncConfig(verify=True), "float32", transport=transport)
@@ -69,4 +99,4 @@ def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loo
             node_file.release()
 
     engine_loop.run(main())
-    assert leftovers() <= before
+    assert list(shared_memory.iterdir()) == []

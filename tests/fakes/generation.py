@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from nemo_rl.interfaces import Weights
+from nemo_rl.interfaces import EnginePart, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 
@@ -77,11 +77,11 @@ class FakeGeneration:
         self.calls.append(f"update_weights {weight_version}")
         self.weight_version = weight_version
 
-    async def sleep(self) -> None:
-        self.calls.append("sleep")
+    async def sleep(self, *, discards_weights: bool = False) -> None:
+        self.calls.append("sleep, discarding weights" if discards_weights else "sleep")
 
-    async def wake(self) -> None:
-        self.calls.append("wake")
+    async def wake(self, *parts: EnginePart) -> None:
+        self.calls.append(" ".join(("wake", *parts)))
 
     async def close(self) -> None:
         self.calls.append("close")

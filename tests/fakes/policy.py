@@ -1,13 +1,14 @@
 """A policy without a model, and the refit of an engine without weights; both write down what is asked of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import Generation, LossFn, Policy, TokenScores, TopK
+from nemo_rl.interfaces import DeviceTurns, Generation, LossFn, OffloadPart, Policy, TokenScores, TopK
 from nemo_rl.policy.micro_batches import count_valid
 from nemo_rl.types import TrainingBatch
 
@@ -19,13 +20,14 @@ class FakePolicy:
     """Its log-probs are those of the engine. Its weights are the number of steps that it was trained for.
 
     `train_step` evaluates the loss and reports what a policy reports; `on_train_step` is called first. The calls'
-    names go to `calls`, the batches trained on to `batches`.
+    names go to `calls`, the batches trained on to `batches`. A save that it writes slowly takes until `finish_save`.
     """
 
     def __init__(self, calls: list[str] | None = None, *, on_train_step: Callable[[int], None] | None = None) -> None:
         self.calls = [] if calls is None else calls
         self.batches: list[TrainingBatch] = []
         self.num_steps = 0
+        self.writes_slowly = True
         self._on_train_step = on_train_step or (lambda step: None)
 
     async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
@@ -59,9 +61,15 @@ class FakePolicy:
     async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return use([("num_steps", torch.tensor(self.num_steps))])
 
+    async def run_on_all_ranks(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> Sequence[ResultT]:
+        return [await self.run_with_weights(use)]
+
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         self.calls.append("save")
         _write(path, str(self.num_steps))
+
+    async def has_written_save(self) -> bool:
+        return not self.writes_slowly
 
     async def finish_save(self) -> None:
         self.calls.append("finish_save")
@@ -70,11 +78,11 @@ class FakePolicy:
         self.calls.append("load")
         self.num_steps = int(_read(path))
 
-    async def offload(self) -> None:
-        self.calls.append("offload")
+    async def offload(self, *parts: OffloadPart) -> None:
+        self.calls.append(" ".join(["offload", *parts]))
 
-    async def onload(self) -> None:
-        self.calls.append("onload")
+    async def onload(self, *parts: OffloadPart) -> None:
+        self.calls.append(" ".join(["onload", *parts]))
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -86,10 +94,13 @@ class FakeWeightSync:
     def __init__(self, calls: list[str] | None = None) -> None:
         self.calls = [] if calls is None else calls
 
-    async def publish(self, policy: Policy, generation: Generation, *, weight_version: int) -> None:
-        self.calls.append(f"publish {weight_version}")
-        engine: Any = generation
-        engine.weight_version = weight_version
+    async def publish(
+        self, policy: Policy, generation: Generation, *, weight_version: int, turns: DeviceTurns | None = None
+    ) -> None:
+        async with turns.delivery() if turns else nullcontext():
+            self.calls.append(f"publish {weight_version}")
+            engine: Any = generation
+            engine.weight_version = weight_version
 
     def close(self) -> None:
         self.calls.append("close")

@@ -36,18 +36,18 @@ echo "$((99 + $(wc -l <"$SBATCH_LOG")))"
 """
 
 
-def write_srun(folder: Path) -> Path:
+def write_srun(directory: Path) -> Path:
     """Make a directory for PATH that holds the fake commands."""
-    return _write(folder, "srun", SRUN)
+    return _write(directory, "srun", SRUN)
 
 
-def write_sbatch(folder: Path) -> Path:
+def write_sbatch(directory: Path) -> Path:
     """Make the same; calls are lines of the file that SBATCH_LOG names."""
-    return _write(folder, "sbatch", SBATCH)
+    return _write(directory, "sbatch", SBATCH)
 
 
-def _write(folder: Path, name: str, text: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-    return folder
+def _write(directory: Path, name: str, text: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_text(text)
+    (directory / name).chmod(0o755)
+    return directory

@@ -34,10 +34,10 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rows")
-    command = [sys.executable, "examples/nemo_gym/make_rows.py", "quickstart", "--folder", str(folder)]
+    directory = tmp_path_factory.mktemp("rows")
+    command = [sys.executable, "examples/nemo_gym/make_rows.py", "quickstart", "--directory", str(directory)]
     subprocess.run(command, cwd=ROOT, check=True, env=environment(), timeout=120)
-    return folder
+    return directory
 
 
 def train(rows: Path, log_dir: Path, *overrides: str) -> Run:
@@ -122,7 +122,7 @@ def test_an_interrupted_collection_goes_on_and_survives_the_way_through_gyms_fil
     assert said_in_gym == [row["messages"][-1]["content"] for row in merged]
 
     assert cli.run(["merge", str(again), "--from-nemo-gym", str(gyms)]) == 0
-    ours, back = ([*iter_task_rows(profile(folder))] for folder in (output, again))
+    ours, back = ([*iter_task_rows(profile(directory))] for directory in (output, again))
     assert [statistics_of(row) for row in back] == [statistics_of(row) for row in ours]
     assert any(reward > 0 for row in ours for reward in row["rollout_rewards"])
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def test_a_reward_model_that_run_rm_trained_rewards_grpo(tmp_path: Path) -> None:
-    folder = tmp_path / "reward_model"
+    directory = tmp_path / "reward_model"
     trained = subprocess.run(
         [
             sys.executable,
@@ -21,7 +21,7 @@ def test_a_reward_model_that_run_rm_trained_rewards_grpo(tmp_path: Path) -> None
             "rm.max_num_steps=2",
             "policy.train_global_batch_size=16",
             "policy.train_micro_batch_size=16",
-            f"checkpointing.checkpoint_dir={folder}",
+            f"checkpointing.checkpoint_dir={directory}",
             f"logger.log_dir={tmp_path / 'rm'}",
         ],
         capture_output=True,
@@ -36,8 +36,8 @@ def test_a_reward_model_that_run_rm_trained_rewards_grpo(tmp_path: Path) -> None
     run = run_grpo(
         tmp_path / "grpo",
         "--config",
-        str(ROOT / "examples" / "configs" / "reward_model.yaml"),
-        f"scorers.rm.model_name={folder}",
+        str(ROOT / "nemo_rl" / "recipes" / "reward_model.yaml"),
+        f"scorers.rm.model_name={directory}",
         "++scorers.letters={type: function, function: 'tests.functional.rules:num_letters', weight: 0.5}",
         "env.spelling.scorers=[rm,letters]",
         "grpo.max_num_steps=2",

@@ -5,21 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.quickstart.models import make_model, make_tokenizer, student
 from tests.functional.cli import ROOT, run_command_line
 
 pytestmark = pytest.mark.timeout(1200)
 SCRIPT = ROOT / "examples" / "run_sft.py"
-
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the quickstart's network before any training."""
-    folder = tmp_path_factory.mktemp("fresh")
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, student(0)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "fakes"
-RECIPE = ROOT / "nemo_rl" / "quickstart" / "collect.yaml"
+RECIPE = ROOT / "nemo_rl" / "recipes" / "collect.yaml"
 PROGRAM = "tests.fakes.collect_program"
 NUM_REPEATS = 2
 REAL_TASKS = 60
@@ -40,14 +40,14 @@ class Jobs:
 
 @dataclass
 class Case:
-    """A collection in a folder of its own, with the stand-in for `nemo-rl collect`."""
+    """A collection in a directory of its own, with the stand-in for `nemo-rl collect`."""
 
     cluster: SlurmCluster
-    folder: Path
+    directory: Path
 
     @property
     def output(self) -> Path:
-        return self.folder / "out%a"  # which Slurm would take for the array task's number
+        return self.directory / "out%a"  # which Slurm would take for the array task's number
 
     def submit(self, *overrides: str) -> Jobs:
         """Start a collection with the fake."""
@@ -56,23 +56,23 @@ class Case:
     def submit_real(self, *overrides: str) -> Jobs:
         """By the command line, as a user does."""
         own = (f"collect.output_dir={self.output}", f"collect.num_repeats={NUM_REPEATS}")
-        text = nemo_rl("submit", *own, f"slurm.job_name={self.folder.name}", *overrides)
+        text = nemo_rl("submit", *own, f"slurm.job_name={self.directory.name}", *overrides)
         found = dict(line.split(": job ") for line in text.splitlines() if ": job " in line)
         return Jobs(found["collection"], found["aggregation"])
 
     @property
     def server(self) -> tuple[str, ...]:
         """A small server in each array task."""
-        command = [sys.executable, str(FAKES / "node_server.py"), "'{host}:{port}'", str(self.folder)]
+        command = [sys.executable, str(FAKES / "node_server.py"), "'{host}:{port}'", str(self.directory)]
         return (f"slurm.server.command=[{','.join(command)}]", "slurm.server.start_timeout_s=120")
 
     def hold(self, seed: int, chunk: int, after: int) -> None:
         """Let that collection go no further than `after` rollouts until `release`."""
-        (self.folder / "partial").write_text(str(after))
-        (self.folder / "partial").rename(self.folder / f"hold-{seed}-{chunk}")
+        (self.directory / "partial").write_text(str(after))
+        (self.directory / "partial").rename(self.directory / f"hold-{seed}-{chunk}")
 
     def release(self, seed: int, chunk: int) -> None:
-        (self.folder / f"hold-{seed}-{chunk}").unlink()
+        (self.directory / f"hold-{seed}-{chunk}").unlink()
 
     def rows(self, seed: int, chunk: int | None) -> list[dict[str, Any]]:
         path = ShardFiles.of(self.output, seed, chunk).rollouts
@@ -98,9 +98,9 @@ def case(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("STEPS", str(tmp_path / "case"))
     monkeypatch.setenv("NEMO_RL_POLL_S", "0.2")
-    folder = tmp_path / "case"
-    folder.mkdir()
-    return Case(cluster, folder)
+    directory = tmp_path / "case"
+    directory.mkdir()
+    return Case(cluster, directory)
 
 
 def nemo_rl(command: str, *overrides: str) -> str:
@@ -168,7 +168,7 @@ def test_servers_of_two_nodes_stand_behind_one_address_and_the_death_of_one_ends
     several = ("slurm.nodes=2", "slurm.server.num_replicas=2", "slurm.collection.num_tasks=2")
     jobs = case.submit(*several, *case.server)
     case.wait_for_rows(jobs, 4, 0, 0)
-    (case.folder / "die-n2").touch()
+    (case.directory / "die-n2").touch()
     case.cluster.wait_until_ended(jobs.collection, jobs.aggregation)
     assert case.cluster.state(f"{jobs.collection}_0") == "FAILED"
     log = (case.output / "slurm/0001/logs" / "collect-0.log").read_text()
@@ -178,12 +178,80 @@ def test_servers_of_two_nodes_stand_behind_one_address_and_the_death_of_one_ends
     assert case.rows(0, 1) == []
 
 
+class Training:
+    """A training command in a job, with the stand-in for `nemo-rl`."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.directory = case, case.directory / "jobs" / "0001"
+        program = f"slurm.program=[{sys.executable},-m,tests.fakes.training_program]"
+        own = (program, f"slurm.directory={case.directory / 'jobs'}", f"slurm.job_name={case.directory.name}")
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "nemo_rl",
+                "submit",
+                *own,
+                "slurm.time=00:10:00",
+                "--",
+                "grpo",
+                "--config",
+                "quickstart",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=REAL_DEADLINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        self.job = done.stdout.splitlines()[0].removeprefix("training: job ")
+
+    def log(self) -> str:
+        path = self.directory / "train.log"
+        return path.read_text() if path.exists() else self.case.cluster.queue()
+
+    def checkpoint(self, name: str) -> str:
+        path = self.directory / "checkpoints" / name
+        return path.read_text() if path.exists() else ""
+
+    def finish(self) -> list[str]:
+        """Let the steps go on, and return the nodes of all starts once the job is done."""
+        (self.directory / "checkpoints" / "go").touch()
+        self.case.cluster.wait_until_ended(self.job)
+        assert self.case.cluster.state(self.job) == "COMPLETED", self.log()
+        assert self.checkpoint("step") == "3"
+        return self.checkpoint("nodes").split()
+
+
+def test_training_on_a_drained_node_goes_on_on_the_other_with_its_checkpoints(case: Case) -> None:
+    training, cluster = Training(case), case.cluster
+    wait_until(lambda: training.checkpoint("step") == "1", training.log)
+    [node] = training.checkpoint("nodes").split()
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    try:
+        cluster.run("scontrol", "requeue", training.job)
+        wait_until(lambda: len(training.checkpoint("nodes").split()) == 2, training.log)
+        assert training.finish() == [node, "n2" if node == "n1" else "n1"]
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+
+def test_training_at_its_time_limit_saves_and_is_requeued(case: Case) -> None:
+    training = Training(case)
+    wait_until(lambda: training.checkpoint("step") == "1", training.log)
+    case.cluster.run("scancel", "--signal=USR1", "--batch", training.job)  # as Slurm does at that time
+    wait_until(lambda: len(training.checkpoint("nodes").split()) == 2, training.log)
+    assert len(training.finish()) == 2
+    assert "requeued: the time limit is near" in training.log()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_real_collection_in_chunks_of_which_one_was_killed_equals_the_unchunked_one(case: Case) -> None:
     small = ("collect.seeds=0,1", f"data.input.size={REAL_TASKS}", "server.backend=hf", "collect.concurrency=2")
     arguments = (*small, "slurm.num_chunks=2", "slurm.sbatch_args=[--exclusive]")
-    nemo_rl("collect", *small, f"collect.output_dir={case.folder / 'whole'}", f"collect.num_repeats={NUM_REPEATS}")
+    nemo_rl("collect", *small, f"collect.output_dir={case.directory / 'whole'}", f"collect.num_repeats={NUM_REPEATS}")
     first = case.submit_real(*arguments)
     case.wait_for_rows(first, 1, 1, 0, REAL_DEADLINE_S)
     case.cluster.run("scancel", "--signal=KILL", "--full", f"{first.collection}_2")
@@ -200,7 +268,7 @@ def test_a_real_collection_in_chunks_of_which_one_was_killed_equals_the_unchunke
         [
             json.loads(line)
             for seed in (0, 1)
-            for line in ShardFiles.of(case.folder / "whole", seed).rollouts.read_text().splitlines()
+            for line in ShardFiles.of(case.directory / "whole", seed).rollouts.read_text().splitlines()
         ]
     )
 

@@ -1,4 +1,4 @@
-"""The chat templates of this folder, and a small tokenizer that knows their special tokens."""
+"""The chat templates of this directory, and a small tokenizer that knows their special tokens."""
 
 from pathlib import Path
 

@@ -1,7 +1,9 @@
+import json
 import logging
 import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +14,17 @@ import pytest
 import torch
 
 from nemo_rl.checkpoint import (
+    Checkpoint,
     CheckpointStore,
     SaveDeadline,
     TrainingInfo,
+    format_bytes,
     load_state,
     parse_duration_s,
     restore_rng_state,
     save_rng_state,
     save_state,
+    write_manifest,
 )
 from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
@@ -128,6 +133,13 @@ def test_best_by_metric_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert best.step == 2
 
 
+def test_the_newest_step_is_kept_where_an_older_one_is_written_after_it(tmp_path: Path) -> None:
+    store = store_in(tmp_path, keep_top_k=1, metric_name="val:accuracy")
+    save(store, 5, val_accuracy=0.1)
+    save(store, 3, val_accuracy=0.9)
+    assert steps(store) == [3, 5]
+
+
 def test_lower_may_be_better(tmp_path: Path) -> None:
     store = store_in(tmp_path, keep_top_k=1, metric_name="train:loss", higher_is_better=False)
     for step, loss in enumerate((0.5, 0.2, 0.7), start=1):
@@ -231,11 +243,11 @@ def test_killed_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_path: Path
 
 
 def test_killed_again_while_cleaning_up_still_leaves_a_checkpoint(tmp_path: Path) -> None:
-    for first in range(1, 10):  # a save that replaces a step has 8 points to die at, one that cleans up has 2 more
-        for second in range(1, 12):
+    for first in range(1, 13):  # a save that replaces a step has 11 points to die at, one that cleans up has 2 more
+        for second in range(1, 15):
             directory = tmp_path / f"{first}-{second}"
             save(store_in(directory, keep_top_k=1), 1, "old")
-            assert killed_save(directory, first, 1) == (first <= 8)
+            assert killed_save(directory, first, 1) == (first <= 11)
             killed_save(directory, second, 1)
             assert content(store_in(directory)) in ("old", "new")
 
@@ -334,3 +346,156 @@ def test_disk_errors_name_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="the checkpoint of step 1 cannot be begun"):
         store_in(tmp_path / "file").begin(1)
+
+
+# ---- damage
+
+
+def write_bytes(file: Path, change: Callable[[bytearray], object]) -> None:
+    content = bytearray(file.read_bytes())
+    change(content)
+    file.write_bytes(content)
+
+
+def flip(position: int) -> Callable[[Path], None]:
+    def change(content: bytearray) -> None:
+        content[position] ^= 1
+
+    return lambda file: write_bytes(file, change)
+
+
+def zero(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def grow(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def edit_json(**values: object) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+def edit_info(**values: object) -> Callable[[Path], None]:
+    """Change the training info, and the manifest with it: only the value itself tells."""
+
+    def change(file: Path) -> None:
+        edit_json(**values)(file)
+        (file.parent / "manifest.json").unlink()
+        write_manifest(file.parent, 2)
+
+    return change
+
+
+def as_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+WEIGHTS, OPTIMIZER, RNG = "policy/weights/model.safetensors", "policy/optimizer/__0_0.distcp", "rng_state.pt"
+INFO, MANIFEST = "training_info.json", "manifest.json"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "flipped first bit of the weights": (WEIGHTS, flip(0), "other content than was written"),
+    "flipped last bit of the weights": (WEIGHTS, flip(-1), "other content than was written"),
+    "flipped bit of the optimizer": (OPTIMIZER, flip(7), "other content than was written"),
+    "flipped bit of the random state": (RNG, flip(3), "other content than was written"),
+    "flipped bit of the position in the data": ("train_dataloader.pt", flip(3), "other content than was written"),
+    "zeros in the weights": (WEIGHTS, zero, "other content than was written"),
+    "zeros in the optimizer": (OPTIMIZER, zero, "other content than was written"),
+    "cut weights": (WEIGHTS, cut, r"has 63 bytes, and was written with 64"),
+    "empty weights": (WEIGHTS, empty, "has 0 bytes"),
+    "empty optimizer": (OPTIMIZER, empty, "has 0 bytes"),
+    "longer weights": (WEIGHTS, grow, r"has 65 bytes"),
+    "missing weights": (WEIGHTS, Path.unlink, "model.safetensors is missing"),
+    "missing part of the optimizer": (OPTIMIZER, Path.unlink, "__0_0.distcp is missing"),
+    "missing optimizer": ("policy/optimizer", shutil.rmtree, "policy/optimizer/.* is missing"),
+    "missing policy": ("policy", shutil.rmtree, "policy/.* is missing"),
+    "missing position in the data": ("train_dataloader.pt", Path.unlink, "train_dataloader.pt is missing"),
+    "missing random state": (RNG, Path.unlink, "rng_state.pt is missing"),
+    "file replaced by a directory": (WEIGHTS, as_directory, "model.safetensors is missing"),
+    "weights of another step": (WEIGHTS, lambda file: file.write_bytes(bytes([1]) * 64), "other content"),
+    "foreign weights beside them": ("policy/weights/extra.safetensors", Path.touch, "was not written with"),
+    "missing training info": (INFO, Path.unlink, "training_info.json is missing"),
+    "training info that is no JSON": (INFO, lambda file: file.write_text('{"step": 2, "cons'), "has 17 bytes"),
+    "another step": (INFO, edit_info(step=7), "step is 7, in the directory of step 2"),
+    "a step that is text": (INFO, edit_info(step="2"), "step is '2', not a count"),
+    "a step that is a fraction": (INFO, edit_info(step=2.0), "step is 2.0, not a count"),
+    "a step that is true": (INFO, edit_info(step=True), "step is True, not a count"),
+    "a negative number of prompts": (INFO, edit_info(consumed_prompts=-1), "consumed_prompts is -1, not a count"),
+    "metrics that are no numbers": (INFO, edit_info(metrics={"a": []}), "metrics are no numbers"),
+    "missing manifest": (MANIFEST, Path.unlink, "manifest.json is missing"),
+    "empty manifest": (MANIFEST, empty, "manifest.json cannot be read"),
+    "deep manifest": (MANIFEST, lambda file: file.write_text("[" * 100_000), "manifest.json cannot be read"),
+    "manifest that is a list": (MANIFEST, lambda file: file.write_text("[]"), "holds no JSON object"),
+    "manifest that is no text": (MANIFEST, lambda file: file.write_bytes(b"\xff\xfe"), "manifest.json cannot be read"),
+    "manifest without files": (MANIFEST, edit_json(files=3), "lists no files"),
+    "manifest of another step": (MANIFEST, edit_json(step=1), "has step 1, not 2"),
+}
+
+
+def save_whole(store: CheckpointStore, step: int) -> None:
+    path = store.begin(step)
+    contents = {WEIGHTS: bytes([step]) * 64, OPTIMIZER: bytes([step]) * 32, RNG: b"random", "config.yaml": b"a: 1"}
+    for name, data in (contents | {"train_dataloader.pt": b"position"}).items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    store.commit(path, TrainingInfo(step, consumed_prompts=4 * step, epoch=0))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    name, change, problem = DAMAGES[damage]
+    store = store_in(tmp_path)
+    for step in (1, 2):
+        save_whole(store, step)
+    change(tmp_path / "step_2" / name)
+    resumed = store.resume_point()
+    assert resumed is not None
+    assert resumed.path == tmp_path / "step_1"
+    assert re.search(f"damaged checkpoint: .*step_2.*{problem}", caplog.text)
+    store.set_damaged_aside(resumed)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_2", "step_1"]
+    save_whole(store, 2)
+    assert store.resume_point() == store.latest() == Checkpoint(tmp_path / "step_2", TrainingInfo(2, 8, 0))
+
+
+def test_intact_checkpoint_is_resumed_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_in(tmp_path)
+    assert store.resume_point() is None
+    save_whole(store, 1)
+    (tmp_path / "step_1" / "notes.txt").write_text("mine")
+    assert store.resume_point() == store.latest()
+    assert caplog.text == ""
+
+
+def test_run_does_not_start_afresh_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    for step in (1, 2):
+        save_whole(store, step)
+        cut(tmp_path / f"step_{step}" / WEIGHTS)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* can be resumed from: .*step_2.*; .*step_1.*; remove"
+    ):
+        store.resume_point()
+
+
+def test_sizes_are_told_as_people_read_them() -> None:
+    assert [format_bytes(n) for n in (7, 1500, 2_500_000, 1_500_000_000)] == [
+        "7 bytes",
+        "1.50 kB",
+        "2.50 MB",
+        "1.50 GB",
+    ]

@@ -1,4 +1,6 @@
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -22,3 +24,19 @@ def test_every_command_explains_itself(name: str) -> None:
     with pytest.raises(SystemExit) as end:
         run([name, "--help"])
     assert end.value.code == 0
+
+
+def test_help_of_a_training_command_shows_keys_with_the_schemas_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["grpo", "--help"])
+    assert "  grpo.num_prompts_per_step         int, default 32\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["grpo", "--help"], ["grpo", "grpo.num_prompt_per_step=4"]])
+def test_help_and_a_mistyped_key_import_no_heavy_library(arguments: list[str]) -> None:
+    names = ("torch", "vllm", "ray", "transformers", "datasets", "numpy", "aiohttp", "asyncio", "omegaconf")
+    code = f"import sys; from nemo_rl.cli import run\ntry: run({arguments})\nfinally: " + (
+        f"print([name for name in {names} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr

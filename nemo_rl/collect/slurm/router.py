@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import logging
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,10 +17,11 @@ from yarl import URL
 
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.distributed.load_balancer import LoadBalancer
-from nemo_rl.distributed.machine import raise_file_limit
+from nemo_rl.distributed.machine import max_connections, raise_file_limit
+from nemo_rl.web import Guard, Refused, accept, open_listener, read_body
 
 CONNECT_S = 10.0
-BACKLOG = 4096
+BODY_TIMEOUT_S = 60.0
 # RFC 9110, section 7.6.1, and the host of the next server.
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "te", "trailers", "transfer-encoding", "upgrade", "host"})
 
@@ -36,11 +36,12 @@ class Router:
         self._load_balancer = LoadBalancer(members)
         self.port = 0
         self._runner: web.AppRunner | None = None
+        self._accepting: asyncio.Server | None = None
         self._client: aiohttp.ClientSession | None = None
 
     @classmethod
     async def start(cls, members: Sequence[str], *, host: str = "127.0.0.1", port: int = 0) -> "Router":
-        """Start a router, which listens on return; port 0: a free one. Raises OSError where it cannot be bound."""
+        """Start a router, which listens on return; port 0: a free one. Raises ConfigError where it cannot be bound."""
         router = cls(members)
         await router._listen(host, port)
         return router
@@ -52,6 +53,8 @@ class Router:
 
     async def close(self) -> None:
         """Stop listening; requests in flight are cancelled."""
+        if self._accepting is not None:
+            self._accepting.close()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._client is not None:
@@ -62,21 +65,27 @@ class Router:
         # Connections are not kept: a server that hangs up an idle one would fail the next request.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._client = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        app = web.Application(client_max_size=2**40)
+        guard = Guard(host, public_paths=("/health",))
+        app = web.Application(client_max_size=2**40, middlewares=[guard.middleware])
         app.router.add_get("/health", self._health)
         app.router.add_route("*", "/{path:.*}", self._forward)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
-        listener = socket.create_server((host, port), backlog=BACKLOG)
+        assert self._runner.server is not None  # setup made it
+        listener = open_listener(host, port, key="--host, --port")
         self.port = listener.getsockname()[1]
-        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+        limit = max_connections(raise_file_limit())
+        self._accepting = await accept(self._runner.server, listener, max_connections=limit)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"members": self.load})
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Forward to the least busy member, among equals the first; to another where it cannot be reached."""
-        body = await request.read()
+        try:
+            body = await read_body(request, BODY_TIMEOUT_S)
+        except Refused as error:
+            return _error(error.status, str(error))
         causes: dict[str, str] = {}
         while len(causes) < len(self._load_balancer.members):
             with self._load_balancer.lease(avoid=causes) as member:

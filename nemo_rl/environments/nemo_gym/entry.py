@@ -1,10 +1,10 @@
-"""The entry `nemo_gym` of `env`: its section, its check, and the client of its stack, which is started if asked for."""
+"""The entry `nemo_gym` of `env`: its section, its check, the client of its stack, which is started on request."""
 
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -22,12 +22,28 @@ AGENT_SERVERS = "responses_api_agents"
 SERVER_KINDS = (AGENT_SERVERS, "responses_api_models", "resources_servers")
 # Keys of Gym's own configuration, which NeMo-RL's recipes write next to those of the section.
 GYM_KEYS = frozenset(
-    {"default_host", "error_on_almost_servers", "nemo_gym_log_dir", "ray_head_node_address", "use_absolute_ip"}
+    {
+        "default_host",
+        "dry_run",
+        "error_on_almost_servers",
+        "global_aiohttp_client_request_debug",
+        "global_aiohttp_connector_limit",
+        "global_aiohttp_connector_limit_per_host",
+        "nemo_gym_log_dir",
+        "ray_head_node_address",
+        "skip_venv_if_present",
+        "use_absolute_ip",
+        "uv_cache_dir",
+        "uv_pip_set_python",
+        "uv_venv_dir",
+    }
 )
 
 
 class NemoGymConfig(RolloutRunnerConfig):
     """A NeMo Gym stack, whose agents run the rows that name them: exactly one of `head_url` and `config_paths`."""
+
+    has_stack: ClassVar[bool] = True
 
     head_url: str | None = None  # of a running stack, e.g. http://127.0.0.1:11000
     config_paths: list[str] | None = None  # of a stack that the run starts and stops: Gym's YAML files
@@ -39,7 +55,7 @@ class NemoGymConfig(RolloutRunnerConfig):
     max_retries: int = Field(default=6, ge=0)  # of a rollout that no server has accepted
     retry_backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubles, up to 30 s
     port_range_low: int = Field(default=10_001, gt=0, lt=65_536)  # of a started stack's servers
-    port_range_high: int = Field(default=20_000, gt=0, lt=65_536)
+    port_range_high: int = Field(default=20_000, gt=0, lt=65_536)  # the highest of them
 
     @model_validator(mode="before")
     @classmethod
@@ -102,7 +118,9 @@ NEMO_GYM = Entry(NemoGymConfig, make=open_gym_client, check=check_nemo_gym)
 
 def _is_gym_key(name: str, value: Any) -> bool:
     """Return whether a key is one of Gym's own, or names one of its servers."""
-    return name in GYM_KEYS or (isinstance(value, Mapping) and any(kind in value for kind in SERVER_KINDS))
+    return name in GYM_KEYS or (
+        isinstance(value, Mapping) and any(kind in value for kind in (*SERVER_KINDS, "_inherit_from"))
+    )
 
 
 def _check_stack(key: str, section: NemoGymConfig) -> None:

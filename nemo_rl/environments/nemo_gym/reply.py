@@ -27,6 +27,10 @@ class GymUnavailable(GymError):
     """An infrastructure failure: connection refused or reset, 502, 503, 504, or a timeout."""
 
 
+class GymStackEnded(GymUnavailable):
+    """A started stack whose processes have ended; the text has the end of its log."""
+
+
 class GymRefused(GymError):
     """An environment failure: the server refused or failed, with 4xx, or 500 and its text."""
 
@@ -57,6 +61,7 @@ class GymReply:
     is_incomplete: bool  # the last response was truncated, by its token limit or a full context
     mask_sample: bool  # exclude the rollout from the gradient
     output: tuple[Mapping[str, Any], ...] = ()  # items of the response: messages, reasoning, tool calls and results
+    reward_components: Mapping[str, float] = field(default_factory=dict)  # by name, of which `reward` is the sum
     extras: Mapping[str, float | str] = field(default_factory=dict)  # further numbers and texts of the environment
 
 
@@ -80,6 +85,7 @@ def parse_reply(body: object) -> GymReply:
         is_incomplete=bool(response.get("incomplete_details")),
         mask_sample=mask_sample,
         output=tuple(output),
+        reward_components=_parse_components(body),
         extras={name: value for name, value in body.items() if name not in RESERVED_FIELDS and _is_scalar(value)},
     )
 
@@ -88,6 +94,18 @@ def _parse_reward(value: Any) -> float:
     if not _is_number(value):
         raise GymInvalidReply(f"reward must be a finite number, not {_abbreviate(value)}")
     return float(value)
+
+
+def _parse_components(body: Mapping[str, Any]) -> dict[str, float]:
+    """Return the named rewards of an environment with several; raises GymInvalidReply unless `reward` is their sum."""
+    components = body.get("reward_components")
+    if components is None:
+        return {}
+    if not isinstance(components, Mapping) or not all(_is_number(value) for value in components.values()):
+        raise GymInvalidReply(f"reward_components must be numbers by name, not {_abbreviate(components)}")
+    if not math.isclose(sum(components.values()), body["reward"], rel_tol=1e-4, abs_tol=1e-4):
+        raise GymInvalidReply(f"reward must be the sum of reward_components, not {_abbreviate(body['reward'])}")
+    return {str(name): float(value) for name, value in components.items()}
 
 
 def _parse_call(where: str, item: Mapping[str, Any]) -> GymCall | None:

@@ -18,7 +18,7 @@ from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.environments.nemo_gym.client import discover, find_unresponsive_servers
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
-from nemo_rl.environments.nemo_gym.reply import GymError, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymError, GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.workspace import (
     GymPython,
     collect_requirements,
@@ -59,9 +59,8 @@ class GymStack:
     ) -> "GymStack":
         """Start a stack and wait until all its servers respond; its files and `gym.log` are in `run_dir/nemo_gym`.
 
-        Raises ConfigError
-        for an invalid configuration, GymUnavailable with the end of the log for a stack that is not up within
-        `start_timeout_s`, which does not count the creation of its environment.
+        Raises ConfigError for an invalid configuration, GymUnavailable with the end of the log for a stack that is not
+        up within `start_timeout_s`, which does not count the creation of its environment.
         """
         stack = await asyncio.to_thread(cls._launch, section, policy, run_dir / "nemo_gym", key)
         try:
@@ -72,10 +71,10 @@ class GymStack:
         return stack
 
     def check(self) -> None:
-        """Raise GymUnavailable, with the end of the log, if the stack has ended: Gym stops when a server dies."""
+        """Raise GymStackEnded, with the end of the log, if the stack has ended: Gym stops when a server dies."""
         status = self._process.poll()
         if status is not None:
-            raise GymUnavailable(f"the stack has ended with status {status}{self._log_tail()}", url=self.head_url)
+            raise GymStackEnded(f"the stack has ended with status {status}{self._log_tail()}", url=self.head_url)
 
     async def close(self) -> None:
         """End every process of the stack; idempotent."""
@@ -125,9 +124,9 @@ class GymStack:
         except TimeoutError as error:
             problem = f"not up within {key}.start_timeout_s = {timeout_s:g} s; no response from {pending}"
             raise GymUnavailable(f"{problem}{self._log_tail()}", url=self.head_url) from error
+        except GymStackEnded:
+            raise
         except GymError as error:
-            if error.problem.startswith("the stack has ended"):
-                raise
             raise type(error)(f"{error.problem}{self._log_tail()}", url=error.url) from error
 
     def _terminate(self) -> None:
@@ -162,7 +161,7 @@ class GymStack:
 
 
 def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "subprocess.Popen[bytes]":
-    # Left out: modules of this Python, an environment of uv, a Ray cluster of another Python version.
+    # Excluded: modules of this Python, an environment of uv, a Ray cluster of another Python version.
     excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment |= {

@@ -22,12 +22,12 @@ class JudgeScorerConfig(EndpointScorerConfig):
     """A generative judge over chat completions."""
 
     prompt: str  # Jinja, with `messages`, `prompt`, `response` and the row's `metadata`
-    system_prompt: str | None = None
+    system_prompt: str | None = None  # the system message of each request; None: none
     parser: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"  # a regular expression with one group, or a dotted path
     min_score: float | None = None  # a score below it or above `max_score` is a typed failure
-    max_score: float | None = None
-    temperature: float = Field(default=0.0, ge=0)
-    max_tokens: int = Field(default=512, gt=0)
+    max_score: float | None = None  # a score above it or below `min_score` is a typed failure
+    temperature: float = Field(default=0.0, ge=0)  # of the judge's sampling; 0: greedy
+    max_tokens: int = Field(default=512, gt=0)  # of the judge's reply
 
 
 def check_judge(key: str, section: JudgeScorerConfig, config: object) -> None:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from nemo_rl.config.environment import (
     BatchedScorerConfig,
     BatchingConfig,
@@ -14,11 +16,12 @@ from nemo_rl.config.environment import (
     ModelScorerConfig,
     ScorerConfig,
 )
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.config.registries import SCORERS
-from nemo_rl.environments.batcher import Batcher
-from nemo_rl.environments.boundary import error_to_failure, reraise_own_cancellation
-from nemo_rl.errors import ConfigError, EnvironmentContractError, NemoRLError
+from nemo_rl.environments.boundary import Batcher, contain_exit, error_to_failure, reraise_own_cancellation
+from nemo_rl.environments.process_pool import ProcessPool
+from nemo_rl.environments.registry import messages_to_dicts
+from nemo_rl.errors import ConfigError, EnvironmentContractError, NemoRLError, WorkerError
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass
 
@@ -81,7 +84,7 @@ class CheckedScorer:
 
 
 class BatchedScorer:
-    """Any scorer behind a batcher: requests of rollouts that end at different times share its calls.
+    """Any scorer with a batcher in front of it: requests of rollouts that end at different times share its calls.
 
     A call that exceeds `timeout_s`, raises or returns a wrong number of scores fails its own requests and no others.
     """
@@ -114,7 +117,7 @@ async def score_with_checks(
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            scores = await scorer.score(requests)
+            scores = await contain_exit(scorer.score(requests))
         if len(scores) != len(requests):
             raise EnvironmentContractError(f"{len(scores)} scores for {len(requests)} requests")
         return [_validate_score(score) for score in scores]
@@ -132,12 +135,48 @@ async def score_each(
 
     async def score_one(request: ScoreRequest) -> float | Failure:
         try:
-            return await score(request)
+            return await contain_exit(score(request))
         except Exception as error:  # a server's words, a template's and a parser's code
             logger.debug("scoring a request failed", exc_info=error)
             return error_to_failure(error, FailureClass.REWARD)
 
     return list(await asyncio.gather(*map(score_one, requests)))
+
+
+class FunctionScorerConfig(BatchedScorerConfig):
+    """A rule: `(messages, metadata) -> float`, in processes of its own."""
+
+    function: str  # a dotted path
+    num_workers: int = Field(default=2, gt=0)  # processes that run the function
+
+
+class RuleScorer:
+    """A rule `(messages, metadata) -> float`; an exception, a hang or a crash fails its own request alone."""
+
+    def __init__(self, name: str, section: FunctionScorerConfig) -> None:
+        key = f"scorers.{name}.function"
+        function = import_path(key, section.function)
+        if not callable(function):
+            raise ConfigError(key, section.function, "not a function")
+        module, qualified_name = function.__module__, function.__qualname__
+        if "<" in qualified_name or "." in qualified_name:
+            raise ConfigError(key, section.function, "a function in a process of its own must be found by its path")
+        self._pool = ProcessPool(f"{module}:{qualified_name}", section.num_workers, timeout_s=section.timeout_s)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
+        return list(await asyncio.gather(*map(self._score, requests)))
+
+    async def _score(self, request: ScoreRequest) -> float | Failure:
+        try:
+            return await self._pool.call(messages_to_dicts(request.messages), dict(request.metadata))
+        except WorkerError as error:
+            return error_to_failure(error, FailureClass.REWARD)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+FUNCTION = Entry(FunctionScorerConfig, make=RuleScorer)
 
 
 def _validate_score(score: object) -> float | Failure:
@@ -151,6 +190,6 @@ def _validate_score(score: object) -> float | Failure:
 def _construct(name: str, path: str, target: type, kwargs: dict[str, Any]) -> Scorer:
     try:
         return target(**kwargs)
-    except Exception as error:  # a user's own constructor
+    except (Exception, SystemExit) as error:  # a user's own constructor
         problem = f"{path} cannot be constructed: {type(error).__name__}: {error}"
         raise ConfigError(f"scorers.{name}.kwargs", kwargs, problem) from error

@@ -1,20 +1,22 @@
-"""The scorer `reward_model`: a classifier of this run, on a thread of this process or in least-busy Ray actors.
+"""Reward models: `reward_model` loads one in this run, `classify` asks a served one.
 
-The model itself, which loads torch, is in classifier.py.
+`reward_model` is on a thread of this process or in least-busy Ray actors; the model itself, which loads torch, is in
+classifier.py. `classify` uses the classify, pooling or embeddings API of vLLM or SGLang.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.environment import ModelScorerConfig
+from nemo_rl.config.environment import EndpointScorerConfig, ModelScorerConfig
 from nemo_rl.config.kinds import Entry
 from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.environments.boundary import error_to_failure
+from nemo_rl.environments.scorers.registry import ScoreError, score_each
 from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
@@ -34,8 +36,8 @@ class RewardModelScorerConfig(ModelScorerConfig):
     max_length: int = Field(default=4096, gt=0)  # tokens; a longer conversation is a typed failure
     micro_batch_size: int = Field(default=8, gt=0)  # conversations per forward pass
     packing: bool = False  # concatenate the conversations of a forward pass; refused where it is not exact
-    precision: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the forward pass
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is a GPU
     start_timeout_s: float = Field(default=300.0, gt=0)  # for an actor to load the model
 
 
@@ -163,3 +165,61 @@ class _RewardModelActor:
 
 
 REWARD_MODEL = Entry(RewardModelScorerConfig, make=RewardModelScorer)
+
+
+# By `api`: the path, the key of the tokens in the request, and where the answer has its numbers.
+APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "vllm_classify": ("/classify", "input", lambda answer: answer["data"][0]["probs"]),
+    "vllm_pooling": ("/pooling", "input", lambda answer: answer["data"][0]["data"]),
+    "sglang_classify": ("/classify", "input_ids", lambda answer: _unwrap_single(answer)["embedding"]),
+    "embeddings": ("/v1/embeddings", "input", lambda answer: answer["data"][0]["embedding"]),
+}
+
+
+class ClassifyScorerConfig(EndpointScorerConfig):
+    """A served reward model: `POST /classify` or `/pooling` of vLLM, `/classify` of SGLang, `/v1/embeddings`."""
+
+    # the server's kind and endpoint
+    api: Literal["vllm_classify", "vllm_pooling", "sglang_classify", "embeddings"] = "vllm_classify"
+    tokenizer_name: str | None = None  # renders the conversation; None: `model`
+    chat_template: str | None = None  # Jinja text or a file; None: the tokenizer's own
+    label: int = Field(default=0, ge=0)  # the label whose score counts, if the model has several
+
+
+class ClassifyScorer:
+    """A served classifier, which is sent tokens so that it adds no second BOS; the score is that of `label`."""
+
+    def __init__(self, name: str, section: ClassifyScorerConfig) -> None:
+        from nemo_rl.distributed.endpoint import Endpoint  # loads aiohttp
+        from nemo_rl.environments.scorers.classifier import ConversationTokenizer  # loads torch
+
+        self._section = section
+        self._endpoint = Endpoint(f"scorers.{name}", section)
+        self._tokenizer = ConversationTokenizer.load(
+            f"scorers.{name}", section.tokenizer_name or section.model, chat_template=section.chat_template
+        )
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
+        return await score_each(requests, self._score)
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+    async def _score(self, request: ScoreRequest) -> float:
+        path, tokens_key, extract_numbers = APIS[self._section.api]
+        token_ids = self._tokenizer.encode(request.messages)
+        body = {"model": self._section.model, tokens_key: token_ids}
+        answer = await self._endpoint.post(path, body, num_tokens=len(token_ids))
+        try:
+            numbers = extract_numbers(answer)
+            return float(numbers[self._section.label] if isinstance(numbers, list) else numbers)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ScoreError(f"{path}: no score number {self._section.label} in {str(answer)[:200]}") from error
+
+
+CLASSIFY = Entry(ClassifyScorerConfig, make=ClassifyScorer)
+
+
+def _unwrap_single(answer: Any) -> Any:
+    """Return SGLang's answer to one request, which is an object or a list of one."""
+    return answer[0] if isinstance(answer, list) else answer

@@ -1,17 +1,21 @@
 """vLLM in a Ray actor: the front end of the engine, which takes time of its own, leaves the trainer's process."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
 from nemo_rl.generation.vllm.engine import CONTROL_S, VllmGeneration, environment
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.generation.weight_reading import release
-from nemo_rl.interfaces import Weights
+from nemo_rl.interfaces import EnginePart, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
-START_S = 300.0
+if TYPE_CHECKING:
+    from nemo_rl.generation.engines import EngineModel
+
 CLOSE_S = 60.0
 CALL_TIMEOUT_S = CONTROL_S + 30.0  # longer than the engine's own deadline, whose error says what took too long
 MAX_CONCURRENCY = 10_000  # calls at once: above any number of requests
@@ -20,13 +24,13 @@ MAX_CONCURRENCY = 10_000  # calls at once: above any number of requests
 class VllmActor:
     """The engine inside the actor."""
 
-    def __init__(self, section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str):
+    def __init__(self, section: VllmGenerationConfig, model: "EngineModel") -> None:
         self._section = section
-        self._arguments = {"model_path": model_path, "dtype": dtype, "max_model_len": max_model_len, "device": device}
+        self._model = model
         self._engine: VllmGeneration | None = None
 
     async def start(self) -> None:
-        self._engine = await VllmGeneration.create(self._section, **self._arguments)  # type: ignore[arg-type]
+        self._engine = await VllmGeneration.create(self._section, self._model)
 
     @property
     def engine(self) -> VllmGeneration:
@@ -40,6 +44,21 @@ class VllmActor:
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         async for result in self.engine.generate(requests):
             yield result
+
+    async def answer_as_sampled(
+        self, request: GenerationRequest
+    ) -> AsyncIterator[tuple[int, Sequence[int]] | Completion | FailedRequest]:
+        """Yield sampled tokens with the index of the first, then the answer."""
+        tokens: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
+        request = replace(request, on_tokens=lambda start, new: tokens.put_nowait((start, new)))
+        task = asyncio.ensure_future(self.answer(request))
+        task.add_done_callback(lambda _: tokens.put_nowait(None))
+        try:
+            while (new := await tokens.get()) is not None:
+                yield new
+            yield await task
+        finally:
+            task.cancel()
 
     async def pause(self, *, keep_cache: bool) -> None:
         await self.engine.pause(keep_cache=keep_cache)
@@ -55,11 +74,11 @@ class VllmActor:
             return str(error)
         return None
 
-    async def sleep(self) -> None:
-        await self.engine.sleep()
+    async def sleep(self, *, discards_weights: bool) -> None:
+        await self.engine.sleep(discards_weights=discards_weights)
 
-    async def wake(self) -> None:
-        await self.engine.wake()
+    async def wake(self, *, parts: Sequence[EnginePart]) -> None:
+        await self.engine.wake(*parts)
 
     async def close(self) -> None:
         release()
@@ -78,34 +97,29 @@ class VllmActorGeneration:
     async def create(
         cls,
         section: VllmGenerationConfig,
+        model: "EngineModel",
         *,
-        model_path: str,
-        dtype: str,
-        max_model_len: int,
-        device: str,
+        start_timeout_s: float,
         slot: Any = None,
         num_replicas: int = 1,
     ) -> "VllmActorGeneration":
-        """Start actor and engine; raises GenerationError when they do not start.
+        """Start actor and engine; raises GenerationError when they do not start within `start_timeout_s`.
 
         It runs on `slot`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
         """
         placed = {} if slot is None else {"slot": slot}
-        needs_gpus = device == "cuda" and slot is None
+        needs_gpus = model.device == "cuda" and slot is None
         actor = spawn_actor(
             VllmActor,
             section,
-            model_path,
-            dtype,
-            max_model_len,
-            device,
+            model,
             num_gpus=section.vllm_cfg.tensor_parallel_size if needs_gpus else 0,
             max_concurrency=MAX_CONCURRENCY,
-            env_vars=environment(device, num_replicas),
+            env_vars=environment(model.device, num_replicas, start_timeout_s=start_timeout_s),
             **placed,
         )
         try:
-            await actor.call("start", timeout_s=START_S)
+            await actor.call("start", timeout_s=start_timeout_s)
         except WorkerError as error:
             actor.kill()
             raise GenerationError(f"vLLM did not start in its actor: {error}") from error
@@ -120,10 +134,19 @@ class VllmActorGeneration:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         try:
+            if len(requests) == 1 and (on_tokens := requests[0].on_tokens) is not None:
+                plain = replace(requests[0], on_tokens=None)  # a function does not travel
+                async for result in self._actor.stream("answer_as_sampled", plain):
+                    if isinstance(result, tuple):
+                        on_tokens(*result)
+                    else:
+                        yield result
+                return
             if len(requests) == 1:  # a plain call costs less than a stream
                 yield await self._actor.call("answer", requests[0])
                 return
-            async for result in self._actor.stream("generate", list(requests)):
+            plain_requests = [replace(request, on_tokens=None) for request in requests]
+            async for result in self._actor.stream("generate", plain_requests):
                 yield result
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error
@@ -142,11 +165,11 @@ class VllmActorGeneration:
         if refusal is not None:
             raise WeightSyncError(refusal)
 
-    async def sleep(self) -> None:
-        await self._call("sleep")
+    async def sleep(self, *, discards_weights: bool = False) -> None:
+        await self._call("sleep", discards_weights=discards_weights)
 
-    async def wake(self) -> None:
-        await self._call("wake")
+    async def wake(self, *parts: EnginePart) -> None:
+        await self._call("wake", parts=parts)
 
     async def close(self) -> None:
         """End engine and actor; may be called twice."""
@@ -160,7 +183,7 @@ class VllmActorGeneration:
         finally:
             self._actor.kill()
 
-    async def _call(self, name: str, **arguments: bool) -> None:
+    async def _call(self, name: str, **arguments: Any) -> None:
         try:
             await self._actor.call(name, timeout_s=CALL_TIMEOUT_S, **arguments)
         except WorkerError as error:

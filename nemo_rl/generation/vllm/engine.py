@@ -7,8 +7,10 @@ for requests with stop strings.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
+import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
@@ -19,22 +21,27 @@ import numpy as np
 import torch
 
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
-from nemo_rl.generation.requests import as_completed
+from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
-from nemo_rl.interfaces import DeviceWeights, WeightChunks, Weights, WeightStream
+from nemo_rl.interfaces import DeviceWeights, EnginePart, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from nemo_rl.generation.engines import EngineModel
+
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # by name: vLLM's worker imports it
 CPU_KV_CACHE_BYTES = 512 * 2**20
+CPU_MAX_SEQS = 256
 MIN_CPU_BATCHED_TOKENS = 8192
 MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
+ENGINE_SEED_BITS = 31
 CONTROL_S = 600.0  # for the engine to pause, resume, load weights, sleep or wake
+START_S = 600.0  # for the model to load; vLLM's own limit
 SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
 
 QUIET_ENV = {
@@ -70,15 +77,17 @@ class VllmGeneration:
         from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._engine = engine
         self._control_s = control_s
-        self._uses_request_seeds = section.vllm_cfg.seed_requests
+        self._uses_request_seeds = section.vllm_cfg.seeds_requests(device)
         self._can_sleep = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
         self._sampling_params = SamplingParams
+        self._structured_outputs = StructuredOutputsParams
         self._final_only = RequestOutputKind.FINAL_ONLY
+        self._cumulative = RequestOutputKind.CUMULATIVE
         self._tokens_input = tokens_input
         self._refusal_errors = (VLLMClientError, ValueError)
         self._dead_error_type = EngineDeadError
@@ -92,20 +101,18 @@ class VllmGeneration:
 
     @classmethod
     async def create(
-        cls, section: VllmGenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
+        cls, section: VllmGenerationConfig, model: "EngineModel", *, start_timeout_s: float = START_S
     ) -> "VllmGeneration":
         """Start the engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start.
 
         The engine's process is spawned and imports the main module again: scripts need the `__main__` guard.
         """
-        with importing_vllm(device):
-            engine = start_engine(
-                section, model_path=model_path, dtype=dtype, max_model_len=max_model_len, device=device
-            )
-            generation = cls(engine, section, device=device)
+        with importing_vllm(model.device, start_timeout_s):
+            engine = start_engine(section, model)
+            generation = cls(engine, section, device=model.device)
             try:
                 async with generation._engine_deadline("start"):
-                    await engine.collective_rpc("detach_from_terminal")
+                    await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
@@ -141,12 +148,18 @@ class VllmGeneration:
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
             raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # it would kill the engine
         prompt = self._tokens_input(list(request.token_ids))
+        num_told = 0
         async for output in self._engine.generate(prompt, self._params(request), request.request_id):
-            return output  # the only one: FINAL_ONLY
+            if request.on_tokens is not None and (new := output.outputs[0].token_ids[num_told:]):
+                request.on_tokens(num_told, new)
+                num_told += len(new)
+            if request.on_tokens is None or output.finished:  # FINAL_ONLY: the first is the whole answer
+                return output
         raise GenerationError(f"vLLM gave no answer to {request.request_id}")
 
     def _params(self, request: GenerationRequest) -> "SamplingParams":
         sampling = request.sampling
+        guide = None if sampling.guide is None else self._structured_outputs(**structured_outputs(sampling.guide))
         return self._sampling_params(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -159,7 +172,8 @@ class VllmGeneration:
             ignore_eos=True,  # only the request's own stop tokens end it, as in every engine
             logprobs=0,
             flat_logprobs=True,
-            output_kind=self._final_only,
+            structured_outputs=guide,
+            output_kind=self._final_only if request.on_tokens is None else self._cumulative,
             skip_clone=True,
         )
 
@@ -196,15 +210,15 @@ class VllmGeneration:
             raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
         await self._engine.update_weight_version(str(weight_version))
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, discards_weights: bool = False) -> None:
         if self._can_sleep:
             async with self._engine_deadline("sleep"):
-                await self._engine.sleep(level=1)
+                await self._engine.sleep(level=2 if discards_weights else 1)
 
-    async def wake(self) -> None:
+    async def wake(self, *parts: EnginePart) -> None:
         if self._can_sleep:
             async with self._engine_deadline("wake"):
-                await self._engine.wake_up()
+                await self._engine.wake_up(list(parts) or None)
 
     @asynccontextmanager
     async def _engine_deadline(self, what: str) -> AsyncIterator[None]:
@@ -230,12 +244,14 @@ class VllmGeneration:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
-def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
+def environment(device: str, num_replicas: int = 1, *, start_timeout_s: float = START_S) -> dict[str, str]:
     """Return the environment variables of the engine's process, without those that the user has set.
 
+    vLLM reads its limit for loading the model, 600 s without the variable, when it is imported.
     Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to.
     """
     wanted = {**QUIET_ENV, **(CPU_ENV if device == "cpu" else {})}
+    wanted["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(start_timeout_s))
     if device == "cpu" and num_replicas > 1:
         num_threads = max(1, len(os.sched_getaffinity(0)) // num_replicas)
         wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -243,12 +259,12 @@ def environment(device: str, num_replicas: int = 1) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def importing_vllm(device: str) -> Iterator[None]:
+def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[None]:
     """Set the environment for importing vLLM and spawning its engine; what the user has set stays.
 
     Environment and global random states are put back at the end: vLLM seeds them.
     """
-    added = environment(device)
+    added = environment(device, start_timeout_s=start_timeout_s)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.environ.update(added)
     for logger in ("vllm", "torch.utils.cpp_extension"):
@@ -263,17 +279,17 @@ def importing_vllm(device: str) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def start_engine(
-    section: VllmGenerationConfig, *, model_path: str, dtype: str, max_model_len: int, device: str
-) -> "AsyncLLM":
+def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncLLM":
     """Start an engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(section, model_path, dtype, max_model_len, device)
+    arguments = engine_arguments(section, model)
+    # The sizes of batches that vLLM chooses by the device are those of its offline class, for the highest throughput.
+    context = None if model.device == "cpu" else UsageContext.LLM_CLASS
     try:
-        engine_args = AsyncEngineArgs(**arguments)
-        config = engine_args.create_engine_config()
+        config = AsyncEngineArgs(**arguments).create_engine_config(context)
     except Exception as error:  # vLLM's checks raise TypeError, ValueError, AssertionError and others
         key = "policy.generation.vllm_kwargs" if section.vllm_kwargs else "policy.generation.vllm_cfg"
         raise ConfigError(
@@ -282,27 +298,26 @@ def start_engine(
     try:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except Exception as error:
-        raise GenerationError(f"vLLM did not start with {model_path}: {error}") from error
+        raise GenerationError(f"vLLM did not start with {model.model_path}: {error}") from error
 
 
-def engine_arguments(
-    section: VllmGenerationConfig, model_path: str, dtype: str, max_model_len: int, device: str
-) -> dict[str, Any]:
+def engine_arguments(section: VllmGenerationConfig, model: "EngineModel") -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` override all others."""
-    cfg, on_cpu = section.vllm_cfg, device == "cpu"
-    length = cfg.max_model_len or max_model_len
+    cfg, on_cpu = section.vllm_cfg, model.device == "cpu"
+    length = cfg.max_model_len or model.max_model_len
+    dtype = section.dtype(model.dtype)
     arguments: dict[str, Any] = {
-        "model": model_path,
-        "dtype": dtype if cfg.precision == "auto" else cfg.precision,
+        "model": model.model_path,
+        "dtype": dtype,
         "max_model_len": length,
-        "max_num_seqs": cfg.max_num_seqs or 256,
+        "max_num_seqs": cfg.max_num_seqs or (CPU_MAX_SEQS if on_cpu else None),
         "tensor_parallel_size": cfg.tensor_parallel_size,
         "gpu_memory_utilization": cfg.gpu_memory_utilization,
         "kv_cache_memory_bytes": cfg.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
         "enforce_eager": on_cpu if cfg.enforce_eager is None else cfg.enforce_eager,
         "enable_prefix_caching": cfg.enable_prefix_caching,
         "enable_sleep_mode": needs_sleep(section, on_cpu),
-        "skip_tokenizer_init": not has_tokenizer(model_path),
+        "skip_tokenizer_init": not has_tokenizer(model.model_path),
         "generation_config": "vllm",  # the model's own defaults must not change how it is sampled
         "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
         "worker_extension_cls": WORKER_EXTENSION,
@@ -316,8 +331,21 @@ def engine_arguments(
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(length, MIN_CPU_BATCHED_TOKENS),
         }
+    else:
+        if cfg.tensor_parallel_size > 1:
+            # In a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs.
+            arguments["distributed_executor_backend"] = "mp"
+        if dtype != "float32":
+            # As the trainer: logits near 20 rounded to bfloat16 are off by up to 0.06.
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if not cfg.seeds_requests(model.device):
+        # vLLM's own default is one constant: replicas with the same prompts would sample the same responses.
+        arguments["seed"] = secrets.randbits(ENGINE_SEED_BITS)
+    overrides = {**arguments.get("hf_overrides", {}), **section.vllm_kwargs.get("hf_overrides", {})}
     arguments |= section.vllm_kwargs
-    if on_cpu and cfg.seed_requests and arguments["enable_chunked_prefill"]:
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    if on_cpu and cfg.seeds_requests(model.device) and arguments["enable_chunked_prefill"]:
         key = "policy.generation.vllm_kwargs.enable_chunked_prefill"
         raise ConfigError(key, True, "kills vLLM's CPU engine with vllm_cfg.seed_requests; switch one of them off")
     return arguments
@@ -348,9 +376,9 @@ def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
         weights = write_node_file(weights)
     if isinstance(weights, WeightStream):
         return "load_weight_stream", astuple(weights)
-    entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in weights.entries]
     if isinstance(weights, DeviceWeights):
-        return "load_device_weights", (weights.handle, entries)
+        return "load_device_weights", astuple(weights)
+    entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in weights.entries]
     return "load_weight_file", (weights.path, entries)
 
 

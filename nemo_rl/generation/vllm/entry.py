@@ -10,35 +10,42 @@ from nemo_rl.config.policy import GenerationConfig, SamplingConfig
 from nemo_rl.config.section import Section
 from nemo_rl.distributed.devices import Device, vllm_devices
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import Generation
 
 if TYPE_CHECKING:
     from nemo_rl.config.collect import ServerConfig
     from nemo_rl.config.layout import Layout
     from nemo_rl.config.master import TrainingRunConfig
+    from nemo_rl.generation.engines import EngineModel
+    from nemo_rl.interfaces import Generation
 
 
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`, under NeMo-RL's names."""
 
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: policy.precision
-    tensor_parallel_size: int = Field(default=1, gt=0)
+    tensor_parallel_size: int = Field(default=1, gt=0)  # GPUs of one engine
+    # share of a GPU's memory for weights and KV cache; without meaning on a CPU
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
     max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
-    max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
+    max_num_seqs: int | None = Field(default=None, gt=0)  # None on CUDA: vLLM's choice for the device; on a CPU: 256
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
     enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
-    seed_requests: bool = True  # a seed for each request: repeatable samples, at a cost in the sampler
+    seed_requests: bool | None = None  # a seed for each request: repeatable samples; None: true on a CPU, not on CUDA
+
+    def seeds_requests(self, device: str) -> bool:
+        """Return whether each request has a seed of its own; on CUDA each then costs a kernel a token."""
+        return device == "cpu" if self.seed_requests is None else self.seed_requests
 
 
 class VllmGenerationConfig(GenerationConfig):
     """`policy.generation` with `backend: vllm`."""
 
     GPUS_PER_ENGINE_KEY: ClassVar[str] = "policy.generation.vllm_cfg.tensor_parallel_size"
+    CAN_GUIDE: ClassVar[bool] = True
 
-    vllm_cfg: VllmConfig = VllmConfig()
+    vllm_cfg: VllmConfig = VllmConfig.with_defaults()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # passed to vLLM's engine arguments as they are
 
     @property
@@ -82,6 +89,7 @@ class VllmGenerationConfig(GenerationConfig):
                 enforce_eager=server.enforce_eager,
                 enable_prefix_caching=server.enable_prefix_caching,
                 enable_sleep_mode=False,
+                seed_requests=True,  # the same seed gives the same collection
             ),
             vllm_kwargs={**parallel, **trusted, **server.vllm_kwargs},
         )
@@ -106,11 +114,11 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
 
 
 async def make_vllm(
-    section: VllmGenerationConfig, *, slots: Sequence[Any] = (), trust_remote_code: bool = False, **model: Any
-) -> Generation:
+    section: VllmGenerationConfig, model: "EngineModel", *, slots: Sequence[Any], start_timeout_s: float
+) -> "Generation":
     """Start the engine or its replicas; several are in actors, served by a router.
 
-    `trust_remote_code` is ignored: vLLM has it among its `vllm_kwargs`. Raises ConfigError for settings that vLLM
+    `model.trust_remote_code` is ignored: vLLM has it among its `vllm_kwargs`. Raises ConfigError for settings that vLLM
     refuses, GenerationError when it does not start.
     """
     # Imported here: vLLM takes seconds, and Ray one, which a run without them need not wait.
@@ -119,13 +127,16 @@ async def make_vllm(
     if count == 1 and slots_or_none[0] is None and not section.in_actor:
         from nemo_rl.generation.vllm.engine import VllmGeneration
 
-        return await VllmGeneration.create(section, **model)
+        return await VllmGeneration.create(section, model, start_timeout_s=start_timeout_s)
 
     from nemo_rl.generation.router import ReplicatedGeneration, start_engines
     from nemo_rl.generation.vllm.actor import VllmActorGeneration
 
-    async def start(index: int) -> Generation:
-        return await VllmActorGeneration.create(section, **model, slot=slots_or_none[index], num_replicas=count)
+    async def start(index: int) -> "Generation":
+        slot = slots_or_none[index]
+        return await VllmActorGeneration.create(
+            section, model, slot=slot, num_replicas=count, start_timeout_s=start_timeout_s
+        )
 
     if count == 1:
         return await start(0)

@@ -1,4 +1,4 @@
-"""What runs in vLLM's workers, which it reaches as their `worker_extension_cls`: the engine's half of a refit."""
+"""The engine's half of a refit: it runs in vLLM's workers, as their `worker_extension_cls`."""
 
 import ctypes
 import os
@@ -13,9 +13,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl.distributed.tensor_stream import TensorStream
-from nemo_rl.generation.weight_reading import device_weights, map_weights
-from nemo_rl.interfaces import DeviceWeights, WeightEntry, WeightManifest
+from nemo_rl.distributed.machine import end_with
+from nemo_rl.distributed.tensor_buckets import receive_tensors
+from nemo_rl.distributed.tensor_stream import TensorStream, member_name
+from nemo_rl.generation.weight_reading import map_weights
+from nemo_rl.interfaces import WeightEntry, WeightManifest
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 PlainEntry = tuple[str, str, list[int], int]  # what the engine's calls can carry
@@ -32,40 +34,50 @@ class WeightLoadingExtension:
     model_config: Any
     vllm_config: Any
     device: torch.device
+    rank: int  # among the engine's workers
     _stream: TensorStream | None = None
 
-    def detach_from_terminal(self) -> None:
-        """Leave Ctrl-C in a terminal to the trainer, which ends the engine; die with a trainer that is killed."""
+    def detach_from_terminal(self, trainer: int) -> None:
+        """Leave Ctrl-C in a terminal to the trainer, which ends the engine; die with a trainer that is killed.
+
+        `trainer` is the process that started the engine: the parent of this one, or of the engine's core whose executor
+        started this worker. The core ends with it too.
+        """
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with(trainer)
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""
         self._load(map_weights(WeightManifest(path, to_weight_entries(entries))))
 
-    def load_device_weights(self, handle: bytes, entries: list[PlainEntry]) -> None:
-        """Load tensors from memory of this worker's CUDA device, which the policy's process holds."""
-        self._load(device_weights(DeviceWeights(handle, to_weight_entries(entries)), self.device))
+    def load_device_weights(self, token: str, timeout_s: float) -> None:
+        """Load tensors that the policy rank on this worker's device hands over."""
+        self._load_to_the_end(receive_tensors(token, device=self.device, timeout_s=timeout_s))
 
-    def load_weight_stream(self, host: str, port: int, group: int, size: int, backend: str, timeout_s: float) -> None:
+    def load_weight_stream(
+        self, host: str, port: int, group: int, members: list[str], engine: str, backend: str, timeout_s: float
+    ) -> None:
         """Load tensors from a broadcast; join its group where that has not been done."""
         if self._stream is None or self._stream.group != group:
             self._stream = TensorStream(
                 host,
                 port,
                 group=group,
-                size=size,
+                members=members,
+                name=member_name(engine, self.rank),
                 backend=backend,
                 timeout_s=timeout_s,
                 device=self.device,
-                is_sender=False,
             )
-        received = self._stream.receive()
+        self._load_to_the_end(self._stream.receive())
+
+    def _load_to_the_end(self, received: Iterator[tuple[str, torch.Tensor]]) -> None:
         try:
             self._load(received)
         finally:
-            for _ in received:  # the others wait for this one in every broadcast
+            for _ in received:  # the sender, and all who receive the same, wait for this worker
                 pass
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

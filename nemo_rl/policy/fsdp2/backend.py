@@ -1,11 +1,11 @@
 """The entries of the FSDP2 backend: their sections and checks. Imports no torch."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, factory_at
-from nemo_rl.config.policy import AUTO, BackendConfig, PolicyConfig
+from nemo_rl.config.policy import AUTO, BackendConfig, ParallelModelConfig, PolicyConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
@@ -24,12 +24,12 @@ class LoraAdapterConfig(Section):
     A layer is named by its last part (`q_proj`), its full name, or a pattern of the full name (`*.layers.0.*`).
     """
 
-    enabled: bool = False
+    enabled: bool = False  # train adapters alone; false: all weights
     target_modules: list[str] = Field(default_factory=list)  # linear layers; empty: all but the output layer
     exclude_modules: list[str] = Field(default_factory=list)  # layers without an adapter
     match_all_linear: bool = False  # the explicit form of empty target_modules
     dim: int = Field(default=8, gt=0)  # the rank of B A
-    alpha: int = Field(default=32, gt=0)
+    alpha: int = Field(default=32, gt=0)  # numerator of the scale alpha / dim
     lora_A_init: Literal["xavier", "kaiming"] = "xavier"  # normal or uniform values; B is initially 0
     save_merged: bool = True  # checkpoints also hold the merged model in weights/; false: the adapter alone
 
@@ -37,10 +37,16 @@ class LoraAdapterConfig(Section):
 class DTensorConfig(BackendConfig):
     """FSDP2, and tensor parallelism by DTensor; the ranks that share the samples also share the weights."""
 
+    GATHERS_ON_ALL_RANKS: ClassVar[bool] = True
+
     backend: str = Field(default="fsdp2", exclude=True)
-    enabled: bool = True
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
+    enabled: bool = True  # read where `backend` is "auto": this one without megatron_cfg.enabled, in any case
+    activation_checkpointing: bool = False  # compute activations again in the backward pass, which saves memory
+    cpu_offload: bool = False  # keep weights, gradients and optimizer state in host memory
+    # Gather weights and reduce gradients once per optimizer step, not once per micro-batch; auto: where whole weights
+    # and gradients take at most a quarter of each device's memory.
+    keep_unsharded: bool | Literal["auto"] = "auto"
+    compile: bool = False  # each decoder layer, by torch.compile
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
 
     @property
@@ -58,7 +64,7 @@ class DTensorConfig(BackendConfig):
 class TrainedDTensorConfig(DTensorConfig):
     """FSDP2 of a model that is trained, all weights or adapters alone."""
 
-    lora_cfg: LoraAdapterConfig = LoraAdapterConfig()
+    lora_cfg: LoraAdapterConfig = LoraAdapterConfig.with_defaults()
 
     @property
     def adapters(self) -> str | None:
@@ -92,6 +98,21 @@ def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> N
         raise ConfigError(key, size, f"must divide the model's {shown}; allowed: {', '.join(map(str, allowed))}")
 
 
+def check_compile(key: str, section: DTensorConfig, model: ParallelModelConfig) -> None:
+    """Raise ConfigError for compiled layers that tensor-parallel ranks share, where this section is the model's."""
+    if section.compile and section.tensor_parallel_size > 1 and model.parallelism is section:
+        problem = (
+            f"{key}.tensor_parallel_size is {section.tensor_parallel_size}: torch 2.13 compiles such layers for a "
+        )
+        raise ConfigError(f"{key}.compile", True, f"{problem}single length only; allowed: false")
+
+
+def check_training(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) -> None:
+    """Raise ConfigError for options that exclude each other."""
+    check_compile(key, section, policy)
+    check_lora(key, section, policy)
+
+
 def check_lora(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) -> None:
     """Raise ConfigError for options that adapters cannot be combined with."""
     lora, lora_key = section.lora_cfg, f"{key}.lora_cfg"
@@ -110,6 +131,8 @@ def check_lora(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) ->
 
 
 FSDP2: Entry[Any] = Entry(
-    TrainedDTensorConfig, make=factory_at("nemo_rl.policy.fsdp2.worker:make_policy_worker"), check=check_lora
+    TrainedDTensorConfig, make=factory_at("nemo_rl.policy.fsdp2.worker:make_policy_worker"), check=check_training
 )
-FSDP2_TEACHER: Entry[Any] = Entry(DTensorConfig, make=factory_at("nemo_rl.policy.fsdp2.worker:make_teacher_worker"))
+FSDP2_TEACHER: Entry[Any] = Entry(
+    DTensorConfig, make=factory_at("nemo_rl.policy.fsdp2.worker:make_teacher_worker"), check=check_compile
+)

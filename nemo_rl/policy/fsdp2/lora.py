@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.fsdp2.backend import LORA_KEY, LoraAdapterConfig
-from nemo_rl.policy.fsdp2.sharding import gather_full_tensor
+from nemo_rl.policy.fsdp2.sharding import BASE_LAYER, gather_full_tensor, own_part
 
 DIRECTORY = "adapter"  # of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
-_A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."  # in the names of peft's layers
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 _PREFIX = "base_model.model."  # of names in peft's files
 
 
@@ -35,15 +35,14 @@ class Adapters:
     """The adapters of a model, whose own weights are frozen: W + scale B A, where B is initially 0.
 
     Args:
-        model: changed in place; its linear layers become peft's.
+        model: changed in place; its linear layers become peft's. `initialize` gives the adapters their values.
         base: the base model that adapter_config.json names.
-        seed: of the initial values of A, the same on every rank.
 
     Raises:
         ConfigError: names of layers that the model does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, section: LoraAdapterConfig, *, base: str, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, section: LoraAdapterConfig, *, base: str) -> None:
         from peft import LoraConfig, TaskType, inject_adapter_in_model
 
         names = select_adapted_modules(model, section)
@@ -59,9 +58,19 @@ class Adapters:
         self._config.inference_mode = True  # as peft's own files say
         self._layers: list[Any] = [model.get_submodule(name) for name in names]
         self.scale = section.alpha / section.dim
+        self._initialization = section.lora_A_init
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Set A to random values and B to 0: on every rank its shards of the same values."""
         generator = torch.Generator().manual_seed(seed)
         for layer in self._layers:
-            _initialize_lora_a(layer.lora_A["default"].weight, section.lora_A_init, generator)
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            whole = torch.empty(a.shape)
+            _initialize_lora_a(whole, self._initialization, generator)
+            index, local = own_part(a)
+            local.copy_(whole[index])
+            own_part(b)[1].zero_()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -135,8 +144,8 @@ class LazyMergedWeight:
         return self.base.shape
 
     def materialize(self) -> torch.Tensor:
-        """Return the whole merged tensor in the dtype of W; all ranks call it together."""
-        base, a, b = (gather_full_tensor(tensor) for tensor in (self.base, self.a, self.b))
+        """Return the whole merged tensor in the dtype of the adapters; all ranks call it together."""
+        base, a, b = (gather_full_tensor(tensor).to(self.a.dtype) for tensor in (self.base, self.a, self.b))
         return torch.addmm(base, b, a, alpha=self.scale)
 
 
@@ -146,11 +155,11 @@ def merge_adapter_weights(
     """Return the state dict under the plain model's names, with adapted weights as `LazyMergedWeight`."""
     merged: dict[str, torch.Tensor | LazyMergedWeight] = {}
     for name, tensor in tensors.items():
-        layer, is_weight = name.removesuffix(f"{_BASE}weight"), name.endswith(f"{_BASE}weight")
+        layer, is_weight = name.removesuffix(f"{BASE_LAYER}weight"), name.endswith(f"{BASE_LAYER}weight")
         if is_weight:
             merged[f"{layer}.weight"] = LazyMergedWeight(tensor, tensors[layer + _A], tensors[layer + _B], scale)
         elif not name.endswith((_A, _B)):
-            merged[name.replace(_BASE, ".")] = tensor
+            merged[name.replace(BASE_LAYER, ".")] = tensor
     return merged
 
 

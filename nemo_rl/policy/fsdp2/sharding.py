@@ -1,12 +1,16 @@
-"""FSDP2 and tensor parallelism around a model: which ranks hold which shard of its weights."""
+"""FSDP2 and tensor parallelism around a model: which rank holds which shard, its reading, and when a layer is whole."""
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,19 +19,177 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.fsdp2.backend import DTensorConfig
-from nemo_rl.policy.hf_model import decoder_layers
+from nemo_rl.policy.hf_model import ModelTensors, decoder_layers, open_tensors
+from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.ranks import RankLayout, device_mesh, join
+from nemo_rl.policy.truncation import VocabularyShard
 
+BASE_LAYER = ".base_layer."  # in the names of peft's layers (lora.py)
+_MEMORY_SHARE = 0.25  # of a device for whole weights and gradients, where `keep_unsharded` is auto
 _HEADS_DIM = 2  # of [B, T, heads, width of a head], which the norms of Qwen3's queries and keys see
+
+
+def needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
+    """Return whether FSDP2 is of use: a single float32 rank on a CPU has nothing to shard, move or cast."""
+    return layout.init_method is not None or device.type == "cuda" or config.precision == "bfloat16"
+
+
+def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
+    """Return whether FSDP2 is of use for a frozen model: on a single rank only if its weights are offloaded."""
+    return layout.world_size > 1 or (device.type == "cuda" and config.section_of(DTensorConfig).cpu_offload)
+
+
+def shard(
+    module: CausalLogprobs, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device
+) -> None:
+    """Split layers and vocabulary over the tensor-parallel ranks, then wrap the layers, and the rest as one, in FSDP2.
+
+    Weights and gradients keep their dtype. In bfloat16, weights are cast when a layer gathers them and gradients are
+    reduced in float32. Layers move to the device one at a time, so that it never holds the whole model.
+    """
+    join(layout, device)
+    mesh = device_mesh(layout, device)
+    if layout.tensor_parallel_size > 1:
+        split_layers(module, mesh)
+        split_vocabulary(module, mesh)
+    param_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    is_offloaded = config.section_of(DTensorConfig).cpu_offload
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
+    for layer in decoder_layers(module):
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
+    fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each layer's matrices by this rank's shards of them; `mesh` has the dimension "tp"."""
     for layer in decoder_layers(model):
         parallelize_module(layer, mesh["tp"], _plan(layer))
+
+
+def split_vocabulary(module: CausalLogprobs, mesh: DeviceMesh) -> None:
+    """Replace embedding and output layer by this rank's part of the vocabulary; `mesh` has the dimension "tp".
+
+    Both stay whole where the ranks do not divide the vocabulary evenly, which FSDP2 needs, and where the model computes
+    its logits in a way of its own.
+    """
+    ranks, model = mesh["tp"], module.model
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not module.is_chunked or not isinstance(table, nn.Embedding) or not isinstance(head, nn.Linear):
+        return
+    num_tokens = head.out_features
+    if num_tokens % ranks.size() or table.num_embeddings != num_tokens:
+        return
+    is_tied = head.weight is table.weight
+    parallelize_module(table, ranks, RowwiseParallel(input_layouts=Replicate()))
+    parallelize_module(head, ranks, ColwiseParallel())
+    if is_tied:
+        head.weight = table.weight
+    module.vocabulary = VocabularyShard(ranks.get_group(), ranks.get_local_rank() * (num_tokens // ranks.size()))
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each decoder layer by itself at its first use (`compile`); equal layers share their kernels.
+
+    Attention over packed sequences is left to its own kernel. The second length of a micro-batch makes torch compile
+    once more, for every length.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward)  # within FSDP2's hooks, which torch cannot compile
+
+
+@contextmanager
+def kept_unsharded(module: nn.Module, *, is_enabled: bool) -> Iterator[None]:
+    """Return a context in which a module that FSDP2 wraps keeps its whole weights from the first use on.
+
+    Gradients are summed in each rank's memory and reduced by the backward pass that `reduce_next_gradients` announces;
+    without one they must not exist. All ranks enter and leave it together.
+    """
+    if not is_enabled or not isinstance(module, FSDPModule):
+        yield
+        return
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_forward(False)
+    module.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        reduce_next_gradients(module)
+        module.set_reshard_after_forward(True)
+        module.set_reshard_after_forward(False, recurse=False)  # its default: the root comes first again
+        reshard(module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered weights; after scoring the root still holds its own."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def reduce_next_gradients(module: nn.Module) -> None:
+    """Let the next backward pass reduce the gradients that `kept_unsharded` has summed, with its own."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
+
+
+def should_keep_unsharded(
+    module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device
+) -> bool:
+    """Return whether a pass over several micro-batches may keep the whole weights; the same on every rank."""
+    section = config.section_of(DTensorConfig)
+    if not isinstance(module, FSDPModule):
+        return False
+    if section.keep_unsharded != "auto" or section.cpu_offload:
+        return section.keep_unsharded is True
+    budget = _MEMORY_SHARE * _device_memory(device, layout.world_size)
+    return min(layout.all_gather_object(budget)) >= unsharded_bytes(module, config.precision)
+
+
+def unsharded_bytes(module: nn.Module, precision: str) -> int:
+    """Return the memory of whole weights in `precision` and their gradients in float32, of one tensor-parallel rank.
+
+    Example: 1.5e9 trained weights in bfloat16: 9 GB; 4e9 frozen ones: 8 GB.
+    """
+    bytes_of_weight = 2 if precision == "bfloat16" else 4
+    return sum(_num_unsharded(p) * (bytes_of_weight + 4 * p.requires_grad) for p in module.parameters())
+
+
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a shard; all ranks call it together. There is no copy where one rank holds it all."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local()
+    # An offloaded shard moves to the device that the ranks communicate on.
+    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):  # one dimension at a time: torch warns of two at once
+        placements[dim] = Replicate()
+        gathered = gathered.redistribute(placements=placements)
+    return gathered.to_local()
+
+
+def own_part(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
+    """Return where this rank's shard is in the whole tensor, and its memory."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape), tensor.detach()
+    local, chunks = tensor.to_local().detach(), tensor.__create_chunk_list__()
+    return tuple(slice(o, o + n) for o, n in zip(chunks[0].offsets, chunks[0].sizes, strict=True)), local
+
+
+def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
+    """Return how many of all ranks hold the same shard of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return num_ranks
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return num_ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
@@ -47,53 +209,81 @@ def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     return {name: style for name, style in plan.items() if name in present}
 
 
-def needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
-    """Return whether FSDP2 is of use: a single float32 rank on a CPU has nothing to shard, move or cast."""
-    return layout.init_method is not None or device.type == "cuda" or config.precision == "bfloat16"
+def _num_unsharded(parameter: nn.Parameter) -> int:
+    """Return the entries of a parameter that a rank holds after FSDP2 has gathered it."""
+    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+        return parameter.numel()
+    return parameter.numel() // parameter.device_mesh["tp"].size()
 
 
-def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
-    """Return whether FSDP2 is of use for a frozen model: on a single rank only if its weights are offloaded."""
-    return layout.world_size > 1 or (device.type == "cuda" and config.section_of(DTensorConfig).cpu_offload)
+def _device_memory(device: torch.device, num_ranks: int) -> int:
+    """Return the bytes of an accelerator, or of this machine's memory divided by the ranks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
 
 
-def shard(module: nn.Module, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> None:
-    """Split each decoder layer over the tensor-parallel ranks, then wrap the layers, and the rest as one, in FSDP2.
+def module_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers, those of FSDP2 as shards."""
+    reshard(module)
+    yield from module.parameters()
+    yield from module.buffers()
 
-    Weights and gradients keep their dtype. In bfloat16, weights are cast when a layer gathers them and gradients are
-    reduced in float32. Layers move to the device one at a time, so that it never holds the whole model.
+
+def place_on_device(
+    module: CausalLogprobs,
+    tensors: ModelTensors,
+    config: PolicyConfig | TeacherConfig,
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    is_sharded: bool,
+) -> None:
+    """Shard a module that is on the meta device, make the memory of this rank's shards, and read their values."""
+    if is_sharded:
+        shard(module, config, layout, device)
+    is_kept_on_cpu = is_sharded and config.section_of(DTensorConfig).cpu_offload
+    materialize(module, module.model, CPU if is_kept_on_cpu else device)
+    copy_tensors(module, module.model, tensors)
+
+
+def cast_frozen(module: nn.Module) -> None:
+    """Cast the parameters that are not trained, but no buffers, to bfloat16."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, model: PreTrainedModel, device: torch.device) -> None:
+    """Give parameters and buffers on the meta device memory; rotary frequencies and the like get their values.
+
+    `module` contains `model`; its parameters may be shards.
     """
-    join(layout, device)
-    mesh = device_mesh(layout, device)
-    if layout.tensor_parallel_size > 1:
-        split_layers(module, mesh)
-    param_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    is_offloaded = config.section_of(DTensorConfig).cpu_offload
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    for layer in decoder_layers(module):
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
-    fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
+    module.to_empty(device=device)
+    model.tie_weights()  # moved one by one, tied parameters are no longer the same where they are not sharded
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # transformers then computes only what no file holds
+    model.initialize_weights()
 
 
-def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a shard; all ranks call it together. There is no copy where one rank holds it all."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.device_mesh.size() == 1:
-        return tensor.to_local()
-    # An offloaded shard moves to the device that the ranks communicate on.
-    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
-    placements = list(tensor.placements)
-    for dim in range(len(placements)):  # one dimension at a time: torch warns of two at once
-        placements[dim] = Replicate()
-        gathered = gathered.redistribute(placements=placements)
-    return gathered.to_local()
+@torch.no_grad()
+def copy_tensors(module: nn.Module, model: PreTrainedModel, tensors: ModelTensors) -> None:
+    """Overwrite the model's weights, or this rank's shards of them; a rank reads no more than its shard at a time."""
+    reshard(module)
+    names, done = tensors.shapes().keys(), set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        plain = name.replace(BASE_LAYER, ".")
+        if plain in names and id(tensor) not in done:
+            done.add(id(tensor))
+            index, local = own_part(tensor)
+            if local.numel() > 0:
+                local.copy_(tensors.read(plain, index))
 
 
-def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
-    """Return how many of all ranks hold the same shard of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return num_ranks
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return num_ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
+def load_weights(module: nn.Module, model: PreTrainedModel, directory: Path) -> None:
+    """Load a Hugging Face directory; raises CheckpointError for no weights there, or those of another model."""
+    try:
+        copy_tensors(module, model, open_tensors(str(directory), model, {}))
+    except ConfigError as error:
+        raise CheckpointError(f"{directory} cannot be loaded, or holds another model: {error}") from error

@@ -2,31 +2,38 @@
 
 Policy weights are float32 and computation is in `precision`; teacher weights are in `precision`. FSDP2 wraps the model
 where it is of use: on several ranks, on CUDA, and for the casts of bfloat16. A single float32 rank on a CPU runs the
-bare model. Dropout is always off, so that the same weights always give the same log-probs.
+bare model. Dropout is always off, so that the same weights always give the same log-probs. Weights are read from a
+model's files a shard at a time, and leave under the files' names, gathered and with adapters merged.
 """
 
-import copy
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
+from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.interfaces import RequiredScores, TokenScores
+from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores
+from nemo_rl.policy import hf_model, training
+from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
-from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled
-from nemo_rl.policy.fsdp2.sharding import frozen_needs_sharding, needs_sharding, shard
-from nemo_rl.policy.fsdp2.training import FSDP2Trainer, score_micro_batches
-from nemo_rl.policy.fsdp2.weights import load_weights, named_weights
-from nemo_rl.policy.hf_model import decoder_layers, load_config, load_model, matmul_parameters, recompute_activations
+from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import scoring_micro_batching, teacher_micro_batching, training_micro_batching
-from nemo_rl.policy.optim import make_optimizer, make_scheduler
+from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
+from nemo_rl.policy.offload import optimizer_tensors
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.saving import copy_weights_to_cpu, load_optimizer
-from nemo_rl.policy.worker import PolicyWorker, TeacherWorker
+from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
 
@@ -40,7 +47,24 @@ def make_teacher_worker(options: DTensorConfig, /, config: TeacherConfig, **argu
     return FSDP2TeacherWorker(config, **arguments)
 
 
-class FSDP2PolicyWorker(PolicyWorker):
+class FSDP2ScoringWorker(ScoringWorker[ConfigT]):
+    """The scoring of the policy and of teachers."""
+
+    def _iter_scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        return score_micro_batches(
+            module,
+            batch,
+            wanted,
+            size=self._scoring_batching,
+            device=self.device,
+            layout=self.layout,
+            keeps_unsharded=sharding.should_keep_unsharded(module, self.config, self.layout, self.device),
+        )
+
+
+class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     """The policy on one rank, by FSDP2 and DTensor.
 
     The reference is a frozen copy; with adapters, the policy without them. Arguments and errors are those of
@@ -50,26 +74,20 @@ class FSDP2PolicyWorker(PolicyWorker):
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedDTensorConfig)
         if layout.tensor_parallel_size > 1:
-            check_tensor_parallel(layout.tensor_parallel_size, load_config(model_path, config.hf_config_overrides))
-        model = load_model(model_path, config.hf_config_overrides)
-        self._model = model
-        self._adapters = None
-        if section.lora_cfg.enabled:
-            self._adapters = Adapters(model, section.lora_cfg, base=model_path, seed=seed)
-        self._num_matmul_parameters = matmul_parameters(model)
-        self.module = CausalLogprobs(
-            model,
-            temperature=temperature,
-            chunk_size=config.logprob_chunk_size,
-            packing_key="policy.sequence_packing.enabled" if config.sequence_packing.enabled else None,
-        )
-        self._reference = self._make_reference() if needs_reference else None
-        if section.activation_checkpointing:
-            recompute_activations(decoder_layers(model))
-        if needs_sharding(config, layout, self.device):
-            shard(self.module, config, layout, self.device)  # moves it to the device, unless weights are offloaded
-        self._optimizer = make_optimizer(config, [p for p in self.module.parameters() if p.requires_grad])
-        self._scheduler = make_scheduler(config, self._optimizer)
+            check_tensor_parallel(
+                layout.tensor_parallel_size, hf_model.load_config(model_path, config.hf_config_overrides)
+            )
+        self._num_matmul_parameters = 0
+        is_adapted = section.lora_cfg.enabled
+        self.module, self._adapters = self._load_module(model_path, temperature, seed=seed if is_adapted else None)
+        self._model = self.module.model
+        self._reference = None
+        if needs_reference and self._adapters is not None:
+            self._reference = AdaptersDisabled(self.module, self._adapters)
+        elif needs_reference:
+            self._reference, _ = self._load_module(model_path, temperature, is_frozen=True)
+        self._optimizer = training.make_optimizer(config, [p for p in self.module.parameters() if p.requires_grad])
+        self._scheduler = training.make_scheduler(config, self._optimizer)
         self._trainer = FSDP2Trainer(
             module=self.module,
             device=self.device,
@@ -77,28 +95,46 @@ class FSDP2PolicyWorker(PolicyWorker):
             batching=training_micro_batching(config),
             max_grad_norm=config.max_grad_norm,
             layout=layout,
+            keeps_unsharded=sharding.should_keep_unsharded(self.module, config, layout, self.device),
         )
 
-    def _make_reference(self) -> nn.Module:
-        """Return the initial model: adapters leave it unchanged, otherwise it is copied."""
-        return self._frozen_copy() if self._adapters is None else AdaptersDisabled(self.module, self._adapters)
+    def _load_module(
+        self, model_path: str, temperature: float, *, seed: int | None = None, is_frozen: bool = False
+    ) -> tuple[CausalLogprobs, Adapters | None]:
+        """Return the model with this rank's shards of its weights, each read from the files alone.
 
-    def _frozen_copy(self) -> nn.Module:
-        """Return a copy of the model in the precision of its computation; buffers, e.g. rotary frequencies, stay
-        float32."""
-        module = copy.deepcopy(self.module).requires_grad_(False)
-        if self.config.precision == "bfloat16":
-            _cast_parameters(module)
-        if not frozen_needs_sharding(self.config, self.layout, self.device):
-            return module.to(self.device)
-        shard(module, self.config, self.layout, self.device)
-        return module
-
-    def _iter_scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
-    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = scoring_micro_batching(self.config)
-        return score_micro_batches(module, batch, wanted, size=size, device=self.device, layout=self.layout)
+        With a `seed`, adapters are trained and the model's own weights are frozen. What is frozen is in the precision
+        of its computation; buffers, e.g. rotary frequencies, stay float32.
+        """
+        config, section = self.config, self.config.section_of(TrainedDTensorConfig)
+        model = hf_model.empty_model(model_path, config.hf_config_overrides)
+        tensors = hf_model.open_tensors(model_path, model, config.hf_config_overrides)
+        adapters = None if seed is None else Adapters(model, section.lora_cfg, base=model_path)
+        if not is_frozen:
+            self._num_matmul_parameters = hf_model.matmul_parameters(model)
+        module = CausalLogprobs(
+            model,
+            temperature=temperature,
+            chunk_size=config.logprob_chunk_size,
+            packing_key="policy.sequence_packing.enabled" if config.sequence_packing.enabled else None,
+            probe_device=self.device,
+        )
+        module.truncation = self.truncation
+        if is_frozen:
+            module.requires_grad_(False)
+        if section.compile:
+            sharding.compile_layers(model)
+        if section.activation_checkpointing and not is_frozen:
+            hf_model.recompute_activations(hf_model.decoder_layers(model))
+        if config.precision == "bfloat16":
+            sharding.cast_frozen(module)
+        needed = sharding.frozen_needs_sharding if is_frozen else sharding.needs_sharding
+        sharding.place_on_device(
+            module, tensors, config, self.layout, self.device, is_sharded=needed(config, self.layout, self.device)
+        )
+        if adapters is not None and seed is not None:
+            adapters.initialize(seed)
+        return module, adapters
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
@@ -114,7 +150,7 @@ class FSDP2PolicyWorker(PolicyWorker):
 
     def _load_weights(self, path: Path) -> None:
         if self._adapters is None:
-            load_weights(self._model, path / "weights")
+            sharding.load_weights(self.module, self._model, path / "weights")
         else:
             self._adapters.load(path / ADAPTER_DIRECTORY)
 
@@ -124,56 +160,209 @@ class FSDP2PolicyWorker(PolicyWorker):
     def _load_optimizer(self, directory: Path) -> None:
         load_optimizer(self.module, self._optimizer, directory)
 
-    def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or self.config.section_of(DTensorConfig).cpu_offload:
-            return
-        for module in (self.module, self._reference):
-            if module is not None:
-                module.to(device)
-        for state in self._optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = value.to(device)
-        torch.cuda.empty_cache()
+    def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
+        if part == "weights":
+            yield from sharding.module_tensors(self.module)
+        elif part == "optimizer":
+            yield from (p.grad for p in self.module.parameters() if p.grad is not None)
+            yield from optimizer_tensors(self._optimizer)
+        elif self._reference is not None and self._adapters is None:
+            yield from sharding.module_tensors(self._reference)
 
 
-class FSDP2TeacherWorker(TeacherWorker):
+class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
     """A teacher on one rank, by FSDP2 and DTensor. Arguments and errors are those of `TeacherWorker`."""
 
     def _build_model(self, model_path: str, *, temperature: float) -> None:
         config, layout, section = self.config, self.layout, self._section
         if layout.tensor_parallel_size > 1:
-            model_config = load_config(model_path, config.hf_config_overrides, section=section)
+            model_config = hf_model.load_config(model_path, config.hf_config_overrides, section=section)
             check_tensor_parallel(layout.tensor_parallel_size, model_config, key=f"{section}.dtensor_cfg")
-        self._model = load_model(model_path, config.hf_config_overrides, section=section)
+        self._model = hf_model.empty_model(model_path, config.hf_config_overrides, section=section)
+        tensors = hf_model.open_tensors(model_path, self._model, config.hf_config_overrides, section=section)
         module = CausalLogprobs(
             self._model,
             temperature=temperature,
             chunk_size=config.logprob_chunk_size,
             packing_key=f"{section}.sequence_packing.enabled" if config.sequence_packing.enabled else None,
+            probe_device=self.device,
         )
         self.module = module.requires_grad_(False)
         if config.precision == "bfloat16":
-            _cast_parameters(self.module)
-        if frozen_needs_sharding(config, layout, self.device):
-            shard(self.module, config, layout, self.device)  # moves it to the device, unless weights are offloaded
-        else:
-            self.module.to(self.device)
+            sharding.cast_frozen(module)
+        if config.section_of(DTensorConfig).compile:
+            sharding.compile_layers(self._model)
+        is_sharded = sharding.frozen_needs_sharding(config, layout, self.device)
+        sharding.place_on_device(module, tensors, config, layout, self.device, is_sharded=is_sharded)
 
-    def _iter_scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
-    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = teacher_micro_batching(self.config, self._section)
-        return score_micro_batches(module, batch, wanted, size=size, device=self.device, layout=self.layout)
-
-    def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu" or self.config.section_of(DTensorConfig).cpu_offload:
-            return
-        self.module.to(device)
-        torch.cuda.empty_cache()
+    def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
+        if part == "weights":
+            yield from sharding.module_tensors(self.module)
 
 
-def _cast_parameters(module: nn.Module) -> None:
-    """Cast parameters, but not buffers, to bfloat16."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+def named_weights(
+    model: PreTrainedModel, dtype: torch.dtype, *, adapter_scale: float | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) pairs for an engine, gathered and cast one at a time.
+
+    Persistent tensors, tied ones once, split as in the model's files. A tensor that one rank holds whole in `dtype` is
+    not copied: it is the live weight. With an `adapter_scale`, adapters are merged into copies.
+    """
+    own = _persistent_tensors(model)
+    tensors = own if adapter_scale is None else merge_adapter_weights(own, adapter_scale)
+    is_sharded = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in own.values())
+    is_materialized_lazily = is_sharded or adapter_scale is not None  # each when its turn comes
+    if not is_materialized_lazily or _needs_weight_conversion(model, tensors):
+        tensors = revert_weight_conversion(model, {name: _materialize(tensor) for name, tensor in tensors.items()})
+    for name, one in tensors.items():
+        tensor = one.materialize() if isinstance(one, LazyMergedWeight) else one
+        yield name, sharding.gather_full_tensor(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+def _materialize(tensor: torch.Tensor | LazyMergedWeight) -> torch.Tensor:
+    return tensor.materialize() if isinstance(tensor, LazyMergedWeight) else sharding.gather_full_tensor(tensor)
+
+
+def _needs_weight_conversion(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyMergedWeight]) -> bool:
+    """Return whether the model's files hold other tensors than the model, e.g. one per expert; needs no values."""
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    converted = revert_weight_conversion(model, dict(shapes))
+    return {n: t.shape for n, t in converted.items()} != {n: t.shape for n, t in shapes.items()}
+
+
+@torch.no_grad()
+def score_micro_batches(
+    module: nn.Module,
+    batch: TrainingBatch,
+    wanted: RequiredScores,
+    *,
+    size: MicroBatching | int,
+    device: torch.device,
+    layout: RankLayout,
+    keeps_unsharded: bool = False,
+) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+    """Yield (rows, scores) of this rank's rows, a micro-batch of `size` at a time; `module` is a `CausalLogprobs`."""
+    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+    with sharding.kept_unsharded(module, is_enabled=keeps_unsharded):
+        for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
+            lengths = part[keys.LENGTHS].tolist()
+            part = part.to(device)
+            scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, lengths=lengths)
+            if len(rows) > 0:
+                yield rows, scores
+
+
+@dataclass(frozen=True, slots=True)
+class FSDP2Trainer:
+    """Module and optimizer of one rank, with its micro-batching and the limit of the gradient norm.
+
+    With `keeps_unsharded` weights are gathered by the first micro-batch of an optimizer step and gradients reduced by
+    the last one; otherwise every micro-batch does both.
+    """
+
+    module: CausalLogprobs
+    device: torch.device
+    optimizer: Optimizer
+    batching: MicroBatching
+    max_grad_norm: float | None
+    layout: RankLayout = SINGLE_RANK
+    keeps_unsharded: bool = False
+
+    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> training.OptimizerStep:
+        """Take one optimizer step on these rows and return its report, which is the same on every rank.
+
+        A step without valid tokens, or with a loss or gradient that is not finite, is skipped.
+        """
+        normalizer = count_valid(batch, rows)
+        if normalizer.num_valid_tokens == 0:
+            return training.skip_without_tokens(normalizer, len(rows))
+        metrics, reductions = self._accumulate_gradients(batch, rows, normalizer, loss_fn)
+        grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm, self.layout)
+        values = {name: float(value) for name, value in metrics.items()}
+        values, reductions = training.reduce_over_ranks(self.layout.all_gather_data_parallel((values, reductions)))
+        skip_cause = training.find_skip_cause(values["loss"], grad_norm)
+        if skip_cause is None:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return training.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
+
+    def _accumulate_gradients(
+        self, batch: TrainingBatch, rows: torch.Tensor, normalizer: Normalizer, loss_fn: LossFn
+    ) -> tuple[dict[str, torch.Tensor], dict[str, training.Reduction]]:
+        metrics: dict[str, torch.Tensor] = {}
+        reductions: dict[str, training.Reduction] = {}
+        parts = list(micro_batches(batch, rows, self.batching, self.layout))
+        with sharding.kept_unsharded(self.module, is_enabled=self.keeps_unsharded):
+            for index, (own_rows, part) in enumerate(parts):
+                if index == len(parts) - 1:
+                    sharding.reduce_next_gradients(self.module)
+                lengths = part[keys.LENGTHS].tolist()
+                part = part.to(self.device)
+                inputs = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
+                if len(own_rows) == 0:  # zero gradients, in step with the ranks that have samples left
+                    self.module(*inputs, lengths=lengths).logprobs.sum().backward()
+                    continue
+                wanted = loss_fn.required_scores
+                candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
+                scores = self.module(*inputs, wanted, candidate_ids, lengths)
+                for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
+                    metrics[name] = training.accumulate_metric(metric, metrics.get(name))
+                    reductions[name] = metric.reduction
+        return metrics, reductions
+
+    def _backward(
+        self, scores: TokenScores, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
+    ) -> dict[str, Metric]:
+        """Add this rank's part of the gradient. FSDP2 averages over ranks where the sum is needed, hence the factor."""
+        loss, metrics = loss_fn(scores, part, normalizer)
+        num_ranks = self.layout.data_parallel_size
+        if num_ranks > 1 or self.keeps_unsharded:
+            (loss * num_ranks + scores.logprobs.sum() * 0).backward()  # also where this rank's loss reads no log-prob
+        elif loss.requires_grad:
+            loss.backward()
+        return {**metrics, "loss": Metric(loss)}
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, layout: RankLayout = SINGLE_RANK
+) -> float:
+    """Scale the gradients to a norm of at most `max_norm` and return their norm before; None: only measure it."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = _total_norm(with_gradient, layout)
+    if max_norm is not None:
+        for part in _group_by_mesh(with_gradient):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
+    return float(norm)
+
+
+def _total_norm(parameters: list[nn.Parameter], layout: RankLayout) -> torch.Tensor:
+    """Return the norm of all gradients over all ranks, the same on each of them."""
+    local: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for p in parameters:
+        assert p.grad is not None
+        gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        local[sharding.num_holders(p, layout.world_size)].append(gradient)
+    norms = {holders: torch.nn.utils.get_total_norm(gradients) for holders, gradients in local.items()}
+    if layout.world_size == 1:
+        return norms.get(1, torch.zeros(()))
+    square = sum(float(norm) ** 2 / holders for holders, norm in norms.items())
+    return layout.all_reduce_sum(torch.tensor(square, dtype=torch.float64)).sqrt().float()
+
+
+def _group_by_mesh(parameters: list[nn.Parameter]) -> Collection[list[nn.Parameter]]:
+    """Group parameters by device mesh: with tensor parallelism they are on one or two dimensions of it, and torch
+    scales only gradients of one mesh together."""
+    parts: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        parts[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+    return parts.values()

@@ -1,23 +1,27 @@
-"""The entries of the Megatron backend: their sections and checks, and Megatron's optimizer options in torch's names.
+"""The entries of the Megatron backend: sections, checks, factories, and its optimizer options in torch's names.
 
-Imports neither torch nor Megatron.
+Imports neither torch nor Megatron; the factories import Megatron before CUDA is used.
 """
 
 import importlib.util
 import math
+import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, factory_at
-from nemo_rl.config.policy import BackendConfig, OptimizerConfig, PolicyConfig, SchedulerStageConfig
+from nemo_rl.config.policy import BackendConfig, OptimizerConfig, PolicyConfig, SchedulerStageConfig, TeacherConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.backend import check_divides_widths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from nemo_rl.policy.megatron.worker import MegatronPolicyWorker, MegatronTeacherWorker
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
@@ -27,30 +31,34 @@ SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
 class MegatronOptimizerConfig(Section):
     """NeMo-RL's replacement of `policy.optimizer`. Biases and norms are not decayed, as in Megatron-LM."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    lr: float = Field(default=5e-6, gt=0)
+    optimizer: Literal["adam", "sgd"] = "adam"  # adam: with decoupled weight decay, as AdamW
+    lr: float = Field(default=5e-6, gt=0)  # the learning rate, after the warm-up
     min_lr: float = Field(default=0.0, ge=0)  # at the end of a schedule
-    weight_decay: float = Field(default=0.01, ge=0)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_eps: float = Field(default=1e-8, gt=0)
-    sgd_momentum: float = Field(default=0.9, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)  # times the learning rate, of each step
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)  # decay of the gradient's running mean
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)  # decay of the running mean of its square
+    adam_eps: float = Field(default=1e-8, gt=0)  # added to the denominator
+    sgd_momentum: float = Field(default=0.9, ge=0)  # of optimizer: sgd
+    use_distributed_optimizer: bool = False  # as in distributed_data_parallel_config; either sets it
 
 
 class MegatronSchedulerConfig(Section):
     """The learning rate over training steps: a linear warm-up, then a decay to `optimizer.min_lr`."""
 
+    # how the learning rate falls after the warm-up
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_decay_iters: int | None = Field(default=None, gt=0)  # the step at which the decay ends, warm-up included
-    lr_warmup_iters: int = Field(default=0, ge=0)
-    lr_warmup_init: float = Field(default=0.0, ge=0)
+    lr_warmup_iters: int = Field(default=0, ge=0)  # steps of the warm-up
+    lr_warmup_init: float = Field(default=0.0, ge=0)  # the learning rate at its start
 
 
 class MegatronDDPConfig(Section):
     """Options of the reduction of gradients over data-parallel ranks."""
 
-    grad_reduce_in_fp32: bool = True
+    grad_reduce_in_fp32: bool = True  # sum gradients over ranks in float32; false: in the precision
     overlap_grad_reduce: bool = False  # with the backward pass
+    # Each data-parallel rank steps a part of the weights and holds that part of float32 weights and optimizer state.
+    use_distributed_optimizer: bool = False
 
 
 class MegatronConfig(BackendConfig):
@@ -64,7 +72,7 @@ class MegatronConfig(BackendConfig):
     tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer
     pipeline_model_parallel_size: int = Field(default=1, gt=0)  # stages, each with some of the layers
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
-    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # of hidden states between stages; None: the precision
 
     @property
@@ -86,10 +94,16 @@ class MegatronConfig(BackendConfig):
 class TrainedMegatronConfig(MegatronConfig):
     """Megatron-core for a model that is trained."""
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # compute activations again in the backward pass, which saves memory
     optimizer: MegatronOptimizerConfig | None = None  # None: policy.optimizer
     scheduler: MegatronSchedulerConfig | None = None  # None: policy.scheduler
-    distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
+    distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig.with_defaults()
+
+    @property
+    def uses_distributed_optimizer(self) -> bool:
+        """Return whether the data-parallel ranks divide weights and optimizer state among them."""
+        is_set_by_optimizer = self.optimizer is not None and self.optimizer.use_distributed_optimizer
+        return is_set_by_optimizer or self.distributed_data_parallel_config.use_distributed_optimizer
 
 
 def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfig) -> None:
@@ -236,9 +250,38 @@ def _torch_optimizer(section: MegatronOptimizerConfig) -> OptimizerConfig:
     return OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs)
 
 
+def make_policy_worker(
+    options: TrainedMegatronConfig, /, config: PolicyConfig, **arguments: Any
+) -> "MegatronPolicyWorker":
+    """Return a policy worker; the factory of the entry `MEGATRON`."""
+    import_megatron()
+    from nemo_rl.policy.megatron.worker import MegatronPolicyWorker
+
+    return MegatronPolicyWorker(config, **arguments)
+
+
+def make_teacher_worker(options: MegatronConfig, /, config: TeacherConfig, **arguments: Any) -> "MegatronTeacherWorker":
+    """Return a teacher worker; the factory of the entry `MEGATRON_TEACHER`."""
+    import_megatron()
+    from nemo_rl.policy.megatron.worker import MegatronTeacherWorker
+
+    return MegatronTeacherWorker(config, **arguments)
+
+
+def import_megatron() -> None:
+    """Import the workers, which takes seconds, without Megatron's warnings of optional kernels that are missing.
+
+    With a single hardware queue on CUDA, communication starts before the computation that it overlaps with.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import nemo_rl.policy.megatron.worker  # noqa: F401
+
+
 MEGATRON: Entry[Any] = Entry(
-    TrainedMegatronConfig, make=factory_at("nemo_rl.policy.megatron.loading:make_policy_worker"), check=check_training
+    TrainedMegatronConfig, make=factory_at("nemo_rl.policy.megatron.backend:make_policy_worker"), check=check_training
 )
 MEGATRON_TEACHER: Entry[Any] = Entry(
-    MegatronConfig, make=factory_at("nemo_rl.policy.megatron.loading:make_teacher_worker")
+    MegatronConfig, make=factory_at("nemo_rl.policy.megatron.backend:make_teacher_worker")
 )

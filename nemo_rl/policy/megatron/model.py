@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,15 +20,31 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
-from nemo_rl.policy import logprobs as token_scores
+from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy.attention import PackedSequences, has_varlen_kernel, varlen_attention
-from nemo_rl.policy.logprobs import LOGPROBS_ONLY, ScoreQuery, scatter_scores, score_in_chunks
+from nemo_rl.policy.logprobs import (
+    LOGPROBS_ONLY,
+    ScoreQuery,
+    scatter_scores,
+    score_in_chunks,
+    score_logits,
+)
 from nemo_rl.policy.megatron import mapping, parallel
 from nemo_rl.policy.megatron.backend import MegatronConfig
 from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, vocab_rows_per_rank
+from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# Fused kernels of Megatron and Apex are off: they affect speed only and need packages that may not be installed.
+FUSIONS: dict[str, Any] = {
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+}
 
 
 def transformer_config(
@@ -37,7 +52,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return the configuration of Megatron's layers and schedules.
 
-    Fused kernels of Megatron and Apex are off: they affect speed only and need packages that may not be installed.
     Weights are not initialised, since all are loaded. Losses are sums over micro-batches and ranks (a "per-token loss"
     that nothing divides), so gradients are summed, not averaged.
     """
@@ -74,11 +88,7 @@ def transformer_config(
         cuda_graph_scope=[],  # none; the default warns
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        **FUSIONS,
         persist_layer_norm=False,
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
@@ -126,62 +136,6 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
 
 
-def score_logits(logits: torch.Tensor, score_query: ScoreQuery, *, num_tokens: int) -> TokenScores:
-    """Return the scores of this rank's [N, v] float32 logits; beyond `num_tokens` = V the last rank has padding."""
-    if dist.get_world_size(parallel.tensor_group()) == 1:
-        return token_scores.score_logits(logits, score_query)
-    first = parallel.tensor_rank() * logits.shape[1]
-    logits = logits[:, : num_tokens - first]
-    logprobs = logits - _log_normalizer(logits)[:, None]  # [N, v]: of the whole vocabulary's log_softmax
-    candidates = entropy = topk = None
-    if score_query.candidate_ids is not None:
-        candidates = _gather_logprobs(logprobs, score_query.candidate_ids, first)
-    if score_query.entropy:
-        entropy = _sum_over_ranks(-(logprobs.exp() * logprobs).sum(-1))
-    if score_query.topk:
-        topk = _topk(logprobs, score_query.topk, first)
-    return TokenScores(
-        _gather_logprobs(logprobs, score_query.targets[:, None], first).squeeze(1), candidates, entropy, topk
-    )
-
-
-def _log_normalizer(logits: torch.Tensor) -> torch.Tensor:
-    """Return log-sum-exp of the logits over the whole vocabulary, [N]; it has a gradient from every rank."""
-    highest = logits.detach().amax(-1)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=parallel.tensor_group())
-    normalizer = _sum_over_ranks((logits - highest[:, None]).exp().sum(-1)).log() + highest
-    return copy_to_tensor_model_parallel_region(normalizer)
-
-
-def _gather_logprobs(logprobs: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the log-probs of these ids, each of which one rank has: [N, K]; 0 for ids below 0."""
-    local = ids - first
-    is_here = (local >= 0) & (local < logprobs.shape[1]) & (ids >= 0)
-    values = logprobs.gather(1, local.clamp(0, logprobs.shape[1] - 1)).masked_fill(~is_here, 0.0)
-    return _sum_over_ranks(values)
-
-
-def _topk(logprobs: torch.Tensor, k: int, first: int) -> TopK:
-    """Return the k most likely tokens among all ranks' k most likely."""
-    own, ids = logprobs.detach().topk(min(k, logprobs.shape[1]), dim=-1)
-    missing = k - own.shape[1]
-    own, ids = F.pad(own, (0, missing), value=-torch.inf), F.pad(ids + first, (0, missing))
-    indices = torch.cat(_all_gather(own), dim=1).topk(k, dim=-1).indices
-    chosen = torch.cat(_all_gather(ids), dim=1).gather(1, indices)
-    return TopK(chosen, _gather_logprobs(logprobs, chosen, first))
-
-
-def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(parallel.tensor_group()))]
-    dist.all_gather(parts, tensor.contiguous(), group=parallel.tensor_group())
-    return parts
-
-
-def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum over ranks; the gradient of each summand is that of the sum."""
-    return reduce_from_tensor_model_parallel_region(values)
-
-
 class Stage(GPTModel):
     """The layers of this rank; the first stage has the embedding, the last one the output layer.
 
@@ -219,6 +173,7 @@ class Stage(GPTModel):
         )
         self.num_tokens = model.vocab_size
         self.temperature = temperature
+        self.truncation = WHOLE  # of the distribution that the scores are of
         self.chunk_size = chunk_size
         self.is_packed = is_packed
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
@@ -279,7 +234,13 @@ class Stage(GPTModel):
         logits = logits.squeeze(1).float()
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return score_logits(logits, score_query, num_tokens=self.num_tokens)
+        if dist.get_world_size(parallel.tensor_group()) == 1:
+            return score_logits(self.truncation(logits, score_query.targets), score_query)
+        first = parallel.tensor_rank() * logits.shape[1]
+        if first + logits.shape[1] > self.num_tokens:  # the last rank has padding
+            logits = logits[:, : self.num_tokens - first]
+        shard = VocabularyShard(parallel.tensor_group(), first)
+        return score_logits(self.truncation(logits, score_query.targets, shard), score_query, shard)
 
 
 class _RowParallelLinearWithBias(RowParallelLinear):

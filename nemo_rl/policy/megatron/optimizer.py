@@ -20,7 +20,8 @@ from nemo_rl.policy.saving import load_state
 class MainWeights:
     """A float32 copy of every bfloat16 weight; a float32 weight is its own main weight.
 
-    The optimizer steps these. Gradients come from the buffers in which Megatron accumulates them.
+    The optimizer steps these. Gradients come from the buffers in which Megatron accumulates them. Once divided, a main
+    weight is the part of a weight that this data-parallel rank steps: a range of its entries, which may be empty.
     """
 
     def __init__(self, module: nn.Module, *, counts_in_norm: Callable[[nn.Parameter], bool]) -> None:
@@ -29,27 +30,80 @@ class MainWeights:
         self._main = [
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._model_parameters
         ]
-        self._counted = [main for p, main in zip(self._model_parameters, self._main, strict=True) if counts_in_norm(p)]
-        self._main_by_id = {id(p): main for p, main in zip(self._model_parameters, self._main, strict=True)}
+        self._is_counted = [counts_in_norm(p) for p in self._model_parameters]
+        self._distributed: Any = None  # megatron.core's DistributedDataParallel, once divided
+        self._ranges: dict[int, slice] = {}  # by the id of a parameter
+        self._index_main()
+
+    def divide(self, distributed: Any) -> None:
+        """Keep the part of each weight that falls into this rank's part of Megatron's buckets.
+
+        `distributed` has buffers for a distributed optimizer, whose gradients are reduced to that part alone.
+        """
+        group = parallel.data_group()
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        for buffer in distributed.buffers:
+            for parameter, (start, end, bucket) in buffer.param_index_map.items():
+                first, last = buffer.bucket_indices[bucket]
+                part = (last - first) // num_ranks
+                low = min(max(first + rank * part, start), end)
+                high = min(max(first + (rank + 1) * part, start), end)
+                self._ranges[id(parameter)] = slice(low - start, high - start)
+        self._distributed = distributed
+        parts = (self.part(p, main) for p, main in zip(self._model_parameters, self._main, strict=True))
+        self._main = [nn.Parameter(part.detach().clone()) for part in parts]
+        self._index_main()
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether this rank has a part of each weight only."""
+        return self._distributed is not None
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the main weight of a parameter."""
         return self._main_by_id[id(parameter)]
 
+    def part(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor that has the parameter's shape: all of it, or a range of its entries."""
+        return tensor.reshape(-1)[self._ranges[id(parameter)]] if self.is_divided else tensor
+
+    def whole(self, parameter: nn.Parameter, part: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the tensor of the parameter's shape that all data-parallel ranks have parts of; all call it together.
+
+        Without a `part` it is the main weight.
+        """
+        part = self.of(parameter).detach() if part is None else part
+        if not self.is_divided:
+            return part
+        result = part.new_zeros(parameter.shape)
+        result.view(-1)[self._ranges[id(parameter)]] = part
+        dist.all_reduce(result, group=parallel.data_group())
+        return result
+
+    @torch.no_grad()
+    def store(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        """Overwrite the main weight with its part of a tensor of the parameter's shape."""
+        self.of(parameter).copy_(self.part(parameter, tensor))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the main weights; some are parameters of the module."""
+        return [main.detach() for main in self._main]
+
     def groups(self, *, with_decay_of_all: bool) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups: decayed weights, and biases and norms."""
         if with_decay_of_all:
             return [{"params": self._main}]
+        pairs = list(zip(self._model_parameters, self._main, strict=True))
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in self._main if p.ndim > 1]},
-            {"params": [p for p in self._main if p.ndim == 1], "weight_decay": 0.0},
+            {"params": [main for p, main in pairs if p.ndim > 1]},
+            {"params": [main for p, main in pairs if p.ndim == 1], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 
     def copy_gradients_from_buffers(self) -> None:
         """Set the gradients from Megatron's buffers; float32 buffers are not copied."""
         for parameter, main in zip(self._model_parameters, self._main, strict=True):
-            main.grad = parameter.main_grad.float()  # pyright: ignore[reportAttributeAccessIssue]
+            main.grad = self.part(parameter, parameter.main_grad).float()  # pyright: ignore[reportAttributeAccessIssue]
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
@@ -58,18 +112,23 @@ class MainWeights:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Copy the stepped weights to the model, in its dtype."""
+        """Copy the stepped weights to the model, in its dtype; once divided, the data-parallel ranks exchange parts."""
         for parameter, main in zip(self._model_parameters, self._main, strict=True):
             if main is not parameter:
-                parameter.copy_(main)
+                self.part(parameter, parameter.detach()).copy_(main)
+        if self._distributed is not None:
+            self._distributed.start_param_sync()
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> float:
         """Scale the gradient to a norm of at most `max_norm` and return its norm before; None: only measure it."""
-        norms = [main.grad.norm() for main in self._counted if main.grad is not None]
+        pairs = zip(self._main, self._is_counted, strict=True)
+        norms = [main.grad.norm() for main, is_counted in pairs if is_counted and main.grad is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
         square = square.to(self._model_parameters[0].device)
         dist.all_reduce(square, group=parallel.model_parallel_group())
+        if self.is_divided:
+            dist.all_reduce(square, group=parallel.data_group())
         norm = math.sqrt(float(square)) if math.isfinite(float(square)) else float(square)
         if max_norm is not None and math.isfinite(norm):
             scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -78,11 +137,8 @@ class MainWeights:
                     main.grad.mul_(scale)
         return norm
 
-    def move(self, device: torch.device) -> None:
-        """Move the copies; weights that are their own main weights move with their module."""
-        for parameter, main in zip(self._model_parameters, self._main, strict=True):
-            if main is not parameter:
-                main.data = main.data.to(device)
+    def _index_main(self) -> None:
+        self._main_by_id = {id(p): main for p, main in zip(self._model_parameters, self._main, strict=True)}
 
 
 _PREFIX = "model."  # of parameter names in `CausalLogprobs`
@@ -103,7 +159,7 @@ class OptimizerState:
         is_writer = parallel.tensor_rank() == 0 and self._layout.data_parallel_rank == 0
         state: dict[str, dict[str, torch.Tensor]] = {}
         for kind in self._tensor_state_names():
-            for name, tensor in self._weights.own(partial(self._state_tensor, kind)):
+            for name, tensor in self._weights.own(partial(self._whole_state, kind)):
                 if is_writer:
                     state.setdefault(_PREFIX + name, {})[kind] = tensor.to("cpu", copy=True)
         for name, parameter in self._weights.held_parameters_by_source():
@@ -128,7 +184,7 @@ class OptimizerState:
             tensors = {
                 name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.held_parameters_by_source()
             }
-            self._weights.load(tensors, partial(self._state_tensor, kind))
+            self._weights.load(tensors, partial(self._store_state, kind))
         for name, parameter in self._weights.held_parameters_by_source():
             for kind in self._scalar_state(parameter):
                 self._state_of(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])
@@ -138,8 +194,11 @@ class OptimizerState:
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return self._optimizer.state[self._main.of(parameter)]
 
-    def _state_tensor(self, kind: str, parameter: nn.Parameter) -> torch.Tensor:
-        return self._state_of(parameter)[kind]
+    def _whole_state(self, kind: str, parameter: nn.Parameter) -> torch.Tensor:
+        return self._main.whole(parameter, self._state_of(parameter)[kind])
+
+    def _store_state(self, kind: str, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        self._state_of(parameter)[kind].copy_(self._main.part(parameter, tensor))
 
     def _tensor_state_names(self) -> list[str]:
         """Return the names of state tensors that have the shape of their weight; the same for all weights."""

@@ -87,6 +87,11 @@ def pipeline_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
 
 
+def data_group() -> dist.ProcessGroup:
+    """Return the group of ranks that hold the same shard of the same stage for other samples."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
+
+
 def model_parallel_group() -> dist.ProcessGroup:
     """Return the group of ranks that hold one copy of the model together with this one."""
     return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())

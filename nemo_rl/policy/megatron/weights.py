@@ -17,6 +17,7 @@ from nemo_rl.policy.megatron.model import Stage
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 Value = Callable[[nn.Parameter], torch.Tensor]
+Store = Callable[[nn.Parameter, torch.Tensor], object]
 
 
 class StageWeights:
@@ -56,13 +57,13 @@ class StageWeights:
         return split.get(id(parameter), False) or (id(parameter) in split and parallel.tensor_rank() == 0)
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor], value: Value) -> None:
-        """Fill `value(parameter)` of every parameter of the stage with this rank's shard of whole tensors."""
+    def load(self, tensors: Mapping[str, torch.Tensor], store: Store) -> None:
+        """Call `store` with every parameter of the stage and this tensor-parallel rank's shard of whole tensors."""
         held = [(w, self._held[w.name]) for w in self._weights if w.name in self._held]
         size = dist.get_world_size(parallel.tensor_group())
         for weight, parameter in [*held, *([self._copy] if self._copy else [])]:
             sources = [tensors[name] for name in weight.sources]
-            value(parameter).copy_(weight.shard(sources, parallel.tensor_rank(), size))
+            store(parameter, weight.shard(sources, parallel.tensor_rank(), size))
 
     @torch.no_grad()
     def own(self, value: Value) -> Iterator[tuple[str, torch.Tensor]]:

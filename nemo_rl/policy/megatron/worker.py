@@ -1,28 +1,36 @@
 """The policy and teacher workers on Megatron-core."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.interfaces import RequiredScores, TokenScores
+from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores, TopK
+from nemo_rl.policy import training
 from nemo_rl.policy.hf_model import load_config, load_model, matmul_parameters, recompute_activations
 from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig, to_torch_config
-from nemo_rl.policy.megatron.model import Stage, transformer_config
+from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
-from nemo_rl.policy.megatron.parallel import make_groups
-from nemo_rl.policy.megatron.training import MegatronTrainer, score
+from nemo_rl.policy.megatron.parallel import make_groups, megatron_device_context
 from nemo_rl.policy.megatron.weights import StageWeights
-from nemo_rl.policy.micro_batches import scoring_micro_batching, teacher_micro_batching, training_micro_batching
-from nemo_rl.policy.optim import make_optimizer, make_scheduler
-from nemo_rl.policy.worker import PolicyWorker, TeacherWorker
+from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
+from nemo_rl.policy.offload import optimizer_tensors
+from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
+
+IndexedMicroBatch = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-batch itself
 
 
 def make_stage(
@@ -54,11 +62,21 @@ def frozen_stage(
 ) -> Stage:
     """Make a stage with the model's weights, in `precision` and without gradients."""
     stage = make_stage(model, config, temperature=temperature, device=device).requires_grad_(False)
-    stage_weights(stage, model).load(model.state_dict(), lambda parameter: parameter)
+    stage_weights(stage, model).load(model.state_dict(), lambda parameter, shard: parameter.copy_(shard))
     return stage
 
 
-class MegatronPolicyWorker(PolicyWorker):
+class MegatronScoringWorker(ScoringWorker[ConfigT]):
+    """The scoring of the policy and of teachers."""
+
+    def _iter_scores(
+        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
+    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+        size = self._scoring_batching
+        return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
+
+
+class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
     """The model on one rank of a layout, by Megatron-core: tensor, pipeline and data parallel.
 
     It computes in `precision` and steps float32 weights. Megatron's process groups, and the CPU's substitute for CUDA
@@ -74,22 +92,27 @@ class MegatronPolicyWorker(PolicyWorker):
         model = load_model(model_path, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
         stage = make_stage(model, config, temperature=temperature, device=self.device)
+        stage.truncation = self.truncation
         self._weights = stage_weights(stage, model)
         self._main = MainWeights(stage, counts_in_norm=self._weights.counts_in_norm)
-        self._weights.load(model.state_dict(), self._main.of)
+        self._weights.load(model.state_dict(), self._main.store)
         self._main.copy_to_model()
         self._reference = None
         if needs_reference:
             self._reference = frozen_stage(model, config, temperature=temperature, device=self.device)
+            self._reference.truncation = self.truncation
         if section.activation_checkpointing:
             recompute_activations(stage.decoder.layers)
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
         self.module = stage
         self._distributed = _data_parallel(stage, config)
+        if section.uses_distributed_optimizer:
+            self._main.divide(self._distributed)
+        self._has_gradient_buffers = True
         torch_names = to_torch_config(config)
         groups = self._main.groups(with_decay_of_all=section.optimizer is None)
-        self._optimizer = make_optimizer(torch_names, groups)
-        self._scheduler = make_scheduler(torch_names, self._optimizer)
+        self._optimizer = training.make_optimizer(torch_names, groups)
+        self._scheduler = training.make_scheduler(torch_names, self._optimizer)
         self._state = OptimizerState(self._optimizer, self._main, self._weights, layout)
         self._trainer = MegatronTrainer(
             module=self._distributed,
@@ -101,16 +124,11 @@ class MegatronPolicyWorker(PolicyWorker):
             layout=layout,
         )
 
-    def _iter_scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
-    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = scoring_micro_batching(self.config)
-        return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
-
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.layout.data_parallel_rank > 0:
-            return iter(())
-        return self._weights.all(self._main.of, dtype)
+        if not self._main.is_divided or dtype == DTYPES[self.config.precision]:
+            read = self._main.of if not self._main.is_divided else _itself
+            return self._weights.all(read, dtype) if self.layout.data_parallel_rank == 0 else iter(())
+        return self._weights.all(self._main.whole, dtype)  # all copies of the model help
 
     def _load_weights(self, path: Path) -> None:
         directory = path / "weights"
@@ -121,7 +139,7 @@ class MegatronPolicyWorker(PolicyWorker):
         shapes = {name: tensor.shape for name, tensor in saved.items()}
         if shapes != self._weights.shapes:
             raise CheckpointError(f"{directory} holds another model")
-        self._weights.load(saved, self._main.of)
+        self._weights.load(saved, self._main.store)
         self._main.copy_to_model()
 
     def _start_optimizer_save(self, directory: Path) -> None:
@@ -130,24 +148,26 @@ class MegatronPolicyWorker(PolicyWorker):
     def _load_optimizer(self, directory: Path) -> None:
         self._state.load(directory)
 
-    def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
-            return
-        is_leaving = device.type == "cpu"
-        if is_leaving:
-            self._distributed.offload_grad_buffers(empty_cache=False)  # between steps they hold nothing
-        for stage in (self.module, self._reference):
-            if stage is not None:
-                stage.to(device)
-        self._main.move(device)
-        for kept in self._optimizer.state.values():
-            for name, value in kept.items():
-                if isinstance(value, torch.Tensor):
-                    kept[name] = value.to(device)
-        if is_leaving:
-            torch.cuda.empty_cache()
-        else:
-            self._distributed.restore_grad_buffers()
+    def offload(self, *parts: OffloadPart) -> None:
+        if self._has_own_memory and (not parts or "optimizer" in parts) and self._has_gradient_buffers:
+            # Between steps they hold nothing that has to be kept.
+            self._distributed.offload_grad_buffers(synchronize=False, empty_cache=False)
+            self._has_gradient_buffers = False
+        super().offload(*parts)
+
+    def onload(self, *parts: OffloadPart) -> None:
+        super().onload(*parts)
+        if (not parts or "optimizer" in parts) and not self._has_gradient_buffers:
+            self._distributed.restore_grad_buffers(synchronize=False)
+            self._has_gradient_buffers = True
+
+    def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
+        if part == "weights":
+            yield from (*self.module.parameters(), *self.module.buffers(), *self._main.tensors())
+        elif part == "optimizer":
+            yield from optimizer_tensors(self._optimizer)
+        elif self._reference is not None:
+            yield from (*self._reference.parameters(), *self._reference.buffers())
 
 
 def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParallel:
@@ -157,6 +177,7 @@ def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParalle
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=section.grad_reduce_in_fp32,
             overlap_grad_reduce=section.overlap_grad_reduce,
+            use_distributed_optimizer=config.section_of(TrainedMegatronConfig).uses_distributed_optimizer,
         ),
         stage,
     )
@@ -165,7 +186,11 @@ def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParalle
     return distributed
 
 
-class MegatronTeacherWorker(TeacherWorker):
+def _itself(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter
+
+
+class MegatronTeacherWorker(MegatronScoringWorker[TeacherConfig], TeacherWorker):
     """A teacher by tensor, pipeline and data parallelism, in a process of its own.
 
     Arguments and errors are those of `TeacherWorker`.
@@ -180,14 +205,145 @@ class MegatronTeacherWorker(TeacherWorker):
         self.module = frozen_stage(model, config, temperature=temperature, device=self.device)
         self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _iter_scores(
-        self, module: nn.Module, batch: TrainingBatch, wanted: RequiredScores
-    ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
-        size = teacher_micro_batching(self.config, self._section)
-        return score(module, batch, wanted, size=size, device=self.device, layout=self.layout)
+    def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
+        if part == "weights":
+            yield from (*self.module.parameters(), *self.module.buffers())
 
-    def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":
-            return
-        self.module.to(device)
-        torch.cuda.empty_cache()
+
+def score(
+    module: nn.Module,
+    batch: TrainingBatch,
+    wanted: RequiredScores,
+    *,
+    size: MicroBatching,
+    device: torch.device,
+    layout: RankLayout,
+) -> Iterator[tuple[torch.Tensor, TokenScores]]:
+    """Return an iterator of (rows, scores) of this rank's rows, without gradients; only the last stage has any.
+
+    All micro-batches are computed before the first is returned; their scores wait on the CPU.
+    """
+
+    def move_to_cpu(
+        part: IndexedMicroBatch, scores: TokenScores, *, non_loss_data: bool
+    ) -> tuple[torch.Tensor, TokenScores]:
+        topk = scores.topk and TopK(scores.topk.ids.cpu(), scores.topk.logprobs.cpu())
+        return part[0], TokenScores(scores.logprobs.cpu(), topk=topk)
+
+    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+    parts = list(micro_batches(inputs, torch.arange(len(batch)), size, layout))
+    with torch.no_grad():
+        read = _run(module, parts, wanted, move_to_cpu, device=device, forward_only=True, collect_non_loss_data=True)
+    return ((rows, scores) for rows, scores in read if len(rows) > 0)
+
+
+def accumulate_gradients(
+    module: nn.Module,
+    parts: Sequence[IndexedMicroBatch],
+    wanted: RequiredScores,
+    loss: Callable[[IndexedMicroBatch, TokenScores], tuple[torch.Tensor, Any]],
+    *,
+    device: torch.device,
+) -> list[Any]:
+    """Sum the gradients of all losses, also over ranks, and return the reports of `loss` on the last stage."""
+
+    def loss_and_report(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        value, report = loss(part, scores)
+        # The stage before waits for a gradient also where the loss reads no log-prob. A tensor of its own, of one
+        # entry, since the schedule frees it before the backward pass.
+        value = value.new_ones(1) * value + scores.logprobs.sum() * 0
+        return value, torch.zeros((), dtype=torch.int, device=device), report
+
+    return _run(module, parts, wanted, loss_and_report, device=device, forward_only=False)
+
+
+def _run(
+    module: nn.Module,
+    parts: Sequence[IndexedMicroBatch],
+    wanted: RequiredScores,
+    read: Callable[..., Any],
+    *,
+    device: torch.device,
+    **arguments: Any,
+) -> list[Any]:
+    def forward_step(iterator: Iterator[IndexedMicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        rows, part = next(iterator)
+        lengths = part[keys.LENGTHS].tolist()
+        part = part.to(device)
+        asked = wanted if len(rows) else RequiredScores()  # a dummy part needs no scores
+        candidate_ids = None if asked.candidates is None else part[asked.candidates]
+        scores = model(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, asked, candidate_ids, lengths)
+        return scores, partial(read, (rows, part))
+
+    width = max((part[keys.TOKEN_IDS].shape[1] for _, part in parts), default=1)
+    with megatron_device_context(device):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(parts),
+            model=[module],
+            num_microbatches=len(parts),
+            seq_length=width,
+            micro_batch_size=max((len(part) for _, part in parts), default=1),
+            **arguments,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronTrainer:
+    """A stage and its optimizer, with its micro-batching and the limit of the gradient norm."""
+
+    module: Any  # megatron.core's DistributedDataParallel around a Stage
+    main: MainWeights
+    device: torch.device
+    optimizer: Optimizer
+    batching: MicroBatching
+    max_grad_norm: float | None
+    layout: RankLayout
+
+    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> training.OptimizerStep:
+        """Take one optimizer step on these rows and return its report, which is the same on every rank.
+
+        A step without valid tokens, or with a loss or gradient that is not finite, is skipped.
+        """
+        normalizer = count_valid(batch, rows)
+        if normalizer.num_valid_tokens == 0:
+            return training.skip_without_tokens(normalizer, len(rows))
+
+        def loss(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, dict[str, Metric]]:
+            return _loss(part, scores, loss_fn, normalizer)
+
+        parts = list(micro_batches(batch, rows, self.batching, self.layout))
+        self.module.zero_grad_buffer()
+        reports = accumulate_gradients(self.module, parts, loss_fn.required_scores, loss, device=self.device)
+        values, reductions = training.reduce_over_ranks(
+            self.layout.all_gather_data_parallel(_aggregate_metrics(reports))
+        )
+        self.main.copy_gradients_from_buffers()
+        grad_norm = self.main.clip(self.max_grad_norm)
+        skip_cause = training.find_skip_cause(values["loss"], grad_norm)
+        if skip_cause is None:
+            self.optimizer.step()
+            self.main.copy_to_model()
+        self.main.clear_gradients()
+        return training.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
+
+
+def _loss(
+    part: IndexedMicroBatch, scores: TokenScores, loss_fn: LossFn, normalizer: Normalizer
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    rows, batch = part
+    if len(rows) == 0:  # zero gradients, in step with the ranks that have samples left
+        return scores.logprobs.sum() * 0, {}
+    loss, metrics = loss_fn(scores, batch, normalizer)
+    return loss, {**metrics, "loss": Metric(loss.detach().clone())}  # the schedule frees its inputs
+
+
+def _aggregate_metrics(reports: list[dict[str, Metric]]) -> tuple[dict[str, float], dict[str, training.Reduction]]:
+    """Return the metrics of all micro-batches of a rank; only the last stage has any."""
+    metrics: dict[str, torch.Tensor] = {}
+    reductions: dict[str, training.Reduction] = {}
+    for report in reports:
+        for name, metric in report.items():
+            metrics[name] = training.accumulate_metric(metric, metrics.get(name))
+            reductions[name] = metric.reduction
+    return {name: float(value) for name, value in metrics.items()}, reductions

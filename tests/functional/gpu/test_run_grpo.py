@@ -32,7 +32,7 @@ SPLIT = ("policy.generation.colocated.enabled=false", "policy.generation.colocat
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Random weights in Qwen2.5's shape: biases at queries, keys and values, grouped heads, tied embeddings."""
-    folder = tmp_path_factory.mktemp("qwen2_5")
+    directory = tmp_path_factory.mktemp("qwen2_5")
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
@@ -47,9 +47,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
         tie_word_embeddings=True,
         **ends,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
 
 
 def assert_two_steps(run: Run) -> None:
@@ -66,6 +66,34 @@ def assert_two_steps(run: Run) -> None:
 def test_two_steps_with_a_colocated_engine(tmp_path: Path, qwen: str, sleeps: str) -> None:
     sleep_mode = f"policy.generation.vllm_cfg.enable_sleep_mode={sleeps}"
     assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, sleep_mode))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("policy.precision=float32",),
+        ("++policy.sequence_packing={enabled: true, train_mb_tokens: 128, logprob_mb_tokens: 256}",),
+        ("++policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",),
+        ("++policy.dtensor_cfg.activation_checkpointing=true", "++policy.dtensor_cfg.keep_unsharded=false"),
+        ("++policy.dtensor_cfg.cpu_offload=true",),
+        ("loss_fn.reference_policy_kl_penalty=0.01",),
+    ],
+    ids=["float32", "packing", "lora", "recomputed", "offloaded", "reference"],
+)
+def test_two_steps_with_options_of_the_policy(tmp_path: Path, qwen: str, options: tuple[str, ...]) -> None:
+    assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, *options))
+
+
+def test_a_run_resumes_from_its_checkpoint(tmp_path: Path, qwen: str) -> None:
+    saved = (
+        "++checkpointing.enabled=true",
+        "++checkpointing.save_period=2",
+        f"++checkpointing.checkpoint_dir={tmp_path}/c",
+    )
+    assert_two_steps(run_grpo(tmp_path / "first", f"policy.model_name={qwen}", *SMALL, *saved))
+    resumed = run_grpo(tmp_path / "second", f"policy.model_name={qwen}", *SMALL, *saved, "grpo.max_num_steps=3")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [step for step, metrics in resumed.metrics().items() if "train/loss" in metrics] == [3]
 
 
 @two_devices

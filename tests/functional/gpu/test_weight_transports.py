@@ -9,10 +9,10 @@ import torch
 
 from nemo_rl.config.policy import ColocatedConfig
 from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
-from nemo_rl.weight_sync.broadcast import Broadcast
-from nemo_rl.weight_sync.cuda_ipc import CudaIpc
+from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transports import Transport
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, save_tiny_model, tiny_model
@@ -40,21 +40,17 @@ class DevicePolicy(UntrainedPolicy):
         return await asyncio.to_thread(used)
 
 
-def refit_twice(folder: Path, transport: Transport, policy_device: str) -> None:
+def refit_twice(directory: Path, transport: Transport, policy_device: str) -> None:
     """Both refits are verified, against log-probs in float32."""
     cfg = VllmConfig(gpu_memory_utilization=0.3, max_num_seqs=16, enable_sleep_mode=False)
     section = VllmGenerationConfig(vllm_cfg=cfg, colocated=ColocatedConfig(enabled=policy_device == "cuda:0"))
 
     async def main() -> None:
         engine = await VllmGeneration.create(
-            section,
-            model_path=str(save_tiny_model(folder, tied=True)),
-            dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
-            device="cuda",
+            section, EngineModel(str(save_tiny_model(directory, tied=True)), "float32", MAX_MODEL_LEN, "cuda")
         )
         sync = TransportWeightSync(
-            [(5, 6, 7), (250, 3)], WeightSyncConfig(verify=True, verify_tolerance=2e-2), "float32", transport=transport
+            [(5, 6, 7), (250, 3)], WeightSyncConfig(verify=True), "float32", device="cuda", transport=transport
         )
         try:
             for version in (1, 2):

@@ -53,5 +53,6 @@ def make_batch(
 def normalizer_of(batch: TensorDict) -> Normalizer:
     """The counts of an optimizer step that consists of this batch."""
     trained = batch[keys.SAMPLE_MASK] > 0
-    tokens = (batch[keys.TOKEN_MASK][:, 1:] * batch[keys.SAMPLE_MASK][:, None]).sum()
-    return Normalizer(float(tokens), float(len(batch[keys.TRAJECTORY_ID][trained].unique())))
+    tokens = (batch[keys.TOKEN_MASK][:, 1:] * batch[keys.SAMPLE_MASK][:, None]).sum(-1)
+    num_trajectories = float(len(batch[keys.TRAJECTORY_ID][trained].unique()))
+    return Normalizer(float(tokens.sum()), num_trajectories, float(tokens[batch[keys.REWARD] > 0].sum()))

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
-from nemo_rl.algorithms.cross_tokenizer_targets import Targets, TeacherScores
+from nemo_rl.algorithms.cross_tokenizer_targets import AlignedResponse, Targets, TeacherScores
 from nemo_rl.data.token_alignment import SPECIAL, TURN_END, Vocabulary
 
 

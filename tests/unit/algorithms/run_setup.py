@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.estimators import make_advantage_estimator
-from nemo_rl.algorithms.grpo import GRPO
-from nemo_rl.algorithms.interrupt import Interrupt
-from nemo_rl.algorithms.run import Placement, TrainingRun
-from nemo_rl.algorithms.stages import RequiredLogprobs
+from nemo_rl.algorithms.grpo import GRPO, RequiredLogprobs
+from nemo_rl.algorithms.run import Interrupt, Placement, TrainingRun
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.datasets import PromptSet

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.cross_tokenizer_rows import AlignedResponse
 from nemo_rl.algorithms.cross_tokenizer_targets import (
+    AlignedResponse,
     TeacherScores,
     TokenMap,
     identical_targets,

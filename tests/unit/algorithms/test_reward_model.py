@@ -13,7 +13,7 @@ from nemo_rl.algorithms.reward_model import (
     train_step,
     train_steps,
 )
-from nemo_rl.config.reward_model import RewardModelRunConfig
+from nemo_rl.config.supervised import RewardModelRunConfig
 
 PAIRS = [TokenPair([1 + n % 5, 2, 3][: 1 + n % 3], [7, 8 + n % 3]) for n in range(7)]
 

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.loop import TrainingProgress
+from nemo_rl.algorithms.run import Interrupt
 from nemo_rl.algorithms.sft import SFTRun, train_sft, validate
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.run import CheckpointingConfig
-from nemo_rl.config.sft import SFTRunConfig
+from nemo_rl.config.supervised import SFTRunConfig
 from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
 from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.metric_names import find_undocumented
 from nemo_rl.observability.loggers import JsonlLogger
 from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.local import LocalPolicy
+from nemo_rl.policy.driver import LocalPolicy
 from tests.contracts.policies import SETTINGS
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 
@@ -47,11 +47,17 @@ def test_loss_is_the_mean_over_all_learnt_tokens() -> None:
     assert loss.item() == 1.5
 
 
-class Runs:
-    """Trains a tiny model on ten samples, four a step, in a folder of its own."""
+def test_a_step_of_one_learnt_token_is_divided_by_one() -> None:
+    batch = make_supervised_batch([SupervisedSample(np.zeros(2, dtype=np.int32), np.array([False, True]))])
+    loss, _ = NegativeLogLikelihood()(TokenScores(torch.tensor([[0.0, -3.0]])), batch, Normalizer(1, 1))
+    assert loss.item() == 3.0
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder = model, folder
+
+class Runs:
+    """Trains a tiny model on ten samples, four a step, in a directory of its own."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self.model, self.directory = model, directory
 
     def config(self, **sft: Any) -> SFTRunConfig:
         return SFTRunConfig.model_validate(
@@ -73,13 +79,13 @@ class Runs:
         interrupt = Interrupt()
         run = SFTRun(
             config=config,
-            run_dir=self.folder,
+            run_dir=self.directory,
             num_steps=5,
             source=SampleLoader(samples(10), shuffle=True, seed=config.sft.seed, max_epochs=2),
             validation=(SupervisedDataset("held", samples(10)), SupervisedDataset("other", samples(2, seed=2))),
             policy=policy,
-            checkpoints=CheckpointStore(CheckpointingConfig(enabled=True, save_period=100), self.folder / store),
-            logger=JsonlLogger(self.folder),
+            checkpoints=CheckpointStore(CheckpointingConfig(enabled=True, save_period=100), self.directory / store),
+            logger=JsonlLogger(self.directory),
             progress=StopsAfter(interrupt, stop_after),
             interrupt=interrupt,
         )
@@ -126,15 +132,15 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_it_had_not_been(runs: Runs) 
     assert resumed.position.source_state["consumed_prompts"] == 20
     assert resumed.validations[5] == whole.validations[5]
     assert all(torch.equal(weights[name], weights_after[name]) for name in weights)
-    saved = [path.name for path in sorted((runs.folder / "checkpoints").iterdir())]
+    saved = [path.name for path in sorted((runs.directory / "checkpoints").iterdir())]
     assert saved == ["step_2", "step_5"]
-    assert {path.name for path in (runs.folder / "checkpoints/step_5/policy").iterdir()} == {"weights", "optimizer"}
+    assert {path.name for path in (runs.directory / "checkpoints/step_5/policy").iterdir()} == {"weights", "optimizer"}
 
 
 def test_loss_falls_and_every_metric_has_a_meaning(runs: Runs) -> None:
     training, _ = runs.train(val_at_start=True)
     assert sorted(training.validations) == [0, 2, 4, 5]
-    rows = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (runs.directory / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in rows for name in row} - {"step", "time"}
     assert find_undocumented(names) == []
     assert {"train/loss", "train/lr", "validation/loss", "validation/held/loss", "performance/tokens_per_sec"} <= names

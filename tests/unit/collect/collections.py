@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey
+from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey, Task, write_tasks
 from nemo_rl.collect.store import RolloutStore
-from nemo_rl.collect.tasks import Task, write_tasks
 from nemo_rl.types import Failure, FailureClass
 
 IDENTITY = {"data": "d", "config": {"temperature": 1.0}, "model": "m"}

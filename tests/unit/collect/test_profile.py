@@ -1,18 +1,32 @@
-"""Statistics of a collection against numbers worked out by hand."""
+"""Statistics of a collection against numbers worked out by hand; comparisons and curricula."""
 
 import json
+import statistics
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl.collect.merge import merge
-from nemo_rl.collect.profile import default_ks, iter_task_rows, profile
-from nemo_rl.collect.profile_report import write_profile
+from nemo_rl.collect.profile import (
+    RewardRange,
+    TaskMetrics,
+    compare,
+    compute_task_metrics,
+    default_ks,
+    iter_task_rows,
+    profile,
+    write_curriculum,
+)
+from nemo_rl.collect.profile_report import comparison_table, write_profile
 from nemo_rl.collect.shards import KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
+from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, CollectionManifest, RolloutTable
 from nemo_rl.errors import ConfigError, DataError
-from tests.unit.collect.collections import IDENTITY, collect_worked, rollout
+from nemo_rl.experience.records import majority_at_k, pass_at_k
+from tests.unit.collect.collections import IDENTITY, collect, collect_worked, rollout
 
 TASKS = [
     {
@@ -203,3 +217,161 @@ def test_a_rollout_without_a_reward_counts_as_missing(tmp_path, caplog):
     (row,) = iter_task_rows(profile(tmp_path))
     assert (row["missing"], row["rollout_rewards"], row["rollout_tokens"]) == (1, [None, 1.0], [None, None])
     assert "1 rollouts have no reward" in caplog.text
+
+
+Cell = tuple[float, int, int]  # reward, length, answer
+cells = st.none() | st.tuples(st.integers(-2, 4).map(lambda n: n / 4), st.integers(0, 50), st.integers(0, 3))
+
+
+def table_of(tasks: list[list[Cell | None]]) -> RolloutTable:
+    missing = (np.nan, UNKNOWN_LENGTH, NO_ANSWER)
+    values = np.array([[missing if cell is None else cell for cell in task] for task in tasks])
+    rewards, tokens, answers = np.moveaxis(values, 2, 0)
+    manifest = CollectionManifest((0,), len(tasks), len(tasks[0]), {}, (), ())
+    datasets = np.zeros(len(tasks), np.int32)
+    return RolloutTable(manifest, rewards, tokens.astype(np.int32), answers.astype(np.int64), datasets, ("",))
+
+
+def check(measures: TaskMetrics, index: int, task: list[Cell]) -> None:
+    for found, place in ((measures.reward, 0), (measures.tokens, 1)):
+        numbers = [cell[place] for cell in task]
+        expected = {
+            "mean": statistics.fmean(numbers) if numbers else np.nan,
+            "std": statistics.stdev(numbers) if len(numbers) > 1 else np.nan,
+            "min": min(numbers, default=np.nan),
+            "max": max(numbers, default=np.nan),
+            "median": statistics.median(numbers) if numbers else np.nan,
+        }
+        for name, value in expected.items():
+            assert getattr(found, name)[index] == pytest.approx(value, abs=1e-9, nan_ok=True), name
+    rewards, answers = [cell[0] for cell in task], [cell[2] or None for cell in task]
+    for name, values in measures.scores.items():
+        kind, _, k = name.partition("@")
+        if "avg" in name:
+            continue
+        count = int(k)
+        if count > len(task):
+            value = np.nan
+        else:
+            value = pass_at_k(rewards, count) if kind == "pass" else majority_at_k(rewards, answers, count)
+        assert values[index] == pytest.approx(value, abs=1e-9, nan_ok=True), name
+
+
+@given(st.integers(1, 6).flatmap(lambda n: st.lists(st.lists(cells, min_size=n, max_size=n), min_size=1, max_size=5)))
+def test_each_task_is_measured_as_if_alone(tasks: list[list[Cell | None]]):
+    measures = compute_task_metrics(table_of(tasks))
+    for index, task in enumerate(tasks):
+        there = [cell for cell in task if cell is not None]
+        assert measures.num_rollouts[index] == len(there)
+        check(measures, index, there)
+
+
+def test_above_32_rollouts_all_vote_or_nobody():
+    scores = compute_task_metrics(table_of([[(1.0, 3, 1)] * 40])).scores
+    assert [name for name in scores if name.startswith("majority")] == ["majority@40"]
+    assert [name for name in scores if name.startswith("pass@")] == [
+        "pass@1[avg-of-40]",
+        *(f"pass@{k}" for k in (2, 4, 8, 16, 32, 40)),
+    ]
+
+
+def test_ks_may_be_chosen():
+    scores = compute_task_metrics(table_of([[(1.0, 3, 1)] * 4]), ks=[3, 1]).scores
+    assert list(scores) == ["pass@1[avg-of-4]", "pass@3", "majority@3"]
+    assert default_ks(1) == (1,)
+
+
+def rows(comparison):
+    return {row.quantity: row for row in comparison.differences}
+
+
+def test_the_same_tasks_are_compared_one_by_one(tmp_path):
+    collect_worked(tmp_path / "a")
+    collect_worked(tmp_path / "b", change=0.25, identity={**IDENTITY, "model": "trained"})
+    comparison = compare(profile(tmp_path / "a"), profile(tmp_path / "b"))
+    assert comparison.are_paired
+    reward = rows(comparison)["reward"]
+    assert (reward.first, reward.second) == (pytest.approx(11 / 24), pytest.approx(17 / 24))
+    assert reward.difference == pytest.approx(0.25)
+    assert reward.standard_error == pytest.approx(0, abs=1e-12)  # every task rose by as much
+    assert (reward.num_better, reward.num_worse) == (2, 0)
+    tokens = rows(comparison)["tokens"]
+    assert (tokens.difference, tokens.num_better, tokens.num_worse) == (0, 0, 0)
+
+
+def test_the_table_names_columns_by_what_tells_them_apart(tmp_path):
+    collect_worked(tmp_path / "a")
+    collect_worked(tmp_path / "b", change=0.25, identity={**IDENTITY, "model": "trained"})
+    comparison = compare(profile(tmp_path / "a"), profile(tmp_path / "b"))
+    table = comparison_table(comparison, "runs/one/step_5", "runs/one/step_9")
+    assert [str(column.header) for column in table.columns][2:4] == ["step_5", "step_9"]
+    assert "runs/one/step_9 against runs/one/step_5" in str(table.title)
+    by_quantity = dict(
+        zip(table.columns[1].cells, zip(*(c.cells for c in table.columns[4:]), strict=True), strict=True)
+    )
+    assert by_quantity["reward"] == ("+0.2500 ± 0.0000", "2", "0")
+    assert by_quantity["tokens"] == ("+0.0 ± 0.0", "", "")  # neither more nor fewer are better
+    for first, second, names in (
+        ("a", "b", ["a", "b"]),
+        ("/x/1/a", "/x/2/a", ["1/a", "2/a"]),
+        ("a", "a/b", ["a", "a/b"]),
+    ):
+        assert [str(c.header) for c in comparison_table(comparison, first, second).columns][2:4] == names
+
+
+def test_of_other_tasks_the_means_are_compared(tmp_path):
+    collect_worked(tmp_path / "a")
+    collect_worked(tmp_path / "b", change=0.25, identity={**IDENTITY, "data": "others"})
+    comparison = compare(profile(tmp_path / "a"), profile(tmp_path / "b"))
+    assert not comparison.are_paired
+    reward = rows(comparison)["reward"]
+    assert reward.difference == pytest.approx(0.25)
+    assert reward.standard_error == pytest.approx(7 / 24 * 2**0.5)
+    assert (reward.num_better, reward.num_worse) == (None, None)
+
+
+def test_what_both_have_is_compared(tmp_path):
+    collect(tmp_path / "two", num_repeats=2)
+    collect(tmp_path / "four", num_repeats=4)
+    comparison = compare(profile(tmp_path / "two"), profile(tmp_path / "four"))
+    assert list(rows(comparison)) == ["reward", "tokens", "pass@2"]
+    assert rows(comparison)["tokens"].difference is None  # of neither
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "questions"),
+    [(0.0, 1.0, ["q0", "q1"]), (0.5, 0.75, ["q0"]), (1 / 6, 1 / 6, ["q1"]), (-1.0, 0.7, ["q1"])],
+)
+def test_rows_of_tasks_in_the_range_are_written_as_they_were(tmp_path, low, high, questions):
+    collect_worked(tmp_path)
+    count = write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(low, high))
+    assert lines_of(tmp_path / "out.jsonl") == [{"question": question} for question in questions]
+    assert count == len(questions)
+
+
+def test_a_range_without_tasks_writes_nothing(tmp_path):
+    collect_worked(tmp_path)
+    with pytest.raises(ConfigError, match="no task"):
+        write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(0.8, 0.9))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_collection_without_its_input_has_no_rows_to_write(tmp_path):
+    collect(tmp_path)
+    with pytest.raises(ConfigError, match=r"tasks.jsonl"):
+        write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(0, 1))
+
+
+def test_a_range_that_is_upside_down_is_refused():
+    with pytest.raises(ConfigError, match="max_reward"):
+        RewardRange(0.5, 0.4)
+
+
+def test_an_unknown_data_set_is_refused(tmp_path):
+    collect_worked(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean 'words'"):
+        write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(0, 1), dataset="word")

@@ -21,7 +21,7 @@ Load = Callable[..., GRPORunConfig]
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A folder's base.yaml, the smallest recipe; other recipes are written beside it."""
+    """A directory's base.yaml, the smallest recipe; other recipes are written beside it."""
     path = tmp_path / "base.yaml"
     path.write_text(SMALLEST)
     return path

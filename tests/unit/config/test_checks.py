@@ -6,7 +6,7 @@ import pytest
 from nemo_rl.config.checks import check_async
 from nemo_rl.config.policy import PolicyConfig, check_backend
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.metrics import rollout_metrics
+from nemo_rl.experience.records import rollout_metrics
 from nemo_rl.metric_names import ranking_metrics
 from nemo_rl.types import Prompt, StopReason, Trajectory
 from tests.unit.algorithms.run_setup import make_config
@@ -16,6 +16,7 @@ VALIDATION = "data.validation={dataset_name:gsm8k}"
 CHECKPOINTS = "checkpointing.enabled=true"
 NO_END = "grpo.val_at_end=false"
 LOSS = "loss_fn."
+SINGLE = ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=8"]
 TIS = "loss_fn.truncated_importance_sampling_"
 CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 
@@ -56,6 +57,21 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             "grpo.use_dynamic_sampling",
             "would drop every group",
         ),
+        *(
+            ([*SINGLE, f"grpo.adv_estimator.name={name}"], "grpo.num_generations_per_prompt", "would be 0")
+            for name in ("grpo", "gdpo", "reinforce_plus_plus")
+        ),
+        (["loss_fn.trajectory_token_divisor=512"], "loss_fn.trajectory_token_divisor", "token_level_loss: true"),
+        (
+            ["grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.normalization_scope=batch"],
+            "grpo.adv_estimator.normalization_scope",
+            "name: grpo only",
+        ),
+        (
+            ["grpo.adv_estimator.normalization_scope=batch", "grpo.adv_estimator.use_leave_one_out_baseline=true"],
+            "grpo.adv_estimator.normalization_scope",
+            "allowed: group",
+        ),
         (["rollout.min_group_size=3"], "rollout.min_group_size", "at most .* 2"),
         (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], "grpo.advantage_clip_low", "at most"),
         (
@@ -75,8 +91,16 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
         ),
         (["reward_penalties.thinking_tags=[a,a]"], "reward_penalties.thinking_tags", "opening and the closing"),
         (["policy.generation.temperature=0"], "policy.generation.temperature", "val_temperature"),
-        (["policy.generation.top_p=0.9"], "policy.generation.top_p", "1.0"),
-        (["policy.generation.top_k=50"], "policy.generation.top_k", "null"),
+        (
+            [*SINGLE, "grpo.adv_estimator.name=opd", "++teacher.model_name=m", "policy.generation.top_p=0.9"],
+            "policy.generation.top_p",
+            "whole distribution: 1.0",
+        ),
+        (
+            [*SINGLE, "grpo.adv_estimator.name=opd", "++teacher.model_name=m", "policy.generation.top_k=50"],
+            "policy.generation.top_k",
+            "whole distribution: null",
+        ),
         (["policy.generation.max_new_tokens=513"], "policy.generation.max_new_tokens", "at most .* 512"),
         (["policy.generation.vllm_cfg.max_model_len=511"], "policy.generation.vllm_cfg.max_model_len", "at least"),
         (["data.max_input_seq_length=513"], "data.max_input_seq_length", "at most"),
@@ -99,6 +123,11 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             ["policy.device=cpu", "policy.dtensor_cfg.data_parallel_size=3"],
             "policy.train_global_batch_size",
             "multiple of the 3",
+        ),
+        (
+            ["++policy.dtensor_cfg.backend=megatron"],
+            "policy.dtensor_cfg.backend",
+            "always that of fsdp2",
         ),
         (["policy.scheduler=[{name:a.B},{name:a.C}]"], "policy.scheduler", "2 schedulers .* 1 milestones"),
         (["policy.scheduler=[{name:a.B},{milestones:[5]}]"], "policy.scheduler", "1 schedulers .* 0 milestones"),
@@ -163,7 +192,9 @@ def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrid
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=8"],
+        [*SINGLE, "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=false"],
+        [*SINGLE, "grpo.adv_estimator.name=opd", "++teacher.model_name=m"],
+        [LOSS + "token_level_loss=false", LOSS + "trajectory_token_divisor=512"],
         [LOSS + "sequence_level_importance_ratios=true", LOSS + "token_level_loss=false"],
         [LOSS + "use_cispo=true"],
         [LOSS + "disable_ppo_ratio=true"],
@@ -295,3 +326,21 @@ def test_what_adapters_cannot_be_combined_with_is_refused(
 def test_adapters_of_some_or_of_all_layers_are_accepted() -> None:
     check_backend(policy({"enabled": True, "match_all_linear": True}), key="policy")
     check_backend(policy({"enabled": True, "target_modules": ["q_proj"], "exclude_modules": ["*.0.*"]}), key="policy")
+
+
+BACKGROUND = """
+grpo: {async_grpo: {enabled: true}}
+loss_fn: {use_importance_sampling_correction: true}
+"""
+JUDGE_ON_THE_DEVICE = """
+reward_model: {enable: true}
+scorers: {judge: {type: reward_model, model_name: x}}
+env: {math: {scorers: [judge]}}
+"""
+
+
+@pytest.mark.parametrize(("text", "said"), [(BACKGROUND, "keeps what a step"), (JUDGE_ON_THE_DEVICE, "after the last")])
+def test_an_early_stop_is_refused_where_it_stops_nothing(load: Load, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        load(text, "rollout.oversample=1.5")
+    assert error.value.key == "rollout.oversample"

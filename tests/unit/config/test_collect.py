@@ -10,8 +10,8 @@ from nemo_rl.config.loading import load_collect_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-QUICKSTART = ROOT / "nemo_rl" / "quickstart" / "collect.yaml"
-RECIPES = [QUICKSTART, *sorted((ROOT / "examples" / "configs").glob("collect*.yaml"))]
+QUICKSTART = ROOT / "nemo_rl" / "recipes" / "collect.yaml"
+RECIPES = [QUICKSTART, *sorted((ROOT / "nemo_rl" / "recipes").glob("collect*.yaml"))]
 
 
 @pytest.fixture(autouse=True)

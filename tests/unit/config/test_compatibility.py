@@ -1,12 +1,16 @@
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_rl.config.compatibility import RULES
+from nemo_rl.config.compatibility import find_cause, load_rules, load_table, render_tables
 from nemo_rl.config.keys import find_schema_node
-from nemo_rl.errors import ConfigError
+from nemo_rl.config.loading import load_config, resolved_yaml
+from nemo_rl.errors import CombinedConfigError, ConfigError
+from nemo_rl.metric_names import find_undocumented
+from nemo_rl.recipes import find_recipe
 from tests.unit.config.conftest import Load
 
 # What NeMo-RL's base recipe says beyond our schema, in the values with which it asks for nothing that we lack.
@@ -83,10 +87,15 @@ cluster: {master_port_range_low: 25000}
 """
 
 
-def test_nemo_rls_base_recipe_is_accepted_without_a_note(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+def test_nemo_rls_base_recipe_is_accepted_with_one_note_on_its_defaults(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         config: Any = load(NEMO_RL)
-    assert caplog.messages == []
+    assert caplog.messages == [
+        "read as a recipe of NeMo-RL 0.7; where it is silent its defaults hold: grpo.val_at_end = false, "
+        "grpo.async_grpo.max_generation_failures = 0, loss_fn.reference_policy_kl_penalty = 0.01"
+    ]
     assert config.grpo.adv_estimator.use_leave_one_out_baseline
     assert config.policy.tokenizer.chat_template is None
 
@@ -95,16 +104,15 @@ def test_nemo_rls_base_recipe_is_accepted_without_a_note(load: Load, caplog: pyt
     ("override", "said"),
     [
         (
-            "policy.dtensor_cfg.context_parallel_size=2",
-            "context_parallel_size = 2: not available: .* only 1 is accepted",
+            "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+            "pipeline_parallel_size = 2: not available: .* only 1 is accepted",
         ),
-        ("policy.dtensor_cfg.enabled=false", "it is the training backend; only true is accepted"),
+        ("policy.dtensor_cfg.enabled=false", "it is the training backend .*; only true is accepted"),
         ("policy.dtensor_cfg.lora_cfg.dropout=0.1", "dropout is off"),
         ("policy.generation.vllm_cfg.kv_cache_dtype=fp8", "only 'auto' is accepted"),
-        ("data.train.split_validation_size=0.05", "data.validation"),
-        ("env.math.math_verify_impl=dapo_math_verify", "env.math.math_verify_impl = 'dapo_math_verify'"),
-        ("logger.mlflow_enabled=true", "metrics.jsonl"),
-        ("checkpointing.model_save_format=torch_save", "safetensors"),
+        ("env.math.math_verify_impl=sympy", "env.math.math_verify_impl = 'sympy'"),
+        ("+policy.generation.vllm_cfg.pipeline_parallel_size=true", "pipeline_parallel_size = True: not available"),
+        ("+policy.dtensor_cfg.enabled=1", "dtensor_cfg.enabled = 1: not available"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(load: Load, override: str, said: str) -> None:
@@ -112,12 +120,119 @@ def test_what_cannot_be_had_is_refused_with_the_reason(load: Load, override: str
         load("", override)
 
 
-def test_what_is_not_needed_is_noted_once(load: Load, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        load("policy: {generation_batch_size: 64, make_sequence_length_divisible_by: 8}")
+def test_switches_are_noted_together(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    load("policy: {generation_batch_size: 64, offload_optimizer_for_logprob: true}")
     assert caplog.messages == [
-        "policy.generation_batch_size = 64 has no effect: the hf engine batches the requests that it receives"
+        "switches of speed, memory or layout without effect here: policy.generation_batch_size = 64 (the engine "
+        "batches the requests that it receives); policy.offload_optimizer_for_logprob = true (memory is managed by the "
+        "placement plan)"
     ]
+
+
+def test_an_interpolation_of_a_moved_key_is_resolved(load: Load) -> None:
+    text = """
+    grpo:
+      normalize_rewards: false
+      adv_estimator: {name: grpo, normalize_rewards: "${grpo.normalize_rewards}"}
+    """
+    assert not load(text).grpo.adv_estimator.normalize_rewards  # type: ignore[attr-defined]
+    assert load(text, "grpo.normalize_rewards=true").grpo.adv_estimator.normalize_rewards  # type: ignore[attr-defined]
+
+
+def test_the_backend_that_is_off_is_not_judged(load: Load) -> None:
+    off = "{enabled: false, custom_parallel_plan: plan, expert_parallel_size: 8, no_such_key: 1}"
+    config = load(f"policy: {{dtensor_cfg: {off}, megatron_cfg: {{enabled: true}}}}")
+    assert config.policy.backend_key == "megatron_cfg"
+    with pytest.raises(ConfigError, match="which trains all weights"):
+        load("policy: {dtensor_cfg: {lora_cfg: {enabled: true}}, megatron_cfg: {enabled: true}}")
+
+
+def test_all_problems_are_told_at_once_grouped_by_cause(load: Load) -> None:
+    with pytest.raises(CombinedConfigError) as refused:
+        load(
+            "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 4, expert_tensor_parallel_size: 2}}",
+            "grpo.val_perod=3",
+            "policy.generation.temperature=0",
+        )
+    assert [error.key for error in refused.value.errors] == [
+        "policy.megatron_cfg.expert_model_parallel_size",
+        "policy.megatron_cfg.expert_tensor_parallel_size",
+        "grpo.val_perod",
+        "policy.generation.temperature",
+    ]
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "4 problems:"
+    assert lines[1].startswith("  policy.megatron_cfg.expert_model_parallel_size = 4, policy.megatron_cfg.expert_tens")
+    assert len(lines) == 4
+
+
+def test_layout_is_left_out_on_request_and_results_never_are(load: Load, recipe: Path) -> None:
+    path = recipe.parent / "recipe.yaml"
+    path.write_text(
+        "defaults: base.yaml\n"
+        "policy:\n"
+        "  generation_batch_size: 32\n"
+        "  generation: {backend: sglang, vllm_cfg: {precision: fp8, load_format: auto}}\n"
+        "  dtensor_cfg: {custom_parallel_plan: my.plan}\n"
+    )
+    config = load_config(path, allow_unsupported=True)
+    assert config.policy.generation.backend == "vllm"
+    with pytest.raises(ConfigError, match="3 problems"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"lora_cfg\.dropout"):
+        load_config(path, ["++policy.dtensor_cfg.lora_cfg.dropout=0.1"], allow_unsupported=True)
+
+
+def test_megatrons_own_bound_of_the_gradient_counts(load: Load) -> None:
+    text = "policy: {max_grad_norm: 1.0, megatron_cfg: {enabled: true, optimizer: {lr: 1.0e-6, clip_grad: %s}}}"
+    assert load(text % "0").policy.max_grad_norm is None
+    assert load(text % "0.5").policy.max_grad_norm == 0.5
+
+
+def test_the_flat_data_section_names_train_and_validation(load: Load) -> None:
+    config = load(
+        """
+        data:
+          _override_: true
+          dataset_name: DeepScaler
+          prompt_file: null
+          env_name: math
+          max_input_seq_length: 256
+        """
+    )
+    assert not isinstance(config.data.train, list)
+    assert not isinstance(config.data.validation, list)
+    assert config.data.validation is not None
+    assert (config.data.train.dataset_name, config.data.validation.dataset_name) == ("DeepScaleR", "AIME2024")
+    assert config.data.default.env_name == "math"
+
+
+def test_validation_sampling_moves_to_the_algorithm(load: Load) -> None:
+    values = "{temperature: 1.0, top_p: 1.0, val_temperature: 0.6, val_top_p: 0.95, val_top_k: null}"
+    grpo = load(f"policy: {{generation: {values}}}").grpo
+    assert (grpo.val_temperature, grpo.val_top_p, grpo.val_top_k) == (0.6, 0.95, None)
+    same = load("policy: {generation: {temperature: 0.8, val_temperature: 0.8, val_top_p: 1.0}}").grpo
+    assert same.val_temperature is None
+
+
+def test_env_vars_of_workers_are_those_of_the_run(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    config = load("policy: {dtensor_cfg: {env_vars: {NCCL_ALGO: Ring, NRL_REFIT_NUM_BUFFERS: '1'}}}")
+    assert config.cluster.env_vars == {"NCCL_ALGO": "Ring"}
+    assert "NRL_REFIT_NUM_BUFFERS" in caplog.text
+
+
+def test_the_engines_parsers_become_the_gateways(load: Load) -> None:
+    served = "policy: {generation: {vllm_cfg: {expose_http_server: true, http_server_serving_chat_kwargs: %s}}}"
+    config = load(served % "{enable_auto_tools: true, tool_parser: hermes, reasoning_parser: deepseek_r1}")
+    assert (config.gateway.tool_parser, config.gateway.reasoning_parser) == ("hermes", "think")
+    assert load(served % "{tool_parser: pythonic}").gateway.tool_parser == "pythonic"  # vLLM's, by its name
+
+
+def test_verifiers_have_kinds(load: Load) -> None:
+    config: Any = load("env: {math: {math_verify_impl: dapo_math_verify}}")
+    assert config.env["math"].verifier == "last_answer"
+    config = load("env: {math: {verifier_type: english_multichoice}}")
+    assert config.env["math"].verifier == "choice"
 
 
 def test_rules_enter_lists(load: Load) -> None:
@@ -180,17 +295,21 @@ def test_a_recipe_of_nemo_rl_for_nemo_gym_loads(load: Load, tmp_path: Path) -> N
     assert config.reward_penalties.enabled == ("penalize_unwanted_tokens", "penalize_malformed_think_tag")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("env: {should_mask_flagged_samples: false}", "mask_sample of NeMo Gym's replies is honoured"),
-        ("data: {train_jsonl_fpath: rows.jsonl}", "write data.train.data_path, with dataset_name: nemo_gym"),
-        ("data: {agent_name: mcqa}", "write data.default.agent_name"),
-    ],
-)
-def test_older_keys_of_nemo_gym_say_what_to_write(load: Load, line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load(line)
+def test_flags_of_nemo_gym_are_always_honoured(load: Load) -> None:
+    with pytest.raises(ConfigError, match="mask_sample of NeMo Gym's replies is always honoured"):
+        load("env: {should_mask_flagged_samples: false}")
+
+
+def test_older_keys_of_nemo_gyms_data_are_renamed(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    config = load(
+        f"data: {{_override_: true, default: {{dataset_name: NemoGymDataset, env_name: nemo_gym}}, agent_name: mcqa, "
+        f"train_jsonl_fpath: {tmp_path}/rows.jsonl}}",
+        "++env.nemo_gym.head_url=http://127.0.0.1:11000",
+    )
+    assert not isinstance(config.data.train, list)
+    assert config.data.train.data_path == f"{tmp_path}/rows.jsonl"
+    assert config.data.default.agent_name == "mcqa"
 
 
 @pytest.mark.parametrize("flat", ["normalize_rewards", "use_leave_one_out_baseline"])
@@ -239,13 +358,41 @@ def test_contradicting_switches_are_refused(load: Load, line: str, override: str
     assert error.value.key == f"loss_fn.{key}"
 
 
-def test_rules_for_values_we_refuse_name_keys_that_the_schema_does_not_have() -> None:
+def test_rows_of_the_table_are_sound() -> None:
     examples = {"env.*": "env.math", "data.*": "data.train", "teachers.*": "teachers.math"}
-    for rule in RULES:
+    causes = set()
+    for rule in load_rules():
         key = rule.key
         for pattern, example in examples.items():
             key = key.replace(pattern, example)
         section, _, name = key.rpartition(".")
-        place = find_schema_node(section.split("."), {})
+        place = find_schema_node(section.split(".") if section else [], {})
         is_ours = place is not None and name in place.names
-        assert rule.otherwise == "keep" or not is_ours or key.endswith("dtensor_cfg.enabled"), rule.key
+        assert rule.action == "default" or not is_ours or key.endswith(("dtensor_cfg.enabled", "scheduler")), rule.key
+        assert (rule.cause is not None) == (rule.action in ("note", "refuse")), rule.key
+        causes.add(rule.cause)
+    assert {find_cause(name) for name in load_table("causes")["causes"]} <= causes | {find_cause("ppo")}
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "from_nemo_rl.md"
+
+
+def test_the_page_of_keys_and_metrics_is_generated() -> None:
+    head, _, tables = PAGE.read_text(encoding="utf-8").partition("a test compares. -->\n")
+    assert tables == "\n" + render_tables()
+    assert head.startswith("# From NeMo-RL")
+
+
+def test_metrics_with_another_name_stand_with_one_that_exists() -> None:
+    named = " ".join(load_table("releases")["metric_names"].values())
+    ours = re.findall(r"`((?:train|validation|timing)/[a-z_/]+)`", named)
+    assert len(ours) > 5
+    assert find_undocumented(ours) == []
+
+
+@pytest.mark.parametrize("name", ["mmlu_EN-US", "rows.csv"])
+def test_a_resolved_configuration_with_a_dataset_of_nemo_rls_names_is_read_again(name: str, tmp_path: Path) -> None:
+    first = load_config(find_recipe("quickstart"), [f"data.train={{dataset_name: {name}}}"])
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved_yaml(first))
+    assert load_config(again, []) == first

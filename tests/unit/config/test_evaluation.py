@@ -8,7 +8,7 @@ from nemo_rl.config.evaluation import EvalRunConfig, model_directory_name
 from nemo_rl.config.loading import load_eval_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
-RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "eval.yaml"
+RECIPE = Path(__file__).parents[3] / "nemo_rl" / "recipes" / "eval.yaml"
 
 
 def load(*overrides: str) -> EvalRunConfig:
@@ -21,13 +21,13 @@ def test_a_resolved_recipe_is_the_same_configuration(tmp_path: Path) -> None:
     assert load_eval_config(written) == load("eval.baseline=other")
 
 
-def test_an_evaluation_is_a_collection_of_one_seed_in_its_models_folder() -> None:
+def test_an_evaluation_is_a_collection_of_one_seed_in_its_models_directory() -> None:
     config = load("eval.num_tests_per_prompt=8", "eval.output_dir=out", "eval.seed=3")
     assert (config.collection.all_seeds, config.collection.num_repeats, config.seed) == ((3,), 8, 3)
     assert config.collection.output_dir == f"out/{model_directory_name('nemo_rl/quickstart')}"
 
 
-def test_a_baseline_is_evaluated_alike_in_a_folder_of_its_own() -> None:
+def test_a_baseline_is_evaluated_alike_in_a_directory_of_its_own() -> None:
     first, second = load("eval.baseline=runs/a/step_50", "policy.model_name=runs/b/step_50").models
     assert (first.policy.model_name, second.policy.model_name) == ("runs/a/step_50", "runs/b/step_50")
     assert first.collection.output_dir != second.collection.output_dir

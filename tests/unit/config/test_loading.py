@@ -7,19 +7,18 @@ import pytest
 
 from nemo_rl.config.environment import CustomEnvironmentConfig
 from nemo_rl.config.loading import load_config, resolved_yaml
-from nemo_rl.environments.math import MathEnvironmentConfig
-from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
+from nemo_rl.environments.single_turn import MathEnvironmentConfig, ReasoningGymEnvironmentConfig
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 
 
 def test_defaults_are_merged_in_order_below_the_file_itself(recipe: Path) -> None:
-    folder = recipe.parent / "deeper"
-    folder.mkdir()
-    (folder / "one.yaml").write_text("grpo: {max_num_steps: 1, val_period: 1, seed: 1}")
-    (folder / "two.yaml").write_text("defaults: ../base.yaml\ngrpo: {val_period: 2, seed: 2}")
-    (folder / "top.yaml").write_text("defaults: [one.yaml, two.yaml]\ngrpo: {seed: 3}")
-    grpo = load_config(folder / "top.yaml").grpo
+    directory = recipe.parent / "deeper"
+    directory.mkdir()
+    (directory / "one.yaml").write_text("grpo: {max_num_steps: 1, val_period: 1, seed: 1}")
+    (directory / "two.yaml").write_text("defaults: ../base.yaml\ngrpo: {val_period: 2, seed: 2}")
+    (directory / "top.yaml").write_text("defaults: [one.yaml, two.yaml]\ngrpo: {seed: 3}")
+    grpo = load_config(directory / "top.yaml").grpo
     assert (grpo.num_prompts_per_step, grpo.max_num_steps, grpo.val_period, grpo.seed) == (4, 1, 2, 3)
 
 

@@ -99,4 +99,5 @@ def test_what_is_no_override_is_refused(text: str) -> None:
 
 def test_flat_advantage_key_of_nemo_rl_overrides_the_recipes_own() -> None:
     recipe: dict[str, Any] = {"grpo": {"adv_estimator": {"normalize_rewards": True}}}
-    assert applied("grpo.normalize_rewards=false", recipe) == {"grpo": {"adv_estimator": {"normalize_rewards": False}}}
+    written = applied("grpo.normalize_rewards=false", recipe)["grpo"]
+    assert written == {"normalize_rewards": False, "adv_estimator": {"normalize_rewards": False}}

@@ -5,11 +5,11 @@ import pytest
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
-from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
+from nemo_rl.environments.single_turn import ReasoningGymEnvironmentConfig
 
 REPOSITORY = Path(__file__).parents[3]
-RECIPES = REPOSITORY / "examples" / "configs"
+RECIPES = REPOSITORY / "nemo_rl" / "recipes"
 REWARD_MODEL = "rm_quickstart.yaml"  # of run_rm.py, which has a schema of its own
 OTHERS = (REWARD_MODEL, "collect", "distillation", "eval", "sft")  # beginnings of recipes with schemas of their own
 
@@ -146,7 +146,7 @@ def test_the_reward_models_recipe_loads_and_its_resolved_form_is_the_same_config
     assert load_reward_model_config(path) == config
 
 
-def test_grpo_scores_with_the_folder_that_run_rm_writes_and_validates_on_the_true_answers() -> None:
+def test_grpo_scores_with_the_directory_that_run_rm_writes_and_validates_on_the_true_answers() -> None:
     config, trained = load("reward_model.yaml"), load_reward_model_config(RECIPES / REWARD_MODEL)
     section = config.scorers["rm"]
     assert isinstance(section, RewardModelScorerConfig)

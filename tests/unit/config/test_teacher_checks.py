@@ -69,11 +69,26 @@ def test_a_tasks_own_teacher_comes_before_the_one_of_all(load: LoadDistillation)
             r"distillation\.async_rollouts\.enabled = True: nothing is sampled",
         ),
         (
-            ("++teacher.megatron_cfg={enabled: true, context_parallel_size: 2}",),
-            r"teacher\.megatron_cfg\.context_parallel_size = 2: not available",
+            ("++teacher.megatron_cfg={enabled: true, expert_model_parallel_size: 2}",),
+            r"teacher\.megatron_cfg\.expert_model_parallel_size = 2: not available",
         ),
-        (("teacher.dtensor_cfg.enabled=false",), r"teacher\.dtensor_cfg\.enabled = False: .*without megatron_cfg"),
-        (("++teacher.dtensor_cfg.context_parallel_size=2",), r"teacher\.dtensor_cfg\.context_parallel_size = 2"),
+        (
+            ("teacher.dtensor_cfg.enabled=false",),
+            r"teacher\.dtensor_cfg\.enabled = False: .*where policy\.megatron_cfg\.enabled is false",
+        ),
+        (
+            ("++teacher.megatron_cfg={enabled: true, backend: fsdp2}",),
+            r"teacher\.megatron_cfg\.backend = 'fsdp2': .* always that of megatron",
+        ),
+        (
+            ("++teachers.math={model_name: t, dtensor_cfg: {tensor_parallel_size: none}}",),
+            r"teachers\.math\.dtensor_cfg\.tensor_parallel_size = 'none'",
+        ),
+        (
+            ("++teachers.math={model_name: t, dtensor_cfg: {backend: megatron}}",),
+            r"teachers\.math\.dtensor_cfg\.backend",
+        ),
+        (("++teacher.dtensor_cfg.custom_parallel_plan=x",), r"teacher\.dtensor_cfg\.custom_parallel_plan = "),
         (("teacher.modelname=x",), r"did you mean teacher\.model_name"),
     ],
 )
@@ -111,7 +126,7 @@ def test_a_whole_policy_section_of_nemo_rl_is_a_teacher(
     """
     with caplog.at_level(logging.INFO):
         config = load(whole)
-    assert caplog.messages == []
+    assert caplog.messages[0].startswith("read as a recipe of NeMo-RL ")
     assert config.teacher is not None
     assert config.teacher.tensor_parallel_size == 4
     assert config.teachers["math"] == config.teacher
@@ -138,7 +153,7 @@ def test_a_whole_policy_section_on_megatron_is_a_teacher_on_megatron(
     """
     with caplog.at_level(logging.INFO):
         config = load(whole)
-    assert caplog.messages == []
+    assert caplog.messages[0].startswith("read as a recipe of NeMo-RL ")
     assert config.teacher is not None
     assert config.teacher.model_parallel_size == 4
     assert config.teachers["math"] == config.teacher

@@ -236,7 +236,7 @@ def test_unknown_task_or_option_is_a_config_error(section, expected):
         prompts_of(section)
 
 
-def test_folder_of_the_datasets_library_loads(tmp_path):
+def test_directory_of_the_datasets_library_loads(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "so #### 1,002"}\n')
     section = DatasetConfig(
         dataset_name="huggingface",

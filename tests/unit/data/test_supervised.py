@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.sft import SFTDataConfig
+from nemo_rl.config.supervised import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.supervised import (
     Conversation,

@@ -1,6 +1,7 @@
 """Devices and engine builds of machines that this one is not: torch, the packages and the driver are replaced."""
 
 import logging
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 
 from nemo_rl.distributed import devices
-from nemo_rl.distributed.devices import choose_device, cuda_problem, resolve_device, vllm_devices
+from nemo_rl.distributed.devices import (
+    choose_device,
+    cuda_problem,
+    resolve_device,
+    shareable_memory,
+    use_expandable_segments,
+    vllm_devices,
+)
 from nemo_rl.errors import ConfigError
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed Feb  5 2025\nGCC version: 13\n"
@@ -115,3 +123,56 @@ def test_a_machine_without_a_gpu_runs_on_the_cpu(machine: Machine) -> None:
 def test_a_named_device_of_a_cluster_is_not_looked_for_here(machine: Machine) -> None:
     machine.has("vllm", cuda=False)
     assert choose_device("cuda", vllm_devices(), is_remote=True) == "cuda"
+
+
+class Allocator:
+    """Records what torch's allocator is told, on a device of a compute capability."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **environment: str) -> None:
+        self.settings: list[str] = []
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        for name in devices.ALLOCATOR_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
+
+def test_segments_expand_from_hopper_on_and_never_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch, (9, 0))
+    assert use_expandable_segments(torch.device("cuda"))
+    assert allocator.settings == ["expandable_segments:True"]
+    assert not use_expandable_segments(torch.device("cpu"))
+    allocator = Allocator(monkeypatch, (8, 0))
+    assert not use_expandable_segments(torch.device("cuda"))
+    assert allocator.settings == []
+
+
+def test_other_settings_of_the_environment_are_kept_and_its_own_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(
+        monkeypatch, (9, 0), PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2]"
+    )
+    assert use_expandable_segments(torch.device("cuda"))
+    expected = "max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2],expandable_segments:True"
+    assert allocator.settings == [expected]
+    allocator = Allocator(monkeypatch, (9, 0), PYTORCH_ALLOC_CONF="expandable_segments:False")
+    assert not use_expandable_segments(torch.device("cuda"))
+    assert allocator.settings == []
+
+
+@pytest.mark.parametrize(("capability", "after"), [((9, 0), True), ((8, 0), False)])
+def test_memory_for_other_processes_is_not_in_expandable_segments(
+    capability: tuple[int, int], after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch, capability)
+    with suppress(MemoryError), shareable_memory(torch.device("cuda")):
+        assert allocator.settings == ["expandable_segments:False"]
+        raise MemoryError
+    assert allocator.settings[-1] == f"expandable_segments:{after}"
+    allocator = Allocator(monkeypatch, capability, PYTORCH_ALLOC_CONF="expandable_segments:True")
+    with shareable_memory(torch.device("cuda")):
+        assert allocator.settings == ["expandable_segments:False"]
+    assert allocator.settings[-1] == "expandable_segments:True"
+    with shareable_memory(torch.device("cpu")):
+        pass
+    assert len(allocator.settings) == 2

@@ -1,3 +1,5 @@
+import asyncio
+import contextlib
 import random
 import resource
 import socket
@@ -8,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.distributed import machine as ports
-from nemo_rl.distributed.machine import max_connections, raise_file_limit, unused_port, unused_ports
+from nemo_rl.distributed.machine import (
+    cancel_tasks,
+    max_connections,
+    raise_file_limit,
+    run_async,
+    unused_port,
+    unused_ports,
+)
 
 LOWER_THEN_RAISE = """
 import resource
@@ -49,9 +58,9 @@ def test_a_connection_takes_two_files_and_some_are_kept_for_others():
     assert [max_connections(limit) for limit in (1024, 258, 100, 0)] == [384, 1, 1, 1]
 
 
-def kernels(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
-    (folder / "range").write_text(text)
-    monkeypatch.setattr(ports, "EPHEMERAL_PORT_RANGE", folder / "range")
+def kernels(monkeypatch: pytest.MonkeyPatch, directory: Path, text: str) -> None:
+    (directory / "range").write_text(text)
+    monkeypatch.setattr(ports, "EPHEMERAL_PORT_RANGE", directory / "range")
 
 
 def test_ports_differ_and_are_none_of_the_kernels_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,3 +87,81 @@ def test_where_the_kernels_begin_below_or_are_unknown_there_is_a_port(
 ) -> None:
     kernels(monkeypatch, tmp_path, text)
     assert unused_port() > 1023
+
+
+CORE_AND_WORKER = """
+import os, subprocess, sys, time
+WORKER = '''
+import sys, time
+from nemo_rl.distributed.machine import end_with
+end_with(int(sys.argv[1]))
+print("up", flush=True)
+time.sleep(600)
+'''
+if sys.argv[1:] == ["core"]:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(os.getppid())])
+    print("core", os.getpid(), worker.pid, flush=True)
+else:
+    subprocess.Popen([sys.executable, sys.argv[1], "core"])
+time.sleep(600)
+"""
+
+
+def test_an_engines_core_and_worker_end_with_a_trainer_that_is_killed(tmp_path: Path):
+    """The trainer starts the core, and the core's executor the worker."""
+    script = tmp_path / "script.py"
+    script.write_text(CORE_AND_WORKER)
+    trainer = subprocess.Popen([sys.executable, script, script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    lines = sorted([trainer.stdout.readline(), trainer.stdout.readline()])
+    core = lines[0].split()[1]
+    assert lines[1] == "up\n"
+    assert Path(f"/proc/{core}").exists()
+    trainer.kill()
+    assert trainer.stdout.read() == ""  # returns once all who hold the pipe, core and worker too, have ended
+    trainer.wait()
+    trainer.stdout.close()
+
+
+def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cancel_tasks, "__defaults__", (0.05,))
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    async def work() -> int:
+        tasks.append(asyncio.create_task(stubborn()))
+        await asyncio.sleep(0)
+        return 7
+
+    tasks: list[asyncio.Task[None]] = []
+    assert run_async(work()) == 7
+    [message] = caplog.messages
+    assert "stubborn at " in message
+    assert "test_machine.py:" in message
+    tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_tasks_that_end_are_waited_for_and_errors_of_the_work_are_raised(caplog: pytest.LogCaptureFixture) -> None:
+    ended = []
+
+    async def orderly() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def work() -> None:
+        task = asyncio.create_task(orderly())
+        await asyncio.sleep(0)
+        raise KeyError(task.get_name())
+
+    with pytest.raises(KeyError):
+        run_async(work())
+    assert ended == [True]
+    assert caplog.messages == []

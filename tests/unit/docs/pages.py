@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
+GENERATED = {"keys.md", "errors.md"}  # scripts/reference
+WRITTEN = [page for page in PAGES if page.name not in GENERATED]
+PROGRAM = re.compile(r"(uv|nemo-rl|jq|python|pip|sbatch|srun|ray|kill|tensorboard) |scripts/\w")
 CODE = re.compile(r"`([^`]+)`")
 
 
@@ -21,7 +24,7 @@ class Table:
 
 
 def text_of(page: str) -> str:
-    path = ROOT / page if page == "README.md" else DOCS / page
+    (path,) = (path for path in PAGES if path.name == page)
     return path.read_text(encoding="utf-8")
 
 
@@ -44,12 +47,16 @@ def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the commands of the `sh` blocks, continued lines joined, comments removed."""
+    """Yield the shell commands of the fenced blocks, continued lines joined, comments removed.
+
+    They are the lines of `sh` blocks, the lines after `$ `, and those of blocks without a language that begin
+    like PROGRAM.
+    """
     for language, content in fenced_blocks(text):
-        if language == "sh":
-            for line in content.replace("\\\n", " ").splitlines():
-                if command := re.sub(r"(^|\s)#.*", "", line).strip():
-                    yield command
+        for line in re.sub(r"\\\n\s*", "", content).splitlines():
+            is_command = language == "sh" or line.startswith("$ ") or (not language and PROGRAM.match(line))
+            if is_command and (command := re.sub(r"(^|\s)#.*", "", line.removeprefix("$ ")).strip()):
+                yield command
 
 
 def quoted_errors(text: str) -> Iterator[str]:

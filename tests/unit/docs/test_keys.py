@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
@@ -11,13 +10,13 @@ import yaml
 from nemo_rl.config import registries
 from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.keys import union_members
 from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
-from nemo_rl.config.reward_model import RewardModelRunConfig
 from nemo_rl.config.section import Section
-from nemo_rl.config.sft import SFTRunConfig
-from nemo_rl.config.submit import SubmitRunConfig
-from tests.unit.docs.pages import CODE, PAGES, Table, code_spans, fenced_blocks, tables
+from nemo_rl.config.submit import SubmitRunConfig, SubmitTrainingConfig
+from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from tests.unit.docs.pages import CODE, WRITTEN, Table, code_spans, fenced_blocks, tables
 
 SCHEMAS = (
     GRPORunConfig,
@@ -27,6 +26,7 @@ SCHEMAS = (
     CollectRunConfig,
     EvalRunConfig,
     SubmitRunConfig,
+    SubmitTrainingConfig,
 )
 REQUIRED = object()
 UNKNOWN = object()  # the value of a section that a mapping or a list may hold
@@ -34,7 +34,7 @@ UNKNOWN = object()  # the value of a section that a mapping or a list may hold
 # A table of keys has a column "key" (keys in full), "key of `grpo`" or "own key of `env.<name>`", and one "default".
 KEY_TABLES = [
     table
-    for page in PAGES
+    for page in WRITTEN
     for table in tables(page)
     if "default" in table.head and re.search(r"(^| )(own )?key\b", " ".join(table.head[:2]))
 ]
@@ -85,7 +85,7 @@ def find_defaults(path: str, kind: str = "") -> list[Any]:
 
 def _children(annotation: Any, value: Any, name: str, kind: str) -> Iterator[tuple[Any, Any]]:
     """Yield (annotation, default) of what `name` is below a value of this annotation."""
-    for option in _options(annotation):
+    for option in union_members(annotation):
         if get_origin(option) is dict and name.startswith("<"):
             yield from ((section, UNKNOWN) for section in _entry_sections(get_args(option)[1], kind))
         elif get_origin(option) is list:
@@ -99,16 +99,6 @@ def _children(annotation: Any, value: Any, name: str, kind: str) -> Iterator[tup
                     yield field.annotation, getattr(value, name) if isinstance(value, section) else default
 
 
-def _options(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Annotated:
-        yield from _options(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for option in get_args(annotation):
-            yield from _options(option)
-    else:
-        yield annotation
-
-
 def _subclasses(section: type[Section]) -> set[type[Section]]:
     own = {sub for sub in section.__subclasses__() if sub.__module__.startswith("nemo_rl.")}  # not those of other tests
     return own.union(*map(_subclasses, own))
@@ -116,7 +106,7 @@ def _subclasses(section: type[Section]) -> set[type[Section]]:
 
 def _entry_sections(base: Any, kind: str) -> set[Any]:
     """Return the sections that an entry of a mapping may have: those of its type, if the table names one."""
-    options = set(_options(base))
+    options = set(union_members(base))
     sections = {sub for option in options if isinstance(option, type) for sub in (option, *_subclasses(option))}
     return {section for section in sections if kind.replace("_", "") in section.__name__.lower()} if kind else options
 
@@ -162,9 +152,9 @@ def test_keys_and_defaults_of_a_table_are_those_of_the_schema(table: Table) -> N
 def _all_keys(schema: type[Section], path: str = "") -> Iterator[str]:
     for name, field in schema.model_fields.items():
         yield f"{path}{name}"
-        for option in _options(field.annotation):
+        for option in union_members(field.annotation):
             inner = get_args(option)[-1] if get_origin(option) in (dict, list) else option
-            for section in _options(inner):
+            for section in union_members(inner):
                 if isinstance(section, type) and issubclass(section, Section):
                     dots = ".<name>." if get_origin(option) is dict else "."
                     for sub in {section, *_subclasses(section)} if get_origin(option) is dict else {section}:
@@ -172,7 +162,7 @@ def _all_keys(schema: type[Section], path: str = "") -> Iterator[str]:
 
 
 def test_no_key_is_undocumented() -> None:
-    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    texts = [page.read_text(encoding="utf-8") for page in WRITTEN]
     spans = [span for text in texts for span in (*code_spans(text), *(block for _, block in fenced_blocks(text)))]
     words = {word for span in spans for word in re.findall(r"\w+", span)}
     keys = {key for schema in SCHEMAS for key in _all_keys(schema)}

@@ -3,9 +3,12 @@
 import ast
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.docs.pages import (
     CODE,
@@ -28,11 +31,14 @@ FILE = re.compile(
 )  # of the repository; rows, logs and recipes are the reader's
 OF_THE_READER = {
     "rewards.py",
+    "agents.py",
+    "environments.py",
     "my_envs.py",
     "my_data.py",
     "harness.py",
     "collect.sbatch",
     "aggregate.sbatch",
+    "train.sbatch",
 }  # files that a page lets the reader write
 
 
@@ -49,9 +55,20 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     assert broken == []
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    linked = {Path(target.partition("#")[0]).name for target in links(text_of("README.md"))}
-    assert {path.name for path in DOCS.glob("*.md")} - linked == set()
+def test_every_page_is_linked_from_the_index_and_is_in_the_navigation() -> None:
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"index.md"}
+    assert pages - {target.partition("#")[0] for target in links(text_of("index.md"))} == set()
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(_leaves(navigation)) == sorted(pages | {"index.md"})
+
+
+def _leaves(node: Any) -> Iterator[str]:
+    """Yield the pages of a navigation: nested lists of {title: page or list}."""
+    if isinstance(node, str):
+        yield node
+    else:
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(child)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

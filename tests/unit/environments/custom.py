@@ -1,6 +1,8 @@
 """Environments and reward functions as a user writes them, found by the tests through their dotted paths."""
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +38,40 @@ def waits(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
     if metadata.get("wait"):
         threading.Event().wait()
     return 1.0
+
+
+def ends(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    """End what calls it, in the way that the state names."""
+    match metadata.get("how"):
+        case "exit":
+            sys.exit(0)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "os._exit":
+            os._exit(0)
+        case "abort":
+            os.abort()
+        case "block":
+            threading.Event().wait()
+    return 1.0
+
+
+async def ends_async(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    await asyncio.sleep(0)
+    return ends(messages, metadata)
+
+
+class EndsEnvironment:
+    """Our own protocol: ends the process in the way that the state of its first item names."""
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[EnvStep]:
+        ends([], dict(states[0]))
+        return [EnvStep(rewards={"fine": 1.0})] * len(conversations)
+
+    async def close(self) -> None:
+        pass
 
 
 NOT_CALLABLE = 3
@@ -148,3 +184,15 @@ class TwoRewardsEnvironment(GuessEnvironment):
 
         returned = super().step(message_log_batch, metadata)
         return returned._replace(rewards=torch.stack([returned.rewards, returned.rewards / 2], dim=1))
+
+
+def hang_or_die(what: str) -> str:
+    """Run in a pool's process, and not always come back."""
+    if what == "hang":
+        while True:
+            pass
+    if what == "die":
+        os._exit(1)
+    if what == "raise":
+        raise KeyError("lost")
+    return what

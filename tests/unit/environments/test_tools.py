@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.environments.tools import ToolsEnvironment, ToolsEnvironmentConfig, answers_match, calculate, tools_prompt
-from nemo_rl.types import EnvStep, Failure, Message
+from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 STATE = {"answer": "1,024"}
 
@@ -142,3 +142,38 @@ def test_value_of_an_expression(expression: str, value: str) -> None:
 def test_what_is_refused_raises_value_error(expression: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         calculate(expression)
+
+
+DEEP_DIRECTORIES = (
+    '{"name": "python", "arguments": {"code": "import os\\nfor _ in range(3000): os.mkdir(\'d\'); os.chdir(\'d\')"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ("[" * 1000, "error: the call is"),
+        ("[" * 100_000, "error: the call is nested too deeply"),
+        ('{"a":' * 20_000, "error: the call is nested too deeply"),
+        ('{"name": "calculator", "arguments": {"expression": "' + "(" * 240 + "1" + ")" * 240 + '"}}', "error: "),
+        ('{"name": "calculator", "arguments": {"expression": "' + "-" * 490 + '1"}}', ""),
+        ('{"name": ' + "1" * 5000 + "}", "error: the call is not JSON"),
+        (DEEP_DIRECTORIES, ""),
+    ],
+)
+def test_hostile_response_leaves_its_neighbours_alone(call: str, result: str) -> None:
+    hostile, neighbour = step_once([f"<tool>{call}</tool>", "<answer>1024</answer>"])
+    assert isinstance(hostile, EnvStep)
+    assert hostile.observation[0].content.startswith(f"<result>\n{result}")
+    assert neighbour == EnvStep(rewards={"tools": 1.0}, state=STATE, answer="1024")
+
+
+def test_item_without_its_state_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **limits: object) -> str:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("nemo_rl.environments.tools.run_python", broken)
+    call = '<tool>{"name": "python", "arguments": {"code": "1"}}</tool>'
+    failed, neighbour = step_once([call, "<answer>1024</answer>"])
+    assert failed == Failure(FailureClass.ENVIRONMENT, "OSError: no space left on device")
+    assert isinstance(neighbour, EnvStep)

@@ -24,7 +24,7 @@ SHELLCHECK = shutil.which("shellcheck")
 
 
 @pytest.fixture
-def rows_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rows_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """NEMO_GYM_DATA with the names of the files that the recipes read."""
     for name in FILES:
         for part in ("train", "validation"):
@@ -45,7 +45,7 @@ def make_rows() -> ModuleType:
 
 @pytest.mark.parametrize("name", [*TRAINING, COLLECTION])
 def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(
-    name: str, rows_folder: Path, tmp_path: Path
+    name: str, rows_directory: Path, tmp_path: Path
 ) -> None:
     load = load_collect_config if name == COLLECTION else load_config
     config = load(FOLDER / name)
@@ -59,7 +59,7 @@ def test_every_recipe_loads_and_its_resolved_form_is_the_same_config(
     assert section.python is None
 
 
-def test_recipes_name_the_agents_of_rows_that_name_none(rows_folder: Path) -> None:
+def test_recipes_name_the_agents_of_rows_that_name_none(rows_directory: Path) -> None:
     defaults = {name: load_config(FOLDER / name).data.default.agent_name for name in TRAINING}
     assert defaults == {
         "grpo_math.yaml": "math_with_judge_simple_agent",
@@ -72,7 +72,7 @@ def test_recipes_name_the_agents_of_rows_that_name_none(rows_folder: Path) -> No
 def test_the_quickstarts_rows_are_two_environments_in_turn_and_fit_its_model(
     make_rows: ModuleType, tmp_path: Path
 ) -> None:
-    assert make_rows.main(["quickstart", "--folder", str(tmp_path)]) == 0
+    assert make_rows.main(["quickstart", "--directory", str(tmp_path)]) == 0
     train, (validation,) = load_datasets(
         DataConfig(
             train=DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_train.jsonl"), size=10),
@@ -119,13 +119,16 @@ def test_tasks_of_reasoning_gym_take_turns_and_unknown_ones_are_named(
     assert "no task gdc" in capsys.readouterr().err
 
 
+TOKEN_REPORT = 'echo "$RAY_AUTH_MODE $(stat -c %a "$RAY_AUTH_TOKEN_PATH") $(wc -c <"$RAY_AUTH_TOKEN_PATH")" >>calls'
+
+
 def launch(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """launch.sbatch with commands of the cluster that only say what they were called with."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("uv", "srun", "scontrol"):
         program = programs / name
-        program.write_text(f'#!/bin/sh\necho "{name} $*"\n')
+        program.write_text(f'#!/bin/sh\necho "{name} $*"\n[ -z "$RAY_AUTH_TOKEN_PATH" ] || {TOKEN_REPORT}\n')
         program.chmod(0o755)
     return subprocess.run(
         ["bash", str(FOLDER / "launch.sbatch"), *arguments],
@@ -155,6 +158,9 @@ def test_the_launch_script_gives_up_at_its_deadline(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "the Ray head at" in done.stderr
     assert "not there within 0 s" in done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "token 600 64"  # steps inherit the job's token by the name of its file
+    assert not list(tmp_path.glob(".ray_token.*"))
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.prompts import PromptLoader
 from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.records import RolloutWriter
 from nemo_rl.experience.rollouts import RolloutLimits
-from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import GenerationRequest
 from tests.fakes.environments import FakeEnvironment
@@ -48,7 +48,8 @@ def async_source(
     batch: int = 2,
     group: int = 2,
     age: int = 1,
-    stale_groups: Literal["wait", "drop"] = "wait",
+    stale_groups: Literal["wait", "drop", "trim"] = "wait",
+    min_group_size: int = 1,
     max_generation_failures: int = 10,
     failures: RolloutConfig | None = None,
     writer: RolloutWriter | None = None,
@@ -62,6 +63,7 @@ def async_source(
         num_generations_per_prompt=group,
         max_age_steps=age,
         stale_groups=stale_groups,
+        min_group_size=min_group_size,
         max_generation_failures=max_generation_failures,
         failures=failures or RolloutConfig(),
         writer=writer,

@@ -16,14 +16,14 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from nemo_rl.config.run import GatewayConfig, RolloutConfig
-from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.prompts import PromptLoader
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
 from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
-from nemo_rl.experience.collection import run_rollouts
+from nemo_rl.experience.assembly import make_training_samples
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions, run_async_multi_turn_rollout
-from nemo_rl.experience.sources import SyncSource
+from nemo_rl.experience.sources import SyncSource, run_rollouts
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import (
@@ -192,6 +192,20 @@ def test_a_reward_is_a_number_or_numbers_by_name_or_a_result(returned: Any, rewa
     trajectory = rollout_of(agent, scorer=FakeEnvironment())
     assert trajectory.rewards == rewards
     assert trajectory.answer == ("four" if isinstance(returned, AgentResult) else None)
+
+
+def test_rewards_of_single_calls_reach_the_samples_of_their_chains() -> None:
+    def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        with OpenAI(base_url=base_url, api_key=api_key, timeout=DEADLINE_S) as client:
+            for question, reward in (("one", 1), ("another", 0)):
+                done = client.chat.completions.create(model="m", messages=[{"role": "user", "content": question}])
+                post_reward(base_url, {"reward": reward, "completion_id": done.id})
+
+    trajectory = rollout_of(agent, scorer=FakeEnvironment(), trajectory_selection="all")
+    samples = make_training_samples(trajectory, trajectory_id=0, group_id=0, reward=trajectory.reward)
+    questions = [log[0].message.content for log in trajectory.chains]
+    assert dict(zip(questions, [sample.reward for sample in samples], strict=True)) == {"one": 1.0, "another": 0.0}
+    assert trajectory.rewards == {"reward": 0.5}
 
 
 def test_a_posted_reward_counts_before_the_scorers() -> None:
@@ -438,7 +452,7 @@ def test_agents_that_all_hang_are_a_stall_and_leave_no_session() -> None:
         with pytest.raises(RolloutError, match=r"agent game \(3\)"):
             await setup.run(jobs(3))
 
-    use(hang, body, stall_timeout_s=0.05)
+    use(hang, body, stall_timeout_s=0.5)
 
 
 def test_cancelled_rollouts_leave_no_session_and_no_agent() -> None:
@@ -523,15 +537,15 @@ def test_a_command_that_fails_says_why() -> None:
     assert "/no/such/program" in failed[1]
 
 
-def spawning(folder: Path, then: str) -> CommandAgent:
+def spawning(directory: Path, then: str) -> CommandAgent:
     """A program with a child, whose id is in `child`; then it goes on with `then`."""
     return command(
         f"""
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"])
-with open({str(folder / "written")!r}, "w") as file:
+with open({str(directory / "written")!r}, "w") as file:
     file.write(str(child.pid))
-os.rename({str(folder / "written")!r}, {str(folder / "child")!r})
+os.rename({str(directory / "written")!r}, {str(directory / "child")!r})
 {then}
 """
     )

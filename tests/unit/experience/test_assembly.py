@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,6 +79,13 @@ def test_message_logs_become_padded_rows() -> None:
     assert batch[keys.SAMPLE_MASK].tolist() == [1.0, 1.0]
 
 
+def test_tokens_of_a_trajectory_are_those_of_all_its_histories() -> None:
+    several = replace(trajectory("a", 0, score=1.0), other_chains=(TWO_TURNS,))
+    batch, _ = assemble_batch([group(several, trajectory("a", 1, score=0.0))], min_group_size=2)
+    assert batch[keys.TOKEN_MASK].sum(-1).tolist() == [2.0, 3.0, 2.0]
+    assert batch[keys.TRAJECTORY_TOKENS].tolist() == [5.0, 5.0, 2.0]
+
+
 def test_keys_shapes_and_dtypes_are_those_of_the_glossary() -> None:
     batch, _ = assemble_batch([group(trajectory("a", 0, score=1.0), trajectory("a", 1))], min_group_size=2)
     expected = {
@@ -95,6 +104,19 @@ def test_keys_shapes_and_dtypes_are_those_of_the_glossary() -> None:
     assert found == expected
     assert batch[keys.REWARD_COMPONENTS]["score"].tolist() == [1.0, 0.0]
     assert batch.batch_size == (2,)
+
+
+def test_a_chain_with_rewards_of_its_own_trains_with_these() -> None:
+    two = replace(
+        trajectory("a", 0, shared=1.0, call=0.5),
+        other_chains=(TWO_TURNS, ONE_TURN),
+        chain_rewards=({"call": 1.0}, {"call": 0.0}, {}),
+    )
+    batch, _ = assemble_batch([group(two, trajectory("a", 1, shared=0.0))], min_group_size=1)
+    assert batch[keys.REWARD].tolist() == [2.0, 1.0, 1.5, 0.0]
+    assert batch[keys.REWARD_COMPONENTS]["call"].tolist() == [1.0, 0.0, 0.5, 0.0]
+    shaped, _ = assemble_batch([group(two)], {("a", 0): 10.0}, min_group_size=1)
+    assert shaped[keys.REWARD].tolist() == [10.5, 9.5, 10.0]
 
 
 def test_order_is_groups_then_generation_index() -> None:

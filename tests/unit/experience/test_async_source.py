@@ -4,15 +4,16 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.loader import PromptLoader
+from nemo_rl.data.prompts import PromptLoader
 from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.records import RolloutWriter
 from nemo_rl.experience.sources import FilteredSource, SyncSource
-from nemo_rl.experience.writer import RolloutWriter
 from nemo_rl.types import EnvStep, Failure, FailureClass, Timings, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.virtual_time import run_in_virtual_time
@@ -161,6 +162,43 @@ def test_a_late_group_is_dropped_with_its_reason_where_asked():
             await step(source, generation, 3)
         await source.close()
         assert num_running() == 0
+
+    run_in_virtual_time(main())
+
+
+def test_a_late_group_continues_with_the_rollouts_that_have_ended_where_asked():
+    async def main() -> None:
+        generation = engine(lambda place, index: 1e6 if (place, index) == (0, 2) else 1.0)
+        kwargs: dict[str, Any] = {"batch": 2, "group": 3, "age": 1, "num_prompts": 6}
+        source = async_source(generation, stale_groups="trim", min_group_size=2, **kwargs)
+        assert names(await step(source, generation, 0)) == ["p1", "p2"]
+        collected = await step(source, generation, 1)
+        assert names(collected) == ["p0", "p3"]
+        *ended, given_up = collected.groups[0].trajectories
+        assert [one.failure for one in ended] == [None, None]
+        assert given_up.failure is not None
+        assert given_up.failure.failure_class is FailureClass.CANCELLED
+        assert not given_up.rewards
+        assert collected.metrics["replay_buffer/given_up_rollouts"] == collected.metrics["failures/cancelled"] == 1
+        assert collected.metrics["replay_buffer/dropped_groups"] == 0
+        assert names(await step(source, generation, 2)) == ["p4", "p5"]
+        await source.close()
+        assert num_running() == 0
+
+    run_in_virtual_time(main())
+
+
+def test_a_late_group_with_too_few_ended_rollouts_is_dropped():
+    async def main() -> None:
+        generation = engine(lambda place, index: 1e6 if place == 0 and index > 0 else 1.0)
+        kwargs: dict[str, Any] = {"batch": 2, "group": 3, "age": 1, "num_prompts": 7}
+        source = async_source(generation, stale_groups="trim", min_group_size=2, **kwargs)
+        assert names(await step(source, generation, 0)) == ["p1", "p2"]
+        collected = await step(source, generation, 1)
+        assert names(collected) == ["p3", "p4"]
+        assert collected.metrics["replay_buffer/dropped_groups"] == 1
+        assert collected.metrics["replay_buffer/given_up_rollouts"] == 0
+        await source.close()
 
     run_in_virtual_time(main())
 

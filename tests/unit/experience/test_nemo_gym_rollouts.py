@@ -15,9 +15,9 @@ from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
-from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions, run_async_multi_turn_rollout
+from nemo_rl.experience.sources import run_rollouts
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import (
     FailureClass,

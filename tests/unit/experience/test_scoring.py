@@ -6,18 +6,19 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.collection import run_rollouts
 from nemo_rl.experience.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
 )
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.experience.sources import run_rollouts
 from nemo_rl.interfaces import Scorer, ScoreRequest
 from nemo_rl.types import Failure, FailureClass, GenerationRequest, Trajectory
 from tests.fakes.environments import FakeEnvironment, reward_by_length
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.scorers import FakeScorer
+from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)
@@ -145,4 +146,4 @@ def test_a_scorer_that_never_answers_ends_the_rollouts_with_its_name_and_leaves_
             await scheduler(jobs(3), setup, OPTIONS)
         return len(asyncio.all_tasks())
 
-    assert asyncio.run(main()) == 1
+    assert run_in_virtual_time(main()) == 1

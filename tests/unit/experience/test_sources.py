@@ -1,20 +1,39 @@
-"""The groups of a step, with and without dynamic sampling, and what happens when rollouts fail."""
+"""Groups of a step: with failures and injected faults, with dynamic sampling, and from recorded responses."""
 
 import asyncio
 import json
+import statistics
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from nemo_rl.algorithms.advantages import GroupRelativeAdvantages
 from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.loader import PromptLoader
-from nemo_rl.errors import RolloutError
-from nemo_rl.experience.sources import FilteredSource, SyncSource, prompts_per_batch
-from nemo_rl.experience.writer import RolloutWriter
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.errors import DataError, RolloutError
+from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.experience.records import RolloutWriter
+from nemo_rl.experience.sources import FilteredSource, RecordedResponseSource, SyncSource, prompts_per_batch
 from nemo_rl.interfaces import CollectedGroups
-from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
+from nemo_rl.types import (
+    Completion,
+    EnvStep,
+    FailedRequest,
+    Failure,
+    FailureClass,
+    GenerationRequest,
+    Message,
+    Prompt,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
+from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.environments import FakeEnvironment, draws_of
 from tests.fakes.generation import FakeGeneration
-from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
+from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 
 def source(
@@ -188,3 +207,152 @@ def test_dynamic_sampling_leaves_groups_without_enough_survivors_out():
 
 def test_prompts_per_batch_rounds_up():
     assert [prompts_per_batch(4, m) for m in (1.0, 1.5, 1.6)] == [4, 6, 7]
+
+
+def recorded(*responses: str | None, max_total_length: int = 100) -> RecordedResponseSource:
+    prompts = [
+        Prompt(f"p{i}", "math", (Message("user", "question"),), {} if text is None else {"answer": text})
+        for i, text in enumerate(responses)
+    ]
+    loader = PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1)
+    return RecordedResponseSource(
+        loader,
+        ChatEncoder(chat_tokenizer()),
+        num_prompts_per_step=2,
+        max_total_length=max_total_length,
+    )
+
+
+def drawn(responses: RecordedResponseSource) -> list[Trajectory]:
+    return [t for group in asyncio.run(responses.next_groups(0)).groups for t in group.trajectories]
+
+
+def test_each_prompt_has_a_group_of_its_own_response() -> None:
+    responses = recorded("a b c", "d", "e")
+    first, second = drawn(responses)
+    encoder = responses.encoder
+    written = [encoder.decode(t.message_log[-1].token_ids).split() for t in (first, second)]
+    assert written == [["a", "b", "c"], ["d"]]
+    assert all(t.message_log[-1].token_ids[-1] in encoder.stop_token_ids for t in (first, second))
+    assert first.message_log[-1].is_generated
+    assert not any(message.is_generated for message in first.message_log[:-1])
+    assert first.group_id != second.group_id
+    assert first.stop_reason is StopReason.DONE
+    (third,) = drawn(responses)
+    assert third.message_log[-1].message.content == "e"
+    with pytest.raises(StopAsyncIteration):
+        asyncio.run(responses.next_groups(0))
+
+
+def test_it_goes_on_where_it_was() -> None:
+    responses, again = recorded("a", "b", "c"), recorded("a", "b", "c")
+    drawn(responses)
+    again.load_state_dict(responses.state_dict())
+    (left,) = drawn(again)
+    assert left.prompt.prompt_id == "p2"
+
+
+def test_a_response_is_cut_where_the_sequence_ends() -> None:
+    (whole,) = drawn(recorded("a b c d"))
+    length = whole.num_tokens
+    (cut,) = drawn(recorded("a b c d", max_total_length=length - 2))
+    assert (cut.num_tokens, cut.stop_reason) == (length - 2, StopReason.TRUNCATED)
+
+
+@pytest.mark.parametrize("response", [None, ""])
+def test_a_row_without_a_response_is_named(response: str | None) -> None:
+    with pytest.raises(DataError, match=r"p0.*off_policy"):
+        drawn(recorded(response))
+
+
+NUM_PROMPTS, GROUP = 40, 4
+CLASSES = {FailureClass.INFRA, FailureClass.ENVIRONMENT, FailureClass.REWARD}
+
+
+class FaultyEngine(FakeGeneration):
+    """20% of the calls fail, by seed and attempt, so that a retry may succeed; half of them raise."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=VOCAB_SIZE)
+        self.num_faults = 0
+
+    async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
+        attempt = self._attempts.get(request.request_id, 0)
+        draw = draws_of("engine", request.seed, attempt).random()
+        if draw < 0.2:
+            self._attempts[request.request_id] = attempt + 1
+            self.num_faults += 1
+            if draw < 0.1:
+                raise ConnectionError("replica 3 is gone")
+            return FailedRequest(request.request_id, "preempted")
+        return await super()._answer(request)
+
+
+async def fail_a_tenth(conversations) -> None:
+    if draws_of("call", [m.content for m in conversations[0]]).random() < 0.1:
+        raise RuntimeError("the judge broke down")
+
+
+def reward_above_zero(conversation, state) -> EnvStep:
+    """Every honest reward is at least 1; a twentieth of them is no number."""
+    draws = draws_of("reward", [m.content for m in conversation], state["number"])
+    reward = float("nan") if draws.random() < 0.05 else draws.choice((1.0, 2.0, 3.0))
+    return EnvStep((Message("user", "more"),), {"score": reward}, done=draws.random() < 0.4, state=state)
+
+
+def collect(*, max_retries: int) -> tuple[CollectedGroups, FaultyEngine]:
+    engine = FaultyEngine()
+    environments = {"game": FakeEnvironment(reward_above_zero, before=fail_a_tenth)}
+    limits = replace(LIMITS, max_turns=2, max_retries=max_retries)
+    source = SyncSource(
+        PromptLoader([prompt(i) for i in range(NUM_PROMPTS)], shuffle=False, seed=0, max_epochs=1),
+        dependencies(engine, environments, limits=limits),
+        OPTIONS,
+        num_prompts_per_step=NUM_PROMPTS,
+        num_generations_per_prompt=GROUP,
+        failures=RolloutConfig(max_failed_share=1.0),
+    )
+    return asyncio.run(source.next_groups(0)), engine
+
+
+def failed_classes(groups: tuple[TrajectoryGroup, ...]) -> Counter[FailureClass]:
+    return Counter(t.failure.failure_class for g in groups for t in g.trajectories if t.failure is not None)
+
+
+def test_every_rollout_is_accounted_for():
+    collected, _ = collect(max_retries=0)
+    reasons = Counter(t.stop_reason for g in collected.groups for t in g.trajectories)
+    assert set(reasons) == set(StopReason)
+    assert reasons.total() == NUM_PROMPTS * GROUP
+    failed = failed_classes(collected.groups)
+    assert set(failed) == CLASSES
+    assert failed.total() == reasons[StopReason.FAILED]
+    assert {name: collected.metrics[f"failures/{name}"] for name in CLASSES} == failed
+
+
+def test_retries_bring_back_what_infrastructure_lost():
+    without, _ = collect(max_retries=0)
+    with_retries, engine = collect(max_retries=3)
+    assert engine.num_faults > 20
+    assert failed_classes(without.groups)[FailureClass.INFRA] > 20
+    assert failed_classes(with_retries.groups)[FailureClass.INFRA] < 3
+
+
+def test_no_reward_is_made_up():
+    collected, _ = collect(max_retries=1)
+    for group in collected.groups:
+        assert all(t.reward >= 1.0 for t in group.survivors)
+        assert all(not t.rewards for t in group.trajectories if t.failure is not None)
+
+
+def test_batch_and_baselines_hold_survivors_alone():
+    collected, _ = collect(max_retries=0)
+    batch, _ = assemble_batch(collected.groups, min_group_size=2)
+    kept = [group for group in collected.groups if len(group.survivors) >= 2]
+    assert 0 < len(kept) <= NUM_PROMPTS
+    assert batch.batch_size[0] == sum(len(group.survivors) for group in kept)
+    estimate = GroupRelativeAdvantages(normalize=False)
+    baselines = batch["reward"] - estimate(batch)[:, 0]
+    for place, group in enumerate(kept):
+        of_survivors = statistics.fmean(t.reward for t in group.survivors)
+        assert baselines[batch["group_id"] == place].tolist() == pytest.approx([of_survivors] * len(group.survivors))

@@ -1,11 +1,24 @@
-"""The stall watchdog, and the cancellation of parallel work."""
+"""Failures are logged and counted; the stall watchdog; the cancellation of parallel work."""
 
 import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
+from nemo_rl.environments.boundary import CheckedEnvironment, error_to_failure
+from nemo_rl.environments.registry import FunctionEnvironment
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.supervision import StallWatchdog, gather_or_cancel
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.experience.supervision import FailureBudget, FailureLog, StallWatchdog, gather_or_cancel
+from nemo_rl.interfaces import Environment
+from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
+from tests.fakes.environments import FakeEnvironment
+from tests.fakes.generation import FakeGeneration
+from tests.fakes.scorers import FakeScorer
+from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 
 def test_stall_names_what_is_waited_for():
@@ -79,3 +92,120 @@ def test_first_error_of_parallel_work_ends_the_others():
         assert ended == ["cleaned up"] * 2
 
     asyncio.run(main())
+
+
+PROMPT = Prompt("p", "game", ())
+DONE = Trajectory(PROMPT, "g", 0, (), StopReason.DONE)
+
+
+def failed(failure_class: FailureClass, cause: str) -> Trajectory:
+    return Trajectory(PROMPT, "g", 0, (), StopReason.FAILED, failure=Failure(failure_class, cause))
+
+
+# ---- the log
+
+
+def divide(messages: list[Any], metadata: Mapping[str, Any]) -> float:
+    return 1 / (metadata["number"] - metadata["number"])
+
+
+def look_up(messages: list[Any], metadata: Mapping[str, Any]) -> float:
+    return metadata["no such key"]
+
+
+def by_parity(messages: list[Any], metadata: Mapping[str, Any]) -> float:
+    return (divide if metadata["number"] % 2 else look_up)(messages, metadata)
+
+
+def records_of(environments: Mapping[str, Environment], caplog: pytest.LogCaptureFixture, **how: Any) -> list[Any]:
+    """Return the records of six rollouts that all fail, at every level."""
+    caplog.set_level(logging.DEBUG, logger="nemo_rl.experience.supervision")
+    setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), environments, **how)
+    trajectories = asyncio.run(run_async_multi_turn_rollout(jobs(6, tasks=tuple(environments)), setup, OPTIONS))
+    assert all(t.failure is not None for t in trajectories)
+    return [record for record in caplog.records if record.name == "nemo_rl.experience.supervision"]
+
+
+def reward_function(name: str, function: Callable[..., Any]) -> Environment:
+    return CheckedEnvironment(FunctionEnvironment(name, function, timeout_s=60.0), None)
+
+
+def test_failing_reward_function_leaves_its_traceback_and_prompt_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, *others = records_of({"game": reward_function("game", divide)}, caplog)
+    assert first.levelno == logging.WARNING
+    assert "rollout of prompt p" in first.getMessage()
+    assert "Traceback (most recent call last)" in first.getMessage()
+    assert "in divide" in first.getMessage()
+    assert "ZeroDivisionError: division by zero" in first.getMessage()
+    assert [record.levelno for record in others] == [logging.DEBUG] * 5
+    assert "number 6 of its kind" in others[-1].getMessage()
+
+
+def test_each_failing_place_and_each_task_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    environments = {name: reward_function(name, by_parity) for name in ("game", "tools")}
+    environments["other"] = reward_function("other", divide)
+    records = records_of(environments, caplog)
+    warned = [record.getMessage() for record in records if record.levelno == logging.WARNING]
+    assert len(warned) == 5
+    assert sum("in look_up" in message for message in warned) == 2
+    assert sum("task other" in message for message in warned) == 1
+
+
+def test_failing_environment_leaves_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def break_down(conversations: object) -> None:
+        raise RuntimeError("the board is lost")
+
+    first, *others = records_of({"game": FakeEnvironment(before=break_down)}, caplog)
+    assert (first.levelno, "in break_down" in first.getMessage()) == (logging.WARNING, True)
+    assert {record.levelno for record in others} == {logging.DEBUG}
+
+
+def test_failing_scorer_is_logged_once_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    broken = FakeScorer(lambda request: Failure(FailureClass.REWARD, "no score"))
+    scoring = Scoring({"game": (WeightedScorer("judge", broken, 1.0),)})
+    first, *others = records_of({"game": FakeEnvironment()}, caplog, scoring=scoring)
+    assert (first.levelno, "judge: no score" in first.getMessage()) == (logging.WARNING, True)
+    assert {record.levelno for record in others} == {logging.DEBUG}
+
+
+def test_failure_without_an_exception_is_logged_once_a_task_and_class(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog()
+    for failure_class in (FailureClass.AGENT, FailureClass.REWARD, FailureClass.AGENT):
+        log.record(failed(failure_class, "no reward"))
+    log.record(DONE)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+
+
+def test_failure_knows_where_its_exception_was_raised() -> None:
+    def fail() -> Failure:
+        try:
+            return Failure(FailureClass.AGENT, str(divide([], {"number": 1})))
+        except ZeroDivisionError as error:
+            return error_to_failure(error, FailureClass.AGENT, prefix="agent")
+
+    failure = fail()
+    assert failure.cause == "agent: ZeroDivisionError: division by zero"
+    assert failure.origin.rpartition(":")[0] == __file__
+    assert failure == Failure(FailureClass.AGENT, failure.cause)  # origin and traceback are for the log alone
+
+
+# ---- the budget
+
+
+def test_budget_allows_its_share_and_no_more():
+    budget = FailureBudget(num_rollouts=4, max_failed_share=0.5)
+    budget.record(failed(FailureClass.ENVIRONMENT, "first"))
+    budget.record(DONE)
+    budget.record(failed(FailureClass.INFRA, "second"))
+    with pytest.raises(RolloutError) as error:
+        budget.record(failed(FailureClass.INFRA, "third"))
+    assert str(error.value) == (
+        "3 of 4 rollouts failed (environment 1, infra 2); first cause: environment: first, "
+        "more than rollout.max_failed_share = 0.5 allows"
+    )
+
+
+def test_budget_of_everything_never_stops():
+    budget = FailureBudget(num_rollouts=1, max_failed_share=1.0)
+    budget.record(failed(FailureClass.REWARD, "nan"))
+    assert budget.summary() == "1 of 1 rollouts failed (reward 1); first cause: reward: nan"

@@ -1,7 +1,8 @@
-"""Engines whose answers are texts, and what a gateway is made of, for the tests of this folder."""
+"""Engines whose answers are texts, and what a gateway is made of, for the tests of this directory."""
 
 import asyncio
 import functools
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,10 @@ def tokens_of(name: str, text: str, *, stopped: bool = True) -> tuple[int, ...]:
     return (*tokenizer_of(name).encode(text, add_special_tokens=False), *stop)
 
 
+def json_bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
 def text_of(name: str, token_ids: Sequence[int]) -> str:
     return str(tokenizer_of(name).decode(list(token_ids), skip_special_tokens=False))
 
@@ -65,12 +70,14 @@ class SpeakingGeneration(FakeGeneration):
         say: Callable[[GenerationRequest, str], str | None],
         *,
         before: Callable[[GenerationRequest], Awaitable[None]] | None = None,
+        between_tokens: Callable[[GenerationRequest], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__()
         self.num_cancelled = 0
         self._name = name
         self._say = say
         self._before = before
+        self._between_tokens = between_tokens  # awaited after each token of a stream
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         for request in requests:
@@ -81,7 +88,13 @@ class SpeakingGeneration(FakeGeneration):
             except asyncio.CancelledError:
                 self.num_cancelled += 1
                 raise
-            yield self._answer_to(request)
+            answer = self._answer_to(request)
+            if isinstance(answer, Completion) and request.on_tokens is not None:
+                for i in range(len(answer.token_ids)):
+                    request.on_tokens(i, answer.token_ids[i : i + 1])
+                    if self._between_tokens is not None:
+                        await self._between_tokens(request)
+            yield answer
 
     def _answer_to(self, request: GenerationRequest) -> Completion | FailedRequest:
         text = self._say(request, text_of(self._name, request.token_ids))

@@ -10,28 +10,42 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.gateway.completions import CompletionHandler
+from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.completions import CallQueue, CompletionHandler
+from nemo_rl.gateway.dialects.chat_completions import ChatCompletions, ChatRequest
 from nemo_rl.gateway.registry import LiveSession, SessionRegistry
-from nemo_rl.gateway.responses import Answer
-from nemo_rl.gateway.schema import ChatRequest, RequestError
+from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of
-from tests.unit.gateway.engines import CALL_TEXT, DEADLINE_S, TOOL, SpeakingGeneration, codec_of, rules, tokenizer_of
+from tests.unit.gateway.engines import (
+    CALL_TEXT,
+    DEADLINE_S,
+    TOOL,
+    SpeakingGeneration,
+    codec_of,
+    encoder_of,
+    rules,
+    tokenizer_of,
+)
 from tests.unit.gateway.test_echoes import Clock
 
 HI = {"role": "user", "content": "hi"}
 
 
-def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
-    return ChatRequest.model_validate({"messages": list(messages) or [HI], **fields})
+def request(*messages: dict[str, Any], **fields: Any) -> CallRequest:
+    return ChatRequest.model_validate({"messages": list(messages) or [HI], **fields}).to_call()
+
+
+def render(answer: Answer) -> dict[str, Any]:
+    return ChatCompletions().render(request(), answer, encoder_of("chatml"))
 
 
 def live_session(seed: int = 1) -> LiveSession:
     return SessionRegistry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock()).open(seed=seed)
 
 
-def ask(generation: FakeGeneration, *requests: ChatRequest, **changes: Any) -> list[Answer]:
+def ask(generation: FakeGeneration, *requests: CallRequest, **changes: Any) -> list[Answer]:
     async def main() -> list[Answer]:
         completions, live = CompletionHandler(generation, codec_of("chatml"), rules(**changes)), live_session()
         return [await completions.complete_in_session(each, live) for each in requests]
@@ -39,7 +53,7 @@ def ask(generation: FakeGeneration, *requests: ChatRequest, **changes: Any) -> l
     return asyncio.run(main())
 
 
-def refusal(generation: FakeGeneration, asked: ChatRequest, **changes: Any) -> RequestError:
+def refusal(generation: FakeGeneration, asked: CallRequest, **changes: Any) -> RequestError:
     with pytest.raises(RequestError) as error:
         ask(generation, asked, **changes)
     return error.value
@@ -66,6 +80,51 @@ def test_a_conversation_without_room_is_refused():
     error = refusal(FakeGeneration(), request(), max_model_len=21)
     assert (error.status, error.code) == (400, "context_length_exceeded")
     assert "21 tokens in a context length of 21 tokens" in str(error)
+
+
+def test_with_full_context_length_a_conversation_without_room_ends_and_its_chain_is_truncated():
+    generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
+
+    async def main() -> tuple[Answer, LiveSession]:
+        handler = CompletionHandler(generation, codec_of("chatml"), rules(max_model_len=64, answers_full_context=True))
+        live = live_session()
+        first = await handler.complete_in_session(request(), live)
+        history = [HI, {"role": "assistant", "content": first.response.message.content}]
+        return await handler.complete_in_session(request(*history, {**HI, "content": "more " * 99}), live), live
+
+    answer, live = asyncio.run(main())
+    assert (render(answer)["choices"][0]["finish_reason"], answer.completion.token_ids) == ("length", ())
+    (chain,) = live.session.chains()
+    assert chain.is_truncated
+    assert len(generation.requests) == 1
+    assert live.session.last_failure is not None
+
+
+def test_answers_sampled_at_once_are_all_kept_and_a_later_retry_replaces_only_the_last():
+    async def main() -> list[tuple[Chain, ...]]:
+        gate = asyncio.Event()
+
+        async def hold(request: GenerationRequest) -> None:
+            await gate.wait()
+
+        generation = SpeakingGeneration("chatml", lambda request, prompt: "ok", before=hold)
+        handler = CompletionHandler(generation, codec_of("chatml"), rules())
+        at_once, in_turn = live_session(), live_session()
+        calls = [asyncio.create_task(handler.complete_in_session(request(), at_once)) for _ in range(3)]
+        while len(generation.requests) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*calls)
+        for _ in range(3):
+            await handler.complete_in_session(request(), in_turn)
+        return [at_once.session.chains(), in_turn.session.chains()]
+
+    assert [len(chains) for chains in asyncio.run(main())] == [3, 1]
+
+
+def test_the_answer_names_the_model_that_was_asked_for():
+    generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
+    assert [render(each)["model"] for each in ask(generation, request(model="gpt-x"), request())] == ["gpt-x", "policy"]
 
 
 def test_a_text_that_cannot_fit_is_refused_without_encoding_it(monkeypatch):
@@ -129,7 +188,7 @@ def test_with_tool_choice_none_or_without_tools_a_call_stays_text():
     generation = SpeakingGeneration("chatml", lambda request, prompt: CALL_TEXT)
     answers = ask(generation, request(tools=[TOOL]), request(tools=[TOOL], tool_choice="none"), request())
     assert [len(each.response.message.tool_calls) for each in answers] == [1, 0, 0]
-    assert [each.finish_reason for each in answers] == ["tool_calls", "stop", "stop"]
+    assert [render(each)["choices"][0]["finish_reason"] for each in answers] == ["tool_calls", "stop", "stop"]
     assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
 
 
@@ -196,9 +255,57 @@ def test_more_calls_than_allowed_are_429_and_room_comes_back():
         assert error.status == 429
         gate.set()
         await asyncio.gather(*(task for task in tasks if task is not refused))
-        assert completions.num_running == 0
+        assert completions.queue.num_running == 0
         assert live.session.num_calls == 2
         assert len({each.seed for each in generation.requests}) == 2
+
+    asyncio.run(main())
+
+
+def test_calls_beyond_the_engines_capacity_run_in_the_order_of_their_arrival():
+    async def main() -> None:
+        async def wait(request: GenerationRequest) -> None:
+            await asyncio.sleep(0)
+
+        generation = SpeakingGeneration("chatml", lambda request, prompt: prompt.split("agent ")[1][:1], before=wait)
+        limits = rules(max_concurrent_calls=1, max_queued_calls=8)
+        completions = CompletionHandler(generation, codec_of("chatml"), limits)
+        order: list[int] = []
+
+        async def ask(index: int) -> None:
+            await completions.complete_in_session(
+                request({"role": "user", "content": f"agent {index}"}), live_session()
+            )
+            order.append(index)
+
+        await asyncio.wait_for(asyncio.gather(*map(ask, range(9))), DEADLINE_S)
+        assert order == list(range(9))
+        assert (completions.queue.num_running, completions.queue.num_waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_queue_is_bounded_in_length_and_time_and_forgets_who_gives_up():
+    async def main() -> None:
+        queue = CallQueue(max_running=1, max_waiting=1, timeout_s=0.05)
+
+        async def ask() -> None:
+            async with queue.turn():
+                pass
+
+        async with queue.turn():
+            with pytest.raises(RequestError, match=r"1 calls are running, and none ended in 0.05 s") as late:
+                await ask()
+            assert late.value.status == 429
+            waiting = asyncio.create_task(ask())
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError, match="1 calls are running and 1 wait"):
+                await ask()
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            assert (queue.num_running, queue.num_waiting) == (1, 0)
+        await asyncio.wait_for(ask(), DEADLINE_S)
+        assert (queue.num_running, queue.num_waiting) == (0, 0)
 
     asyncio.run(main())
 
@@ -239,7 +346,7 @@ def run_sessions(*, failing_share: float, delays: random.Random | None) -> tuple
         registry = SessionRegistry(codec_of("chatml"), max_sessions=64, ttl_s=60.0, clock=Clock())
         agents = [converse(completions, registry.open(seed=i), i, failures) for i in range(64)]
         chains = await asyncio.wait_for(asyncio.gather(*agents), DEADLINE_S)
-        assert completions.num_running == 0
+        assert completions.queue.num_running == 0
         registry.close_all()
         assert len(registry) == 0
         return chains

@@ -5,7 +5,7 @@ from nemo_rl.gateway.server import GatewayServer, ServerSettings
 from tests.fakes.generation import FakeGeneration
 from tests.unit.gateway.test_server import serve
 
-ASK = b"GET /health HTTP/1.1\r\nHost: gateway\r\n\r\n"
+ASK = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 async def answer_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:

@@ -84,7 +84,7 @@ async def raw(server: GatewayServer, text: bytes) -> tuple[asyncio.StreamReader,
 
 
 def head(length: int) -> bytes:
-    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 def test_a_slow_body_is_408():

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.gateway.schema import ChatMessage, ChatRequest, RequestError, parse_body
+from nemo_rl.gateway.dialects.chat_completions import ChatMessage, ChatRequest
+from nemo_rl.gateway.schema import RequestError, parse_body
 from nemo_rl.types import Message, ToolCall
 
 

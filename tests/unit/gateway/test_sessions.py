@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.codec import strip_thinking
-from nemo_rl.gateway.responses import session_body
-from nemo_rl.gateway.sessions import Chain, Session
+from nemo_rl.gateway.codec import ReadingRules, strip_thinking
+from nemo_rl.gateway.schema import session_body
+from nemo_rl.gateway.sessions import Chain, Echo, Session, history_digest, tools_digest
 from nemo_rl.types import Message, ToolCall, WeightSpan
 from tests.unit.gateway.engines import CALL_TEXT, TOOL, codec_of, completion_of, text_of, tokens_of
 
@@ -38,7 +38,7 @@ class Agent:
     def ask_ids(self, ids: tuple[int, ...], *, id: str | None = None) -> Message:
         call = self.session.begin(tuple(self.messages), self.tools)
         completion_id = id or f"c{self.session.num_calls}"
-        said = codec_of(self.name).read(ids, call_id_seed=completion_id, with_tools=bool(self.tools)).message
+        said = codec_of(self.name).read(ids, ReadingRules(completion_id, with_tools=bool(self.tools))).message
         self.session.commit(call, completion_of(ids), said, completion_id=completion_id)
         self.prompts.append(call.prompt_token_ids)
         self.sampled.append(ids)
@@ -256,6 +256,24 @@ def test_a_rewarded_sibling_is_kept():
     assert [(said_in(c), dict(c.rewards)) for c in agent.session.chains()] == [(["a"], {"judge": 0.5}), (["b"], {})]
 
 
+def test_tool_calls_that_come_back_without_their_text_continue_the_chain():
+    agent = agent_of(HI, tools=(TOOL,))
+    said = agent.ask(f"Let me add.\n{CALL_TEXT}")
+    agent.messages += [Message("assistant", "", said.tool_calls), *answers_to(said, 0)]
+    agent.ask("7")
+    (chain,) = agent.session.chains()
+    assert said_in(chain) == ["Let me add.", "7"]
+    assert agent.prompts[1][: len(agent.prompts[0]) + len(agent.sampled[0])] == agent.prompts[0] + agent.sampled[0]
+
+
+def test_another_text_beside_the_same_calls_is_an_edited_history():
+    agent = agent_of(HI, tools=(TOOL,))
+    said = agent.ask(f"Let me add.\n{CALL_TEXT}")
+    agent.messages += [Message("assistant", "Other words.", said.tool_calls), *answers_to(said, 0)]
+    agent.ask("7")
+    assert len(agent.session.chains()) == 2
+
+
 def test_of_siblings_that_read_the_same_the_last_is_continued():
     agent = agent_of(HI, name="qwen3")
     agent.ask("<think>one</think>\n\n4")
@@ -272,6 +290,23 @@ def test_of_calls_that_read_the_same_the_one_with_the_clients_id_is_continued():
     agent.messages += [first, *answers_to(first, 0)]
     agent.ask("good")
     assert "one" in words(agent, agent.prompts[2])
+
+
+def test_of_calls_that_read_the_same_each_is_found_by_its_own_id():
+    for chosen in (0, 1):
+        agent = agent_of(HI, name="qwen3", tools=(TOOL,))
+        said = [agent.ask(f"<think>{word}</think>\n\n" + CALL_TEXT) for word in ("one", "two", "three")]
+        agent.messages += [said[chosen], *answers_to(said[chosen], 0)]
+        agent.ask("good")
+        assert ("one", "two")[chosen] in words(agent, agent.prompts[3])
+
+
+def test_any_number_of_new_messages_continues_the_chain():
+    for count in (1, 2, 3):
+        agent = agent_of(HI)
+        agent.messages += [agent.ask("hello"), *(Message("user", f"and {i}") for i in range(count))]
+        agent.ask("good")
+        assert [said_in(chain) for chain in agent.session.chains()] == [["hello", "good"]]
 
 
 def test_a_request_that_ends_with_the_assistants_message_has_it_as_context():
@@ -321,6 +356,84 @@ def test_a_sampled_message_keeps_which_of_its_tokens_are_whose():
     ]
 
 
+def test_a_chain_knows_whether_its_last_response_was_cut():
+    for reason, is_truncated in (("stop", False), ("length", True)):
+        session = Session(codec_of("chatml"))
+        completion = replace(completion_of(tokens_of("chatml", "hello", stopped=False)), finish_reason=reason)
+        session.commit(session.begin((HI,)), completion, Message("assistant", "hello"), completion_id="c")
+        assert [chain.is_truncated for chain in session.chains()] == [is_truncated]
+
+
+def test_of_calls_with_the_same_tokens_an_echo_continues_the_last():
+    session = Session(codec_of("chatml"))
+    ids = tokens_of("chatml", "hello")
+    for name in ("first", "second"):
+        call = session.begin((HI,))
+        session.commit(call, completion_of(ids), Message("assistant", "hello"), completion_id=name)
+    echo = Echo(call.prompt_token_ids, tuple(ids))
+    first, second = session.find(echo)
+    assert first is not second
+    history = (HI, Message("assistant", "hello"), Message("user", "on"))
+    assert session.begin_from_echo(history, (), echo=echo, num_known=2).parent is second
+
+
 def test_messages_that_the_template_refuses_are_refused():
     with pytest.raises(ConfigError, match="role system"):
         agent_of(SYSTEM, HI, name="gemma").ask("hello")
+
+
+def digest(message: Message) -> bytes:
+    return history_digest(b"", message)
+
+
+def call(arguments: str, *, id: str = "call1", name: str = "f") -> Message:
+    return Message("assistant", "", (ToolCall(id, name, arguments),))
+
+
+@pytest.mark.parametrize(
+    ("said", "sent_back"),
+    [
+        (call('{"a": 1, "b": 2}'), call('{"b":2,"a":1}')),
+        (call("{}", id="call1"), call("{}", id="other")),
+        (call("{broken"), call(" {broken ")),
+        (Message("assistant", "<think>so</think>\n\n4"), Message("assistant", "4")),
+        (Message("assistant", "so</think>4"), Message("assistant", "4")),
+        (Message("assistant", "4\n"), Message("assistant", "4")),
+        (Message("tool", "7", tool_call_id="x"), Message("tool", "7", tool_call_id="y")),
+    ],
+)
+def test_what_clients_re_serialise_is_the_same_message(said, sent_back):
+    assert digest(said) == digest(sent_back)
+
+
+@pytest.mark.parametrize(
+    ("said", "sent_back"),
+    [
+        (Message("user", "4"), Message("user", "4 ")),
+        (Message("user", "4"), Message("system", "4")),
+        (Message("user", "<think>a</think>4"), Message("user", "4")),
+        (call('{"a": 1}'), call('{"a": 2}')),
+        (call("{}"), call("{}", name="g")),
+        (call("{}"), Message("assistant", "")),
+        (call("{broken"), call("{broken}")),
+        (Message("assistant", "4"), Message("assistant", "5")),
+    ],
+)
+def test_what_changes_the_conversation_is_another_message(said, sent_back):
+    assert digest(said) != digest(sent_back)
+
+
+def test_a_history_is_its_tools_and_all_its_messages_in_order():
+    hi, ho = Message("user", "hi"), Message("user", "ho")
+    start = tools_digest(())
+    assert history_digest(history_digest(start, hi), ho) != history_digest(history_digest(start, ho), hi)
+    assert tools_digest((TOOL,)) != start
+    assert tools_digest((dict(reversed(TOOL.items())),)) == tools_digest((TOOL,))
+
+
+def test_arguments_nested_too_deep_are_compared_as_text():
+    assert digest(call("[" * 100_000)) != digest(call("[" * 100_001))
+
+
+def test_half_a_surrogate_pair_has_a_digest():
+    assert digest(Message("user", "\ud800")) != digest(Message("user", "\ud801"))

@@ -1,5 +1,4 @@
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +6,12 @@ import pytest
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.registries import ENGINES
-from nemo_rl.errors import ConfigError
-from nemo_rl.generation.engines import CustomEngineConfig, make_generation
+from nemo_rl.errors import ConfigError, GenerationError
+from nemo_rl.generation.engines import CustomEngineConfig, EngineModel, make_generation
+from nemo_rl.recipes import find_recipe
 from tests.fakes.generation import FakeGeneration
 
-MODEL: dict[str, Any] = {"model_path": "m", "dtype": "float32", "max_model_len": 64, "device": "cpu"}
+MODEL = EngineModel("m", "float32", 64, "cpu")
 HERE = "tests.unit.generation.test_engines"
 
 
@@ -27,32 +27,44 @@ async def open_engine(**arguments: Any) -> FakeGeneration:
     return engine
 
 
+async def never_starts() -> FakeGeneration:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 def section(name: str, **kwargs: Any) -> GenerationConfig:
     read: GenerationConfig = ENGINES.read({"backend": f"{HERE}:{name}", "kwargs": kwargs})
     return read
 
 
 def test_class_of_a_user_is_made_with_its_kwargs_and_what_it_declares_of_the_model():
-    engine = asyncio.run(make_generation(section("PlainEngine", vocab_size=9), **MODEL))
+    engine = asyncio.run(make_generation(section("PlainEngine", vocab_size=9), MODEL))
     assert isinstance(engine, PlainEngine)
     assert (engine.vocab_size, engine.max_model_len) == (9, 64)
 
 
 def test_async_function_of_a_user_may_take_all_of_the_model():
-    engine = asyncio.run(make_generation(section("open_engine", vocab_size=9), **MODEL))
+    engine = asyncio.run(make_generation(section("open_engine", vocab_size=9), MODEL))
     assert isinstance(engine, FakeGeneration)
     assert engine.calls == ["device", "dtype", "max_model_len", "model_path", "trust_remote_code"]
+
+
+def test_an_engine_that_never_starts_is_given_up_on_and_its_limit_named():
+    with pytest.raises(
+        GenerationError, match=r"never_starts did not start within 0\.05 s \(cluster\.start_timeout_s\)"
+    ):
+        asyncio.run(make_generation(section("never_starts"), MODEL, start_timeout_s=0.05))
 
 
 def test_kwargs_that_a_users_engine_does_not_take_are_refused():
     with pytest.raises(
         ConfigError, match=r"generation\.kwargs.*PlainEngine: missing a required argument: 'vocab_size'"
     ):
-        asyncio.run(make_generation(section("PlainEngine", vocab=9), **MODEL))
+        asyncio.run(make_generation(section("PlainEngine", vocab=9), MODEL))
 
 
 def grpo(*overrides: str) -> Any:
-    return load_config(Path("examples/configs/quickstart.yaml"), overrides)
+    return load_config(find_recipe("quickstart"), overrides)
 
 
 def test_recipe_written_for_vllm_takes_a_users_engine_by_its_dotted_path_alone():

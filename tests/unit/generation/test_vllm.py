@@ -148,3 +148,27 @@ def test_request_that_waits_out_one_pause_is_held_by_the_next():
         await asyncio.wait([waiting])
 
     asyncio.run(main())
+
+
+def test_engine_keeps_its_weights_asleep_unless_a_refit_follows_and_wakes_in_parts():
+    calls: list[Any] = []
+
+    async def record(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs))
+
+    async def main():
+        engine = controlled(record, control_s=600)
+        await engine.sleep()
+        await engine.wake()
+        await engine.sleep(discards_weights=True)
+        await engine.wake("weights")
+        await engine.wake("kv_cache")
+
+    asyncio.run(main())
+    assert calls == [
+        ((), {"level": 1}),
+        ((None,), {}),
+        ((), {"level": 2}),
+        ((["weights"],), {}),
+        ((["kv_cache"],), {}),
+    ]

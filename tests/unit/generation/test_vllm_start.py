@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.generation.vllm.engine import engine_arguments, importing_vllm, start_engine
+from nemo_rl.generation.engines import EngineModel
+from nemo_rl.generation.vllm.engine import engine_arguments, environment, importing_vllm, start_engine
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from tests.contracts.engines import save_tiny_model
 
 
 def arguments(device: str = "cpu", **section):
-    return engine_arguments(VllmGenerationConfig(**section), "model", "bfloat16", 1024, device)
+    return engine_arguments(VllmGenerationConfig(**section), EngineModel("model", "bfloat16", 1024, device))
 
 
 def test_cpu_engine_never_computes_a_prompt_in_parts():
@@ -25,6 +26,20 @@ def test_cpu_engine_never_computes_a_prompt_in_parts():
         arguments(vllm_kwargs={"enable_chunked_prefill": True})
     unseeded = arguments(vllm_kwargs={"enable_chunked_prefill": True}, vllm_cfg=VllmConfig(seed_requests=False))
     assert unseeded["enable_chunked_prefill"] is True
+
+
+def test_requests_are_seeded_on_a_cpu_and_on_request():
+    assert VllmConfig().seeds_requests("cpu")
+    assert not VllmConfig().seeds_requests("cuda")
+    assert VllmConfig(seed_requests=True).seeds_requests("cuda")
+    assert not VllmConfig(seed_requests=False).seeds_requests("cpu")
+
+
+def test_engines_without_seeded_requests_draw_different_numbers():
+    assert len({arguments("cuda")["seed"] for _ in range(8)}) > 1
+    assert arguments("cuda", vllm_kwargs={"seed": 3})["seed"] == 3
+    assert "seed" not in arguments("cpu")
+    assert "seed" not in arguments("cuda", vllm_cfg=VllmConfig(seed_requests=True))
 
 
 def test_section_wins_over_the_run_and_vllm_kwargs_over_both():
@@ -47,6 +62,29 @@ def test_cuda_engine_sizes_its_cache_by_utilization_and_sleeps_where_the_trainer
     assert arguments("cuda", vllm_cfg=VllmConfig(enable_sleep_mode=False))["enable_sleep_mode"] is False
 
 
+def test_cuda_engine_leaves_the_size_of_its_batches_to_vllm():
+    assert (arguments("cuda")["max_num_seqs"], "max_num_batched_tokens" in arguments("cuda")) == (None, False)
+    assert arguments("cuda", vllm_cfg=VllmConfig(max_num_seqs=64))["max_num_seqs"] == 64
+    assert arguments("cpu")["max_num_seqs"] == 256
+
+
+def test_cuda_engine_on_several_devices_never_uses_rays_executor():
+    assert arguments("cuda", vllm_cfg=VllmConfig(tensor_parallel_size=2))["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in arguments("cuda")
+
+
+def test_logits_of_a_cuda_engine_are_float32_unless_the_user_says_otherwise():
+    assert arguments("cuda")["hf_overrides"] == {"head_dtype": "float32"}
+    assert "hf_overrides" not in arguments("cuda", vllm_cfg=VllmConfig(precision="float32"))
+    assert "hf_overrides" not in arguments("cpu")
+    assert arguments("cuda", vllm_kwargs={"hf_overrides": {"rope_theta": 1e6}})["hf_overrides"] == {
+        "head_dtype": "float32",
+        "rope_theta": 1e6,
+    }
+    kept = arguments("cuda", vllm_kwargs={"hf_overrides": {"head_dtype": "model"}})
+    assert kept["hf_overrides"] == {"head_dtype": "model"}
+
+
 def test_environment_and_random_states_are_put_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
@@ -67,14 +105,15 @@ def test_environment_and_random_states_are_put_back(monkeypatch: pytest.MonkeyPa
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
 
 
+def test_vllm_loads_a_model_for_as_long_as_the_run_allows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)
+    assert environment("cuda", 2, start_timeout_s=949.5)["VLLM_ENGINE_READY_TIMEOUT_S"] == "950"
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "30")  # the user's own stays
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" not in environment("cuda", start_timeout_s=949.5)
+
+
 @pytest.mark.parametrize("kwargs", [{"no_such_argument": 1}, {"kv_cache_dtype": "float3"}])
 def test_arguments_that_vllm_refuses_are_a_config_error(tmp_path: Path, kwargs):
     model_path = str(save_tiny_model(tmp_path, tied=True))
     with importing_vllm("cpu"), pytest.raises(ConfigError, match=r"policy\.generation\.vllm_kwargs"):
-        start_engine(
-            VllmGenerationConfig(vllm_kwargs=kwargs),
-            model_path=model_path,
-            dtype="float32",
-            max_model_len=64,
-            device="cpu",
-        )
+        start_engine(VllmGenerationConfig(vllm_kwargs=kwargs), EngineModel(model_path, "float32", 64, "cpu"))

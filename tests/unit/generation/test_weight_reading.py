@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl.distributed import actors
 from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightChunks
-from nemo_rl.weight_sync import object_store
-from nemo_rl.weight_sync.object_store import PutWeights
+from nemo_rl.weight_sync.host_memory import PutWeights
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         stored.append(content)
         return len(stored) - 1
 
-    monkeypatch.setattr(object_store, "put_bytes", put)
+    monkeypatch.setattr(actors, "put_bytes", put)
     monkeypatch.setattr(node_file, "get_bytes", lambda reference, timeout_s: stored[reference])
     monkeypatch.setattr(node_file, "default_directory", lambda: tmp_path)
     return stored
@@ -90,3 +90,9 @@ def test_the_last_reader_removes_the_file(tmp_path: Path):
     assert dict(map_weights(node_file.write_node_file(staged(3, 4.0))))["a"][0, 0] == 4.0
     node_file.release("weights.bin")
     assert not Path(manifest.path).exists()
+
+
+def test_a_chunk_ends_with_the_tensor_that_fills_it(store):
+    five = [(str(index), torch.ones(16)) for index in range(5)]  # 64 bytes each
+    PutWeights("weights.bin", 1, chunk_bytes=128)(five)
+    assert [len(chunk) for chunk in store] == [128, 128, 64]

@@ -1,4 +1,4 @@
-"""A folder with a model as small as they come, a data set beside it, and a recipe that trains the one on the other."""
+"""A directory with a tiny model, a dataset beside it, and a recipe that trains the one on the other."""
 
 import gc
 import io
@@ -24,47 +24,53 @@ DistillationRecipe = Callable[..., DistillationRunConfig]
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture(scope="session")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other weights of the same kind, large enough that its distributions are far from uniform."""
     return save_model(tmp_path_factory.mktemp("teacher"), seed=1, initializer_range=0.5)
 
 
-def save_model(folder: Path, *, seed: int, **weights: Any) -> Path:
+def save_model(directory: Path, *, seed: int, **weights: Any) -> Path:
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     ends: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends, **weights)).save_pretrained(
-        folder
+        directory
     )
-    tokenizer.save_pretrained(folder)
-    return folder
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, model_folder: Path) -> Recipe:
+def letters(tmp_path: Path) -> Path:
+    """A dataset of six letters, each its own answer."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"input": letter, "output": letter}) + "\n" for letter in "abcdef"))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model_directory: Path, letters: Path) -> Recipe:
     """`recipe(*overrides)`: two questions a step, three answers each, scored by `tests.unit.launch.scoring`."""
-    rows = [{"input": letter, "output": letter} for letter in "abcdef"]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"""
 grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 3, max_num_steps: 1, val_period: 0, val_at_end: false}}
 policy:
-  model_name: {model_folder}
+  model_name: {model_directory}
   precision: float32
   device: cpu
   train_global_batch_size: 6
   train_micro_batch_size: 6
   max_total_sequence_length: {MAX_LENGTH}
   generation: {{backend: hf, max_new_tokens: 4}}
-data: {{train: {{dataset_name: jsonl, data_path: {tmp_path / "data.jsonl"}, env_name: letters}}}}
+data: {{train: {{dataset_name: jsonl, data_path: {letters}, env_name: letters}}}}
 env: {{letters: {{type: "tests.unit.launch.scoring:length"}}}}
 logger: {{log_dir: {tmp_path / "runs"}, progress: false}}
 """
@@ -73,14 +79,14 @@ logger: {{log_dir: {tmp_path / "runs"}, progress: false}}
 
 
 @pytest.fixture
-def distillation_recipe(recipe: Recipe, tmp_path: Path, teacher_folder: Path) -> DistillationRecipe:
+def distillation_recipe(recipe: Recipe, tmp_path: Path, teacher_directory: Path) -> DistillationRecipe:
     """The same with a teacher in place of rewards: six questions a step, one answer each, scored by `Counting`."""
     text = (tmp_path / "recipe.yaml").read_text()
     text = re.sub(
         r"grpo: .*",
         "distillation: {num_prompts_per_step: 6, max_num_steps: 1, topk_logits_k: 5, "
         "val_period: 0, val_at_end: false}\n"
-        f"teacher: {{model_name: {teacher_folder}, precision: float32}}",
+        f"teacher: {{model_name: {teacher_directory}, precision: float32}}",
         text,
     )
     path = tmp_path / "distillation.yaml"

@@ -12,8 +12,8 @@ from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.hf import HFGeneration
-from nemo_rl.launch.placement import placement_plan
 from nemo_rl.launch.training import run_training
+from nemo_rl.launch.workers import placement_plan
 from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_tokenizer
 from tests.unit.launch.conftest import DistillationRecipe, Recipe
@@ -121,9 +121,9 @@ def test_recorded_responses_are_learnt_from_without_a_sample(distillation_recipe
     assert step["train/loss"] > 0
 
 
-def test_opd_learns_from_the_teacher_alone(recipe: Recipe, teacher_folder: Path) -> None:
+def test_opd_learns_from_the_teacher_alone(recipe: Recipe, teacher_directory: Path) -> None:
     """Rewards are lengths of answers; the advantages are the teacher's, one of each token."""
-    teacher = f"++teacher={{model_name: {teacher_folder}, precision: float32}}"
+    teacher = f"++teacher={{model_name: {teacher_directory}, precision: float32}}"
     _, metrics = trained(
         recipe("grpo.adv_estimator.name=opd", teacher, "env.letters.type=tests.unit.launch.scoring:length")
     )
@@ -156,7 +156,7 @@ def test_a_teacher_for_shorter_sequences_is_refused_before_a_model_loads(
 
 
 def test_another_vocabulary_is_refused_before_a_model_loads(
-    distillation_recipe: DistillationRecipe, tmp_path: Path, teacher_folder: Path
+    distillation_recipe: DistillationRecipe, tmp_path: Path, teacher_directory: Path
 ) -> None:
     other = make_tokenizer()
     other.add_tokens(["<another>"])
@@ -166,27 +166,30 @@ def test_another_vocabulary_is_refused_before_a_model_loads(
     assert "'<another>'" in said
 
 
-def test_a_task_without_a_teacher_is_named(distillation_recipe: DistillationRecipe, teacher_folder: Path) -> None:
-    own = f"++teachers.other={{model_name: {teacher_folder}}}"
+def test_a_task_without_a_teacher_is_named(distillation_recipe: DistillationRecipe, teacher_directory: Path) -> None:
+    own = f"++teachers.other={{model_name: {teacher_directory}}}"
     config = distillation_recipe("~teacher", own, "++env.other={type: 'tests.unit.launch.scoring:length'}")
     assert "teachers.letters" in refusal(config)
 
 
-def test_the_plan_shows_the_teachers(distillation_recipe: DistillationRecipe, teacher_folder: Path) -> None:
-    served: dict[str, Any] = {"model_name": str(teacher_folder), "server": {"base_urls": ["http://h:1"], "model": "m"}}
+def test_the_plan_shows_the_teachers(distillation_recipe: DistillationRecipe, teacher_directory: Path) -> None:
+    served: dict[str, Any] = {
+        "model_name": str(teacher_directory),
+        "server": {"base_urls": ["http://h:1"], "model": "m"},
+    }
     config = distillation_recipe(f"++teachers.letters={json.dumps(served)}".replace('"', ""))
     lines = placement_plan(config).splitlines()
-    assert f"#   teacher: {teacher_folder}, FSDP2, 1 rank on cpu, float32" in lines
+    assert f"#   teacher: {teacher_directory}, FSDP2, 1 rank on cpu, float32" in lines
     assert "#   teachers.letters: m served at http://h:1" in lines
 
 
 def test_the_plan_shows_a_teacher_on_stages_and_one_that_they_do_not_divide_is_refused(
-    distillation_recipe: DistillationRecipe, teacher_folder: Path
+    distillation_recipe: DistillationRecipe, teacher_directory: Path
 ) -> None:
     stages = "++teacher.megatron_cfg={enabled: true, pipeline_model_parallel_size: %s}"
     plan = placement_plan(distillation_recipe(stages % 2))
     ranks = "Megatron, 2 ranks (1 data x 2 pipeline x 1 tensor parallel) on cpu: node 0"
-    assert f"#   teacher: {teacher_folder}, {ranks}, float32" in plan.splitlines()
+    assert f"#   teacher: {teacher_directory}, {ranks}, float32" in plan.splitlines()
     said = refusal(distillation_recipe(stages % 7))
     assert "teacher.megatron_cfg.pipeline_model_parallel_size" in said
     assert "must divide the model's" in said

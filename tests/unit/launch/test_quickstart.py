@@ -1,4 +1,4 @@
-"""The quickstart's model: a folder that is whole, made once, the same for a seed."""
+"""The quickstart's model: a directory that is whole, made once, the same for a seed."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_sigterm
+from nemo_rl.algorithms.run import Interrupt, cancel_on_sigterm
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.launch import models as quickstart
@@ -28,12 +28,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def made(folder: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
-    return asyncio.run(prepare_model(folder, recipe, on_step=on_step))
+def made(directory: Path, recipe: Recipe, *, on_step: OnStep | None = None) -> Path:
+    return asyncio.run(prepare_model(directory, recipe, on_step=on_step))
 
 
-def weights_of(folder) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+def weights_of(directory) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
 
 
 def test_model_is_a_function_of_the_seed(tmp_path):
@@ -47,27 +47,27 @@ def test_model_is_a_function_of_the_seed(tmp_path):
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_folder_holds_model_and_tokenizer_and_nothing_else_is_left(tmp_path):
-    folder = made(tmp_path / "cache" / "model", Recipe(num_steps=1))
-    assert load_tokenizer(TokenizerConfig(), str(folder)).eos_token == "<|im_end|>"
-    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+def test_directory_holds_model_and_tokenizer_and_nothing_else_is_left(tmp_path):
+    directory = made(tmp_path / "cache" / "model", Recipe(num_steps=1))
+    assert load_tokenizer(TokenizerConfig(), str(directory)).eos_token == "<|im_end|>"
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
 
 
-def test_complete_folder_is_kept_and_an_unfinished_one_replaced(tmp_path):
-    folder = made(tmp_path / "model", Recipe(num_steps=1))
-    (folder / "note").touch()
+def test_complete_directory_is_kept_and_an_unfinished_one_replaced(tmp_path):
+    directory = made(tmp_path / "model", Recipe(num_steps=1))
+    (directory / "note").touch()
     steps: list[int] = []
-    made(folder, Recipe(num_steps=1), on_step=lambda step, *_: steps.append(step))
+    made(directory, Recipe(num_steps=1), on_step=lambda step, *_: steps.append(step))
     assert steps == []
-    assert (folder / "note").exists()
+    assert (directory / "note").exists()
 
-    (folder / "complete").unlink()
-    made(folder, Recipe(num_steps=1), on_step=lambda step, *_: steps.append(step))
+    (directory / "complete").unlink()
+    made(directory, Recipe(num_steps=1), on_step=lambda step, *_: steps.append(step))
     assert steps == [1]
-    assert not (folder / "note").exists()
+    assert not (directory / "note").exists()
 
 
-def test_folder_of_another_recipe_is_made_anew(tmp_path):
+def test_directory_of_another_recipe_is_made_again(tmp_path):
     seen: list[tuple[int, int]] = []
     for num_steps in (1, 2):
         recipe = Recipe(num_steps=num_steps)
@@ -75,7 +75,7 @@ def test_folder_of_another_recipe_is_made_anew(tmp_path):
     assert seen == [(1, 1), (1, 2), (2, 2)]
 
 
-def test_interrupted_making_leaves_no_folder(tmp_path):
+def test_interrupted_making_leaves_no_directory(tmp_path):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -139,11 +139,11 @@ def test_a_stop_is_obeyed_before_the_first_step_too(tmp_path, monkeypatch):
 
 
 def test_faster_process_wins(tmp_path):
-    folder = made(tmp_path / "model", Recipe(num_steps=1))
-    recipe = (folder / "complete").read_text()
-    (folder / "note").touch()
-    quickstart._move_into_place(tmp_path / "mine", folder, recipe)
-    assert (folder / "note").exists()
+    directory = made(tmp_path / "model", Recipe(num_steps=1))
+    recipe = (directory / "complete").read_text()
+    (directory / "note").touch()
+    quickstart._move_into_place(tmp_path / "mine", directory, recipe)
+    assert (directory / "note").exists()
 
 
 def test_less_than_half_of_the_spellings_are_right_and_all_use_the_words_letters():

@@ -1,14 +1,19 @@
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.data.chat import flat_token_ids
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import PromptSet
+from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.agents import CommandAgent, FunctionAgent
 from nemo_rl.experience.rollouts import (
     RolloutDependencies,
     RolloutJob,
@@ -20,16 +25,21 @@ from nemo_rl.launch.rollouts import (
     Inputs,
     load_inputs,
     load_prompts,
+    make_agents,
+    make_codec,
     make_limits,
     make_sampling,
     make_source,
     make_validator,
 )
+from nemo_rl.launch.training import run_training
 from nemo_rl.types import Message, Prompt, StopReason
 from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
+from tests.fakes.gym_stack import FakeGymStack, row_of, spell_and_play
+from tests.templates import byte_tokenizer
 from tests.unit.algorithms.run_setup import HELD_OUT, TRAINED, VOCAB_SIZE, make_config, prompts
 from tests.unit.experience.rollout_setup import check_environment
 from tests.unit.launch.conftest import MAX_LENGTH, Recipe
@@ -39,8 +49,10 @@ def loaded(config: GRPORunConfig, model_path: str) -> Inputs:
     return load_inputs(config, model_path, load_prompts(config))
 
 
-def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(recipe: Recipe, model_folder: Path) -> None:
-    inputs = loaded(recipe("weight_sync.num_probe_prompts=2"), str(model_folder))
+def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(
+    recipe: Recipe, model_directory: Path
+) -> None:
+    inputs = loaded(recipe("weight_sync.num_probe_prompts=2"), str(model_directory))
     assert [p.messages[0].content for p in inputs.train.prompts] == list("abcdef")
     assert {p.task_name for p in inputs.train.prompts} == {"letters"}
     assert inputs.validation == ()
@@ -50,37 +62,39 @@ def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(recipe
     assert str(inputs.tokenizer.decode(list(inputs.probes[0]))).endswith("<|im_start|>assistant\n")
 
 
-def test_a_task_without_an_environment_names_entry_and_data_set(recipe: Recipe, model_folder: Path) -> None:
+def test_a_task_without_an_environment_names_entry_and_data_set(recipe: Recipe, model_directory: Path) -> None:
     config = recipe("~env.letters", "data.train.env_name=null", "++env.letter={type: math}")
     with pytest.raises(ConfigError, match=r"env\.math = None: needed by the dataset 'train'; known: letter"):
-        loaded(config, str(model_folder))
+        loaded(config, str(model_directory))
 
 
-def test_a_validation_sets_task_needs_its_environment_too(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
+def test_a_validation_sets_task_needs_its_environment_too(
+    recipe: Recipe, model_directory: Path, tmp_path: Path
+) -> None:
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"input": "z", "output": "z"}) + "\n")
     config = recipe(f"++data.validation={{dataset_name: jsonl, data_path: {tmp_path / 'held_out.jsonl'}, name: held}}")
     with pytest.raises(ConfigError, match=r"env\.math = None: needed by the dataset 'held'; known: letters"):
-        loaded(config, str(model_folder))
+        loaded(config, str(model_directory))
 
 
-def test_a_prompt_needs_room_for_one_sampled_token(recipe: Recipe, model_folder: Path) -> None:
-    inputs = loaded(recipe(), str(model_folder))
+def test_a_prompt_needs_room_for_one_sampled_token(recipe: Recipe, model_directory: Path) -> None:
+    inputs = loaded(recipe(), str(model_directory))
     longest = max(len(flat_token_ids(inputs.encoder.encode_prompt(p.messages))) for p in inputs.train.prompts)
     small = "policy.generation.max_new_tokens=1"
-    loaded(recipe(small, f"policy.max_total_sequence_length={longest + 1}"), str(model_folder))
+    loaded(recipe(small, f"policy.max_total_sequence_length={longest + 1}"), str(model_directory))
     with pytest.raises(ConfigError, match=rf"data\.max_input_seq_length = {longest - 1}.*has {longest} tokens"):
-        loaded(recipe(small, f"policy.max_total_sequence_length={longest}"), str(model_folder))
+        loaded(recipe(small, f"policy.max_total_sequence_length={longest}"), str(model_directory))
     assert longest < MAX_LENGTH
 
 
-def test_max_input_seq_length_limits_prompts_further(recipe: Recipe, model_folder: Path) -> None:
+def test_max_input_seq_length_limits_prompts_further(recipe: Recipe, model_directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.max_input_seq_length = 3"):
-        loaded(recipe("data.max_input_seq_length=3"), str(model_folder))
+        loaded(recipe("data.max_input_seq_length=3"), str(model_directory))
 
 
-def test_sequences_longer_than_the_model_takes_are_refused(recipe: Recipe, model_folder: Path) -> None:
+def test_sequences_longer_than_the_model_takes_are_refused(recipe: Recipe, model_directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.max_total_sequence_length = 100000: the model takes \d+ tokens"):
-        loaded(recipe("policy.max_total_sequence_length=100000"), str(model_folder))
+        loaded(recipe("policy.max_total_sequence_length=100000"), str(model_directory))
 
 
 def inputs(*, validation: bool = True) -> Inputs:
@@ -231,3 +245,102 @@ def test_a_function_that_hangs_fails_its_item_alone_and_those_that_wait_for_a_th
 
     reasons = asyncio.run(main())
     assert [i for i, reason in enumerate(reasons) if reason is StopReason.FAILED] == [3]
+
+
+AGENT = "++env.asker={type: agent, function: 'tests.unit.launch.test_rollouts:ask', scored_by: letters}"
+
+
+def ask(prompt: Prompt, base_url: str, api_key: str) -> None:
+    with OpenAI(base_url=base_url, api_key=api_key, timeout=120.0) as client:
+        messages = [{"role": "user", "content": prompt.messages[0].content}]
+        client.chat.completions.create(model="policy", messages=messages)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("process_state")
+def test_a_run_trains_on_an_agents_rollouts_beside_those_of_an_environment(recipe: Recipe, tmp_path: Path) -> None:
+    rows = [{"input": letter, "output": letter} for letter in "xyz"]
+    (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = (
+        f"data.train=[{{dataset_name: jsonl, data_path: {tmp_path / 'data.jsonl'}, env_name: asker}}, "
+        f"{{dataset_name: jsonl, data_path: {tmp_path / 'others.jsonl'}, env_name: letters}}]"
+    )
+    config = recipe(AGENT, both, "grpo.num_prompts_per_step=4", "policy.train_global_batch_size=12")
+    asyncio.run(run_training(config, "uv run train.py"))
+    (directory,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (directory / "rollouts" / "train.jsonl").read_text().splitlines()]
+    assert {row["task_name"] for row in rows} == {"asker", "letters"}
+    assert all(row["failure"] is None for row in rows)
+    assert all(row["rewards"] == {"letters": float(len(row["messages"][-1]["content"]))} for row in rows)
+
+
+def test_agents_are_functions_or_commands(recipe: Recipe) -> None:
+    agents = make_agents(recipe(AGENT, "++env.program={type: agent, command: [cat]}"))
+    assert isinstance(agents["asker"], FunctionAgent)
+    assert isinstance(agents["program"], CommandAgent)
+    assert agents.keys() == {"asker", "program"}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("tests.unit.launch.test_rollouts:aks", "did you mean ask"),
+        ("tests.unit.launch.test_rollouts:AGENT", "not a function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(recipe: Recipe, function: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        make_agents(recipe(AGENT, f"env.asker.function={function}"))
+    assert caught.value.key == "env.asker.function"
+
+
+def test_a_template_without_tools_needs_a_gateway_without_tools(recipe: Recipe) -> None:
+    encoder = ChatEncoder(byte_tokenizer("gemma"))
+    with pytest.raises(ConfigError, match=r"gateway\.tool_parser=null"):
+        make_codec(recipe(AGENT), encoder)
+    assert make_codec(recipe(AGENT, "gateway.tool_parser=null"), encoder).encoder is encoder
+
+
+def test_an_unknown_parser_is_named(recipe: Recipe) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.tool_parser.*did you mean"):
+        make_codec(recipe(AGENT, "gateway.tool_parser=hermess"), ChatEncoder(byte_tokenizer("qwen3")))
+
+
+def train(recipe: Recipe, directory: Path, rows: Sequence[Any], *overrides: str) -> FakeGymStack:
+    """Train on rows of a stack with the agents "spell" and "play"; the stack, which has ended."""
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def main() -> FakeGymStack:
+        port = unused_port()
+        stack = spell_and_play(port)
+        async with stack:
+            config = recipe(
+                f"++env.gym={{type: nemo_gym, head_url: '{stack.head_url}', start_timeout_s: 60}}",
+                f"data.train={{dataset_name: nemo_gym, data_path: {directory / 'rows.jsonl'}, env_name: gym}}",
+                f"++gateway={{port: {port}, tool_parser: null}}",
+                "policy.max_total_sequence_length=64",
+                *overrides,
+            )
+            await run_training(config, "uv run train.py")
+        return stack
+
+    return asyncio.run(main())
+
+
+@pytest.mark.usefixtures("process_state")
+def test_a_run_trains_on_the_rollouts_of_the_agents_that_its_rows_name(recipe: Recipe, tmp_path: Path) -> None:
+    rows = [row_of(letter, agent) for letter, agent in zip("abcd", ("spell", "play") * 2, strict=True)]
+    stack = train(recipe, tmp_path, rows)
+    assert {agent for agent, _ in stack.rows} == {"spell", "play"}
+    (directory,) = (tmp_path / "runs").iterdir()
+    written = [json.loads(line) for line in (directory / "rollouts" / "train.jsonl").read_text().splitlines()]
+    assert len(written) == 6
+    assert all(row["failure"] is None for row in written)
+    assert {row["task_name"] for row in written} == {"gym"}
+    assert all(row["rewards"].keys() == {"gym"} for row in written)
+
+
+@pytest.mark.usefixtures("process_state")
+def test_an_agent_that_no_stack_has_is_named_before_anything_is_generated(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="spel"):
+        train(recipe, tmp_path, [row_of("a", "spel")])
+    assert not list(tmp_path.glob("runs/*/rollouts/train.jsonl"))

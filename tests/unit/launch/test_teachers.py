@@ -22,8 +22,8 @@ Recipe = Callable[..., DistillationRunConfig]
 
 
 @pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
+def teacher_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("teacher")
     tokenizer = make_pair_tokenizer()
     torch.manual_seed(1)
     LlamaForCausalLM(
@@ -36,13 +36,13 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_key_value_heads=1,
             initializer_range=0.3,
         )
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    ).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, model_folder: Path, teacher_folder: Path) -> Recipe:
+def recipe(tmp_path: Path, model_directory: Path, teacher_directory: Path) -> Recipe:
     """`recipe(*overrides)`: four questions a step."""
     rows = [{"input": word, "output": word} for word in ("the", "red", "one", "in")]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,10 +50,10 @@ def recipe(tmp_path: Path, model_folder: Path, teacher_folder: Path) -> Recipe:
     path.write_text(
         f"""
 distillation: {{num_prompts_per_step: 4, max_num_steps: 2, max_num_epochs: 2, val_period: 0, val_at_end: false}}
-teacher: {{model_name: {teacher_folder}, precision: float32, device: cpu}}
+teacher: {{model_name: {teacher_directory}, precision: float32, device: cpu}}
 loss_fn: {{kl_type: forward}}
 policy:
-  model_name: {model_folder}
+  model_name: {model_directory}
   precision: float32
   device: cpu
   train_global_batch_size: 4

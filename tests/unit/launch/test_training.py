@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.estimators import make_advantage_estimator
+from nemo_rl.algorithms.grpo import RequiredLogprobs
 from nemo_rl.algorithms.loop import TrainingProgress
-from nemo_rl.algorithms.stages import RequiredLogprobs
+from nemo_rl.distributed import cluster
 from nemo_rl.errors import ConfigError
+from nemo_rl.launch import rollouts
 from nemo_rl.launch.training import open_run, required_logprobs, run_training
 from nemo_rl.losses.make import make_loss
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
@@ -45,6 +47,7 @@ def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
     assert find_undocumented(names) == []
     assert names >= {"train/loss", "train/reward", "train/token_mult_prob_error", "validation/accuracy"}
     assert (directory / "config.yaml").read_text().startswith("grpo:")
+    assert (directory / "config.yaml").stat().st_mode & 0o777 == 0o600
     assert len((directory / "rollouts" / "train.jsonl").read_text().splitlines()) == 6
     assert len((directory / "rollouts" / "validation.jsonl").read_text().splitlines()) == 1
     checkpoints = directory / "checkpoints"
@@ -83,6 +86,28 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
         asyncio.run(main())
     assert Closing.closed == ["closed"]
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_cluster_gets_room_for_a_steps_batches_before_anything_else_connects(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str | None, int]] = []
+
+    def connect(address: str | None, *, object_store_bytes: int, env_vars: dict[str, str]) -> None:
+        calls.append((address, object_store_bytes))
+
+    async def open_parts(*arguments: object) -> None:
+        raise ConfigError("env", "letters", f"opened after {calls}")
+
+    monkeypatch.setattr(cluster, "connect", connect)
+    monkeypatch.setattr(rollouts, "open_rollout_parts", open_parts)
+
+    async def main() -> None:
+        async with open_run(recipe("++cluster.address=head:6379")):
+            raise AssertionError("opened")
+
+    with pytest.raises(ConfigError, match=rf"opened after \[\('head:6379', {2 * 6 * 32 * 40}\)\]"):
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize(

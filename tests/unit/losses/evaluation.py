@@ -94,5 +94,7 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
         "truncated_importance_sampling_ratio_min": 0.95,
     },
     "vapo": {"positive_example_nll_weight": 0.2},
+    "sapo": {"type": "sapo"},
+    "constant divisor": {"token_level_loss": False, "trajectory_token_divisor": 8.0},
 }
 every_option = pytest.mark.parametrize("options", EVERY_OPTION.values(), ids=EVERY_OPTION.keys())

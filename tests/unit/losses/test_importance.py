@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.losses.metrics import finite_exp
+from nemo_rl.losses.policy_gradient import finite_exp
 from tests.unit.losses.evaluation import (
     CURRENT,
     PREV,
@@ -48,6 +48,14 @@ def test_gspo_correction_is_the_exp_of_the_sequences_sum() -> None:
         ),
         (  # geometric mean exp(-.2 / 3) = .9355
             {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_type": "seq-mask-tis"},
+            [0.60653, 1.64872, 0.81873],
+        ),
+        (  # of all tokens' weights the geometric mean is within the bounds, their product, .8187, is not
+            {
+                "truncated_importance_sampling_ratio": 1.2,
+                "truncated_importance_sampling_ratio_min": 0.9,
+                "truncated_importance_sampling_type": "seq-mask-tis",
+            },
             [0.60653, 1.64872, 0.81873],
         ),
         (

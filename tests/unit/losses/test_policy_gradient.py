@@ -6,8 +6,8 @@ import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.config.algorithm_checks import check_grpo
-from nemo_rl.config.compatibility import translate_loss_switches
 from nemo_rl.config.registries import LOSSES
+from nemo_rl.config.translation import translate_loss_switches
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import TokenScores
 from nemo_rl.losses.make import make_loss
@@ -97,8 +97,35 @@ def test_without_previous_logprobs_the_current_ones_stand_in(options: dict[str, 
 def test_positive_examples_add_their_negative_log_likelihood() -> None:
     batch = make_batch([[0, 1], [0, 1], [0, 1]], rewards=[1.0, 0.0, -1.0])
     loss, gradient, _ = evaluate(batch, [[0.0, -2.0]] * 3, positive_example_nll_weight=0.3)
-    assert loss == pytest.approx(0.3 * 2 / 3)
-    assert gradient[:, 1].tolist() == pytest.approx([-0.1, 0.0, 0.0])
+    assert loss == pytest.approx(0.3 * 2)  # over the one positive token, not over all three
+    assert gradient[:, 1].tolist() == pytest.approx([-0.3, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("options", [{}, {"token_level_loss": False}, {"use_importance_sampling_correction": True}])
+def test_positive_examples_count_a_token_each_whatever_the_policy_term_does(options: dict[str, Any]) -> None:
+    batch = make_batch([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]], rewards=[0.5, 1.0, 0.0])
+    logprobs = [[0.0, -1.0, -2.0, -3.0], [0.0, -6.0, 0.0, 0.0], [0.0, -9.0, -9.0, 0.0]]
+    with_term = evaluate(batch, logprobs, positive_example_nll_weight=0.1, **options)[0]
+    assert with_term - evaluate(batch, logprobs, **options)[0] == pytest.approx(0.1 * (1 + 2 + 3 + 6) / 4)
+
+
+def test_without_positive_examples_the_term_is_zero() -> None:
+    batch = make_batch([[0, 1]], rewards=[0.0])
+    assert evaluate(batch, [[0.0, -2.0]], positive_example_nll_weight=0.3)[0] == 0
+
+
+def test_bounds_of_the_clip_are_told_apart() -> None:
+    """Ratios .5, 1, 1.5; A = 1, -1, 2: only A > 0 meets the upper bound, and the lower one needs A < 0."""
+    assert evaluate(three_tokens(), [CURRENT], ratio_clip_min=0.1, ratio_clip_max=0.4)[0] == pytest.approx(
+        (-0.5 + 1.0 - 2.8) / 3, abs=1e-5
+    )
+    falling = three_tokens(advantages=[[0.0, -1.0, -1.0, 2.0]])
+    assert evaluate(falling, [CURRENT], ratio_clip_min=0.1, ratio_clip_max=0.4)[0] == pytest.approx(
+        (0.9 + 1.0 - 2.8) / 3, abs=1e-5
+    )
+    _, gradient, metrics = evaluate(three_tokens(), [CURRENT], type="cispo", ratio_clip_min=0.1, ratio_clip_max=0.4)
+    assert gradient[0].tolist() == pytest.approx([0.0, -0.9 / 3, 1.0 / 3, -2.8 / 3], abs=1e-5)
+    assert (metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"]) == pytest.approx((0.9, 1.4))
 
 
 @every_option
@@ -162,3 +189,12 @@ def translate_and_check(options: dict[str, Any]) -> None:
     config = {"loss_fn": dict(options)}
     translate_loss_switches(config)
     check_grpo(make_config(loss_fn=config["loss_fn"]))
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "gspo"])
+def test_a_sequence_of_one_token_has_the_ratio_of_that_token(loss_type: str) -> None:
+    batch = make_batch([[0, 1]], prev_logprobs=[[0.0, -1.0]], advantages=[[0.0, 1.0]])
+    loss, gradient, metrics = evaluate(batch, [[0.0, -0.9]], type=loss_type)
+    assert loss == pytest.approx(-math.exp(0.1))
+    assert gradient.tolist() == [[0.0, pytest.approx(-math.exp(0.1))]]
+    assert metrics["probs_ratio"] == pytest.approx(math.exp(0.1))

@@ -135,7 +135,7 @@ def test_tokens_that_are_none_are_compared_by_nobody() -> None:
     for kl_type, expected in (("forward", 0.09927), ("reverse", 0.11662)):
         loss, metrics = loss_of(scores, with_none, kl_type=kl_type)
         assert loss == pytest.approx(expected, abs=1e-5)
-        assert metrics["teacher_topk_mass"] == pytest.approx(1.0)
+        assert metrics["teacher_topk_mass"] == metrics["student_topk_mass"] == pytest.approx(1.0)
 
 
 def test_a_teacher_sure_of_itself_gives_no_nan() -> None:

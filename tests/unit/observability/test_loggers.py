@@ -1,5 +1,6 @@
-"""Loggers: JSON Lines, TensorBoard, W&B, a user's own, and all together."""
+"""Loggers (JSON Lines, TensorBoard, W&B, a user's own) and the timer of phases."""
 
+import asyncio
 import json
 import math
 import subprocess
@@ -18,6 +19,7 @@ from nemo_rl.observability import loggers
 from nemo_rl.observability.loggers import (
     CompositeLogger,
     JsonlLogger,
+    StepTimer,
     TensorboardLogger,
     WandbLogger,
     has_api_key,
@@ -223,9 +225,9 @@ def test_without_a_key_the_run_is_written_offline(
     assert json.loads(table.read_text())["data"] == [["a", 1.0], ["b", "failed: x"]]
 
 
-def inspect(folder: Path) -> list[dict]:
-    """The records of the run under `folder`, by W&B's own reader."""
-    [path] = folder.rglob("run-*.wandb")
+def inspect(directory: Path) -> list[dict]:
+    """The records of the run under `directory`, by W&B's own reader."""
+    [path] = directory.rglob("run-*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     return [json.loads(line) for line in shown.stdout.splitlines()]
@@ -252,3 +254,78 @@ def test_a_key_is_found_in_the_environment_or_in_netrc(no_key: Path, monkeypatch
 def test_a_broken_netrc_is_no_key(no_key: Path) -> None:
     no_key.write_text("machine\n")
     assert not has_api_key()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_blocks_of_a_name_add_up() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    for seconds in (2.0, 3.0):
+        with timer("policy_training"):
+            clock.now += seconds
+        clock.now += 10.0
+    assert timer.seconds() == {"policy_training": 5.0}
+
+
+def test_nested_blocks_are_measured_apart() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+    with timer("total_step_time"):
+        clock.now += 1.0
+        with timer("generation"):
+            clock.now += 2.0
+        assert timer.seconds() == {"total_step_time": 3.0, "generation": 2.0}
+        clock.now += 4.0
+    assert timer.seconds() == {"total_step_time": 7.0, "generation": 2.0}
+
+
+def test_blocks_that_overlap_in_tasks_count_once() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+
+    async def block(opened: asyncio.Event, close: asyncio.Event) -> None:
+        with timer("generation"):
+            opened.set()
+            await close.wait()
+
+    async def main() -> None:
+        opened, closed = [asyncio.Event() for _ in range(2)], [asyncio.Event() for _ in range(2)]
+        tasks = [asyncio.create_task(block(o, c)) for o, c in zip(opened, closed, strict=True)]
+        for event in opened:
+            await event.wait()
+        for task, event in zip(tasks, closed, strict=True):
+            clock.now += 5.0
+            event.set()
+            await task
+
+    asyncio.run(main())
+    assert timer.seconds() == {"generation": 10.0}
+
+
+def test_a_block_that_raises_is_measured() -> None:
+    clock = Clock()
+    timer = StepTimer(clock)
+
+    def failing() -> None:
+        with timer("generation"):
+            clock.now += 1.0
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    clock.now += 1.0
+    assert timer.seconds() == {"generation": 1.0}
+
+
+def test_names_are_told_as_their_blocks_begin() -> None:
+    entered: list[str] = []
+    timer = StepTimer(on_enter=entered.append)
+    with timer("generation"), timer("weight_sync"):
+        assert entered == ["generation", "weight_sync"]

@@ -38,6 +38,15 @@ def test_records_outside_a_terminal_are_plain_lines() -> None:
     assert "INFO nemo_rl.test: step 1 [bold]x[/bold] long long" in line
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_text_of_a_model_or_a_client_moves_no_cursor(is_terminal: bool) -> None:
+    out = io.StringIO()
+    configure_logging("INFO", Console(file=out, force_terminal=is_terminal, color_system=None, width=200))
+    logging.getLogger("nemo_rl.test").warning("it says %s", "\x1b[2J\x1b]0;owned\x07\r\x9b31m")
+    assert "it says \\x1b[2J\\x1b]0;owned\\x07\\x0d\\x9b31m" in out.getvalue()
+    assert not set("\x1b\x07\r\x9b") & set(out.getvalue())
+
+
 def test_records_on_a_terminal_go_through_its_console() -> None:
     out = io.StringIO()
     configure_logging("INFO", Console(file=out, force_terminal=True, color_system=None, width=80))

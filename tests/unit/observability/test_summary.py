@@ -84,6 +84,7 @@ def test_summary_says_where_things_are_and_how_to_continue() -> None:
         "results",
         "Metrics     runs/exp_001/metrics.jsonl",
         "Checkpoint  runs/exp_001/checkpoints/step_2",
+        "Look        nemo-rl view runs/exp_001",
         "Continue    uv run examples/run_grpo.py grpo.max_num_steps=4",
     ]
 
@@ -94,6 +95,7 @@ def test_summary_of_a_run_without_steps() -> None:
     assert text.splitlines() == [
         "Metrics     no/metrics.jsonl",
         "Checkpoint  none (checkpointing.enabled=true saves one)",
+        "Look        nemo-rl view no",
     ]
 
 

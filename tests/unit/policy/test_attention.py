@@ -1,11 +1,14 @@
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import RequiredScores
+from nemo_rl.policy import attention
 from nemo_rl.policy.attention import PackedSequences
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
@@ -54,6 +57,45 @@ def test_packed_scores_and_gradients_are_the_padded_ones(name: str, options: dic
     for packing_key in (None, KEY):
         torch.manual_seed(0)
         results.append(scores_and_gradients(MODELS[name](), packing_key=packing_key, **options))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
+
+
+def documented_varlen_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute what torch documents of `varlen_attn`, from all pairs of tokens of each sequence."""
+    bound = inspect.signature(varlen_attn).bind(query, key, value, *args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    starts, ends = given["cu_seq_q"].tolist()[:-1], given["cu_seq_q"].tolist()[1:]
+    assert given["cu_seq_q"].dtype == torch.int32
+    assert given["cu_seq_k"].tolist() == given["cu_seq_q"].tolist()
+    assert given["max_q"] == given["max_k"] == max(end - start for start, end in zip(starts, ends, strict=True))
+    assert given["enable_gqa"]
+    left, right = given["window_size"]
+    scale = query.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
+    results = []
+    for start, end in zip(starts, ends, strict=True):
+        of_sequence = (states[start:end].transpose(0, 1) for states in (query, key, value))
+        q, k, v = (states.repeat_interleave(query.shape[1] // states.shape[0], dim=0) for states in of_sequence)
+        distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)  # from key to query
+        is_seen = (distance >= -right) & ((distance <= left) | (left < 0))
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~is_seen, -torch.inf)
+        results.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "granite", "gpt2"])
+def test_kernel_for_variable_lengths_gives_what_the_plain_loop_gives(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of heads, gemma2's windows of 4 tokens, and scales that are not those of the width."""
+    results = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(attention, "has_varlen_kernel", lambda query, value, has=has_kernel: has)
+        monkeypatch.setattr(attention, "varlen_attn", documented_varlen_attn)
+        torch.manual_seed(0)
+        results.append(scores_and_gradients(MODELS[name](), packing_key=KEY))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
 
 

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -6,9 +7,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.interfaces import RequiredScores, TokenScores
+from nemo_rl.policy import attention
+from nemo_rl.policy import logprobs as token_scores
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
-from nemo_rl.policy.logprobs import CausalLogprobs
-from tests.unit.policy.tiny import MODELS, SIZES, make_batch, plain_logprobs
+from nemo_rl.policy.logprobs import (
+    CausalLogprobs,
+    LogitsHead,
+    ScoreQuery,
+    call_with_recompute,
+    logprobs_and_entropy,
+    score_logits,
+)
+from tests.unit.policy.tiny import MODELS, SIZES, make_batch, over_shards, plain_logprobs
 
 VOCABULARY = 4096
 
@@ -162,3 +172,143 @@ def test_chunks_change_no_gradient_of_candidates_and_entropy() -> None:
         gradients.append([p.grad for p in model.parameters()])
     for whole, chunked in zip(*gradients, strict=True):  # sums over 17 tokens: rounded relative to the largest entry
         torch.testing.assert_close(whole, chunked, rtol=0, atol=1e-5 * whole.abs().max().item())
+
+
+@pytest.fixture(params=[1, 40, 2**22], ids=["row by row", "in blocks", "at once"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_scores, "CPU_BLOCK", request.param)
+
+
+def test_values_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)], [5.0, 5.0]])
+    logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([[0, 1], [1, 1]]), entropy=True)
+    expected = [[math.log(0.25), math.log(0.75)], [math.log(0.5)] * 2]
+    torch.testing.assert_close(logprobs, torch.tensor(expected))
+    of_the_first = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    torch.testing.assert_close(entropy, torch.tensor([of_the_first, math.log(2.0)]))
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(7, 13, generator=generator, dtype=torch.float64) * 3
+    ids = torch.randint(13, (7, 4), generator=generator)
+    ids[2] = 5  # the same token twice
+    grad_logprobs = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    grad_entropy = torch.randn(7, generator=generator, dtype=torch.float64)
+    results = []
+    for own in (True, False):
+        leaf = weights.clone().requires_grad_()
+        logits = leaf * 1.5
+        if own:
+            logprobs, entropies = logprobs_and_entropy(logits, ids, entropy=entropy)
+        else:
+            everything = logits.log_softmax(-1)
+            logprobs, entropies = everything.gather(1, ids), -(everything.exp() * everything).sum(-1) * entropy
+        ((logprobs * grad_logprobs).sum() + (entropies * grad_entropy).sum()).backward()
+        results.append((logprobs, entropies, leaf.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_second_backward_pass_is_refused() -> None:
+    """The first has written over the logits."""
+    logits = torch.randn(2, 3, requires_grad=True) * 2
+    logprobs, _ = logprobs_and_entropy(logits, torch.zeros(2, 1, dtype=torch.int64))
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+def all_scores_and_gradient(
+    logits: torch.Tensor, shard: Any = None
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    candidates = torch.randint(-2, 13, (6, 3), generator=generator)
+    targets = torch.tensor([0, 4, 5, 12, 4, 9])
+    leaf = logits.clone().requires_grad_()
+    scores = score_logits(leaf * 1.0, ScoreQuery(targets, candidates, entropy=True, topk=5), shard)
+    assert scores.candidates is not None
+    assert scores.entropy is not None
+    assert scores.topk is not None
+    loss = scores.logprobs.sum() + (scores.candidates**2).sum() + (scores.entropy * torch.arange(6)).sum()
+    (loss + (scores.topk.logprobs * torch.arange(5)).sum()).backward()
+    assert leaf.grad is not None
+    values = [scores.logprobs, scores.candidates, scores.entropy, scores.topk.logprobs]
+    return values, scores.topk.ids, leaf.grad
+
+
+@pytest.mark.parametrize("sizes", [(5, 8), (3, 6, 4)])  # 3 and 4 are fewer than the 5 most likely
+def test_scores_and_gradients_of_a_split_vocabulary_are_those_of_the_whole(sizes: tuple[int, ...]) -> None:
+    logits = torch.randn(6, 13, generator=torch.Generator().manual_seed(0)) * 3
+    values, ids, gradient = all_scores_and_gradient(logits)
+    results = over_shards(all_scores_and_gradient, logits, sizes)
+    for own_values, own_ids, _ in results:
+        torch.testing.assert_close(own_values, values, rtol=0, atol=1e-6)
+        assert torch.equal(own_ids, ids)
+    torch.testing.assert_close(torch.cat([g for *_, g in results], dim=1), gradient, rtol=1e-6, atol=1e-6)
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts dispatched operations, most of which are a launch each on an accelerator."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+QWEN_1_5B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
+
+
+def calls_of_a_head_chunk(*, entropy: bool) -> int:
+    """Forward, and the backward pass that computes the chunk again; on no device at all."""
+    hidden = torch.empty(1024, 1536, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.nn.Linear(1536, 151936, bias=False, device="meta", dtype=torch.bfloat16)
+
+    def score(states: torch.Tensor, query: ScoreQuery) -> TokenScores:
+        return score_logits(LogitsHead()(head, states) / 0.7, query)
+
+    with CountCalls() as seen:
+        query = ScoreQuery(torch.empty(1024, dtype=torch.int64, device="meta"), entropy=entropy)
+        scores = call_with_recompute(score, hidden, query)
+        (scores.logprobs.sum() + (0 if scores.entropy is None else scores.entropy.sum())).backward()
+    return seen.number
+
+
+def test_head_chunk_of_a_large_vocabulary_is_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three blocks of rows; in those of a CPU's cache there are 38."""
+    assert calls_of_a_head_chunk(entropy=False) <= 120
+    assert calls_of_a_head_chunk(entropy=True) <= 200
+    monkeypatch.setattr(token_scores, "ACCELERATOR_BLOCK", token_scores.CPU_BLOCK)
+    assert calls_of_a_head_chunk(entropy=True) > 1000
+
+
+def calls_of_layers(number: int) -> tuple[int, int]:
+    """Forward and backward on a pack of 8,192 tokens, with the kernel for variable lengths."""
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**QWEN_1_5B, num_hidden_layers=number)).bfloat16().eval()
+        token_ids = torch.empty(1, 8192, dtype=torch.int64)
+        bounds, is_not_padding = torch.empty(3, dtype=torch.int32), torch.ones(2, 4096, dtype=torch.bool)
+    model.set_attn_implementation(attention.PACKED_ATTENTION)
+    pack = attention.PackedSequences((4096, 4096), bounds, is_not_padding, token_ids)
+    with CountCalls() as forward:
+        hidden = model.base_model(input_ids=token_ids, position_ids=token_ids, pack=pack, use_cache=False)
+    with CountCalls() as backward:
+        hidden.last_hidden_state.sum().backward()
+    return forward.number, backward.number
+
+
+def test_decoder_layer_of_a_pack_is_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not grow with the number of sequences, as they do in the loop over them."""
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda query, value: True)
+    one, two = calls_of_layers(1), calls_of_layers(2)
+    assert two[0] - one[0] <= 90
+    assert two[1] - one[1] <= 170

@@ -1,8 +1,10 @@
 """Tiny random models, batches and losses that the policy's tests share."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -22,9 +24,15 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.policy.training import make_optimizer, make_scheduler
+
+ResultT = TypeVar("ResultT")
 
 VOCABULARY = 37
 SIZES: dict[str, Any] = {
@@ -40,6 +48,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EVEN = {**SIZES, "vocab_size": VOCABULARY + 1}  # which two ranks divide evenly; make_batch never draws the last token
 
 
 def qwen2() -> PreTrainedModel:
@@ -51,7 +60,7 @@ def llama() -> PreTrainedModel:
 
 
 def qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True))
+    return Qwen3ForCausalLM(Qwen3Config(**EVEN, head_dim=8, tie_word_embeddings=True))
 
 
 def gemma2() -> PreTrainedModel:
@@ -83,9 +92,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def saved_model(name: str, folder: Path) -> Path:
+def saved_model(name: str, directory: Path) -> Path:
     torch.manual_seed(0)
-    path = folder / name
+    path = directory / name
     MODELS[name]().save_pretrained(path)
     return path
 
@@ -164,12 +173,61 @@ class Exploding(WeightedNLL):
         return loss * float("inf"), metrics
 
 
-def plain_logprobs(model: PreTrainedModel, batch: TensorDict, temperature: float = 1.0) -> torch.Tensor:
+def plain_logprobs(
+    model: PreTrainedModel, batch: TensorDict, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
+) -> torch.Tensor:
     """What Hugging Face gives with an attention mask and whole logits, one sample at a time: [B, T]."""
     result = torch.zeros(batch["token_ids"].shape)
     for row, length in enumerate(batch["lengths"].tolist()):
         ids = batch["token_ids"][row : row + 1, :length]
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
-        logprobs = torch.log_softmax(logits / temperature, -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        logits = without_unlikely(logits[0, :-1] / temperature, ids[0, 1:, None], top_p, top_k)
+        logprobs = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         result = result.index_put((torch.tensor(row), torch.arange(1, length)), logprobs)
     return result * batch["token_mask"]
+
+
+def without_unlikely(logits: torch.Tensor, targets: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:
+    """Truncate [N, V] logits as Hugging Face does, but for the targets [N, 1]."""
+    left = logits if top_k is None else TopKLogitsWarper(top_k)(targets, logits)  # type: ignore[arg-type]
+    left = left if top_p == 1 else TopPLogitsWarper(top_p)(targets, left)  # type: ignore[arg-type]
+    return left.scatter(1, targets, logits.gather(1, targets))
+
+
+def learning_rates(config: PolicyConfig, num_steps: int) -> list[float]:
+    """Return the learning rate of each of the first steps of the configured optimizer and schedule."""
+    optimizer = make_optimizer(config, [torch.nn.Parameter(torch.ones(2))])
+    scheduler = make_scheduler(config, optimizer)
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return found
+
+
+class ThreadShard:
+    """A `VocabularyShard` whose ranks are threads."""
+
+    def __init__(self, first: int, rank: int, barrier: threading.Barrier, board: dict[int, torch.Tensor]) -> None:
+        self.first, self._rank, self._barrier, self._board = first, rank, barrier, board
+
+    def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        self._board[self._rank] = values
+        self._barrier.wait(timeout=30)
+        parts = [self._board[rank].clone() for rank in range(self._barrier.parties)]
+        self._barrier.wait(timeout=30)
+        return parts
+
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.all_gather(values)).sum(0)
+
+
+def over_shards(function: Callable[..., ResultT], logits: torch.Tensor, sizes: Sequence[int]) -> list[ResultT]:
+    """Return `function(part, shard)` of each rank, the logits [N, V] split by columns; the ranks are threads."""
+    barrier, board = threading.Barrier(len(sizes)), dict[int, torch.Tensor]()
+    firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    shards = [ThreadShard(first, rank, barrier, board) for rank, first in enumerate(firsts)]
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        return list(threads.map(function, logits.split(tuple(sizes), dim=1), shards))

@@ -2,12 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.config.layout import DeviceSlot, Layout
-from nemo_rl.config.registries import WEIGHT_TRANSPORTS
+from nemo_rl.config.layout import DeviceSlot, Layout, make_layout
+from nemo_rl.config.loading import load_config
+from nemo_rl.config.registries import ENGINES, WEIGHT_TRANSPORTS
 from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.distributed.devices import Device
 from nemo_rl.errors import ConfigError
-from nemo_rl.weight_sync.broadcast import Broadcast
-from nemo_rl.weight_sync.shared_memory import SharedMemory
+from nemo_rl.recipes import find_recipe
+from nemo_rl.weight_sync.device_memory import Broadcast
+from nemo_rl.weight_sync.host_memory import SharedMemory
 from nemo_rl.weight_sync.transports import choose_transport, make_transport
 
 
@@ -33,8 +36,10 @@ def cuda(*, ranks: int = 1, engines: int = 1, gpus: int = 1, split: bool = False
         (cpu(0, 1), "object_store"),
         (cpu(1), "object_store"),
         (cuda(), "cuda_ipc"),
-        (cuda(ranks=2, engines=2), "shared_memory"),
-        (cuda(ranks=2, gpus=2), "shared_memory"),
+        (cuda(ranks=2, engines=2), "cuda_ipc"),
+        (cuda(ranks=2, gpus=2), "cuda_ipc"),
+        (replace(cuda(ranks=2, gpus=2), ranks_gather_all=False), "shared_memory"),
+        (cuda(ranks=1, engines=2), "shared_memory"),
         (replace(cuda(), engine_in_driver=True), "shared_memory"),
         (cuda(split=True), "nccl"),
         (cuda(ranks=2, engines=3, split=True), "nccl"),
@@ -52,7 +57,14 @@ def test_auto_takes_the_nearest_way_that_there_is(layout, expected):
         ("nccl", cuda(), "policy and engines share theirs; allowed: auto, shared_memory, cuda_ipc"),
         ("cuda_ipc", cpu(0, cluster=False), "no CUDA device; allowed: auto, shared_memory"),
         ("cuda_ipc", cuda(split=True), "devices of their own; allowed: auto, shared_memory, object_store, nccl"),
-        ("cuda_ipc", cuda(ranks=2, engines=2), "needs one policy rank and one engine on one device"),
+        ("cuda_ipc", cuda(ranks=1, engines=2), "an engine has devices without a policy rank"),
+        ("cuda_ipc", replace(cuda(ranks=2), ranks_gather_all=False), "not every policy rank gathers all"),
+        (
+            "object_store",
+            replace(cpu(0), engine_in_driver=True),
+            "an engine in the driver's process reads weights from",
+        ),
+        ("nccl", replace(cuda(split=True), engine_in_driver=True), "an engine in the driver's process reads weights"),
         ("cuda_ipc", replace(cuda(), engine_in_driver=True), "an engine in the driver's process reads weights from"),
         ("shared_memory", cpu(0, 1), "engines on other machines"),
         ("object_store", cpu(0, cluster=False), "a run in one process has no object store"),
@@ -71,6 +83,58 @@ def test_transports_are_made_by_name():
     split = make_transport(WeightSyncConfig(), cuda(engines=2, gpus=2, split=True))
     assert isinstance(split, Broadcast)
     assert split._workers_per_engine == 2
+
+
+READS = {  # which transports each engine can read: vllm/worker.py and hf.py
+    "vllm": {"shared_memory", "object_store", "cuda_ipc", "nccl"},
+    "hf": {"shared_memory"},
+}
+LAYOUTS = {
+    "one": [],
+    "two colocated": ["++cluster.gpus_per_node=2", "++policy.generation.num_replicas=1"],
+    "tensor parallel": ["++cluster.gpus_per_node=2", "++policy.generation.vllm_cfg.tensor_parallel_size=2"],
+    "two nodes": ["++cluster.gpus_per_node=2", "++cluster.num_nodes=2"],
+    "split": [
+        *("++cluster.gpus_per_node=2", "++policy.generation.colocated.enabled=false"),
+        "++policy.generation.colocated.resources.gpus_per_node=1",
+    ],
+    "cpu offload": ["++policy.dtensor_cfg.cpu_offload=true"],
+    "megatron": [
+        "++cluster.gpus_per_node=2",
+        "++policy.megatron_cfg.enabled=true",
+        "++policy.dtensor_cfg.enabled=false",
+    ],
+}
+EXPECTED = {
+    ("vllm", "cuda"): {
+        "one": "cuda_ipc",
+        "two colocated": "cuda_ipc",
+        "tensor parallel": "cuda_ipc",
+        "two nodes": "cuda_ipc",
+        "split": "nccl",
+        "cpu offload": "cuda_ipc",
+        "megatron": "shared_memory",
+    },
+    ("vllm", "cpu"): dict.fromkeys(LAYOUTS, "shared_memory"),
+    ("hf", "cpu"): {name: "shared_memory" for name in LAYOUTS if name != "two nodes"},  # another machine
+    ("hf", "cuda"): {"one": "shared_memory", "cpu offload": "shared_memory"},  # others need vllm
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ENGINES.names)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_engine_reads_what_auto_sends_it_under_every_layout(backend: str, device: Device, layout: str):
+    overrides = [f"++policy.generation.backend={backend}", *LAYOUTS[layout]]
+    expected = EXPECTED[backend, device].get(layout)
+    config = load_config(find_recipe("quickstart"), overrides)
+    if expected is None:
+        with pytest.raises(ConfigError):
+            make_layout(config, device)
+        return
+    chosen = choose_transport("auto", make_layout(config, device))
+    assert chosen == expected
+    assert chosen in READS[backend]
 
 
 class Pigeon:

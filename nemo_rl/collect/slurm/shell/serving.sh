@@ -1,12 +1,19 @@
 # The work of a server process on its node before it becomes the server: finding a port and the rest of its group.
 
 # free_port FIRST: a port of the 5,600 from FIRST on that is free. They are below those that the kernel gives
-# to outgoing connections, and tasks of one step on one node never try the same one.
+# to outgoing connections. Tasks of one step on one node never try the same one, and jobs that start at the same time
+# begin at different ones: the job's id says where, and chance only what follows. So do nodes: several may be one machine.
 free_port() {
-    local attempt port random tasks=${tasks_per_node:-1}
+    local attempt port block="" tasks=${tasks_per_node:-1}
+    if [[ -n "${SLURM_JOB_ID:-}" ]]; then
+        block=$((SLURM_JOB_ID * 64 + ${SLURM_NODEID:-0}))
+    fi
     for ((attempt = 0; attempt < 100; attempt++)); do
-        random=$(od -An -N4 -tu4 /dev/urandom)
-        port=$(($1 + random % (5600 / tasks) * tasks + ${SLURM_LOCALID:-0} % tasks))
+        if [[ -z "$block" ]]; then
+            block=$(od -An -N4 -tu4 /dev/urandom)
+        fi
+        port=$(($1 + block % (5600 / tasks) * tasks + ${SLURM_LOCALID:-0} % tasks))
+        block=
         if ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
             echo "$port"
             return 0

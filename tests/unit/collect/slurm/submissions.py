@@ -4,18 +4,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.slurm.scripts import Submission
+from nemo_rl.collect.slurm.jobs import Submission
 from nemo_rl.config.submit import SlurmConfig
 
 
-def submission(folder: Path = Path("/out"), *, seeds: tuple[int, ...] = (0,), **slurm: Any) -> Submission:
+def submission(directory: Path = Path("/out"), *, seeds: tuple[int, ...] = (0,), **slurm: Any) -> Submission:
     section = SlurmConfig.model_validate(slurm)
     return Submission(
         slurm=section,
         seeds=seeds,
-        output_dir=folder,
-        directory=folder / "slurm" / "0001",
-        working_directory=folder,
+        output_dir=directory,
+        directory=directory / "slurm" / "0001",
+        working_directory=directory,
         python=sys.executable,
         missing=tuple(range(len(seeds) * section.num_chunks)),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.collect.slurm.scripts import aggregation_script, collection_script, format_environment
+from nemo_rl.collect.slurm.jobs import aggregation_script, collection_script, format_environment
 from tests.fakes.slurm_commands import write_srun
 from tests.unit.collect.slurm.shell import DEADLINE_S
 from tests.unit.collect.slurm.submissions import submission
@@ -18,12 +18,12 @@ NODE_SERVER = Path(__file__).parents[3] / "fakes" / "node_server.py"
 PROGRAM = ["bash", "-c", 'echo "$@" >>"$CALLS"; echo "$A" "$B" >>"$VARIABLES"; eval "${AS_PROGRAM:-}"', "-"]
 
 
-def run_script(text: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script").write_text(text)
-    path = f"{write_srun(folder / 'bin')}:{os.environ['PATH']}"
-    files = {"CALLS": str(folder / "calls"), "VARIABLES": str(folder / "variables")}
+def run_script(text: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    (directory / "script").write_text(text)
+    path = f"{write_srun(directory / 'bin')}:{os.environ['PATH']}"
+    files = {"CALLS": str(directory / "calls"), "VARIABLES": str(directory / "variables")}
     return subprocess.run(
-        ["bash", str(folder / "script")],
+        ["bash", str(directory / "script")],
         env={"PATH": path, "NEMO_RL_POLL_S": "0.05", "A": "shell", "B": "shell", **files, **variables},
         capture_output=True,
         text=True,
@@ -32,27 +32,27 @@ def run_script(text: str, folder: Path, **variables: str) -> subprocess.Complete
     )
 
 
-def run_task(folder: Path, task: int, *, seeds: tuple[int, ...] = (0,), environment: str = "", **slurm: Any):
+def run_task(directory: Path, task: int, *, seeds: tuple[int, ...] = (0,), environment: str = "", **slurm: Any):
     """The exit code and log of one array task, and what its collections were called with."""
-    made = submission(folder, seeds=seeds, program=PROGRAM, **slurm)
+    made = submission(directory, seeds=seeds, program=PROGRAM, **slurm)
     made.directory.mkdir(parents=True)
     for name, component in made.components.items():
         made.environment_file(name).write_text(format_environment(component.environment))
     done = run_script(
         collection_script(made),
-        folder,
+        directory,
         AS_PROGRAM=environment,
         SLURM_ARRAY_TASK_ID=str(task),
         SLURM_ARRAY_JOB_ID="7",
         SLURM_JOB_NODELIST="n[1-2]",
     )
-    calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    calls = (directory / "calls").read_text().splitlines() if (directory / "calls").exists() else []
     prefix = f"collect --config {made.collect_config} "
     return done, sorted(call.removeprefix(prefix) for call in calls)
 
 
-def small_server(folder: Path) -> dict[str, Any]:
-    return {"command": [sys.executable, str(NODE_SERVER), "{host}:{port}", str(folder)], "start_timeout_s": 120}
+def small_server(directory: Path) -> dict[str, Any]:
+    return {"command": [sys.executable, str(NODE_SERVER), "{host}:{port}", str(directory)], "start_timeout_s": 120}
 
 
 @pytest.mark.parametrize(

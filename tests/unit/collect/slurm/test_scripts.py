@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.collect.slurm.scripts import (
+from nemo_rl.collect.slurm.jobs import (
     Submission,
     aggregation_script,
     collection_script,

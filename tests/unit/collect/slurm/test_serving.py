@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.collect.slurm.scripts import collection_script
+from nemo_rl.collect.slurm.jobs import collection_script
 from tests.fakes.slurm_commands import write_srun
 from tests.unit.collect.slurm.shell import DEADLINE_S, run_bash
 from tests.unit.collect.slurm.submissions import SERVER, submission
@@ -22,28 +22,28 @@ PROGRAM = [
     sys.executable,
     "-c",
     "import json, os, sys, time; from pathlib import Path\n"
-    "folder = Path(os.environ['STARTED']); me = os.environ['SLURM_PROCID']\n"
-    "(folder / f'{me}.tmp').write_text(json.dumps([sys.argv[1:], os.environ.get('CUDA_VISIBLE_DEVICES')]))\n"
-    "(folder / f'{me}.tmp').rename(folder / f'{me}.json')\n"
+    "directory = Path(os.environ['STARTED']); me = os.environ['SLURM_PROCID']\n"
+    "(directory / f'{me}.tmp').write_text(json.dumps([sys.argv[1:], os.environ.get('CUDA_VISIBLE_DEVICES')]))\n"
+    "(directory / f'{me}.tmp').rename(directory / f'{me}.json')\n"
     "time.sleep(600)",
 ]
 
 
-def started(folder: Path, **slurm: Any) -> list[tuple[dict[str, str | bool], str | None]]:
+def started(directory: Path, **slurm: Any) -> list[tuple[dict[str, str | bool], str | None]]:
     """Options and GPUs of each server process, by task."""
     server = {**slurm.pop("server")}
     if "command" not in server:
         server["program"] = PROGRAM
-    made = submission(folder, server=server, **slurm)
+    made = submission(directory, server=server, **slurm)
     made.directory.mkdir(parents=True)
-    (folder / "started").mkdir()
-    (folder / "script").write_text(collection_script(made).removesuffix("run_task\n") + STARTING)
+    (directory / "started").mkdir()
+    (directory / "script").write_text(collection_script(made).removesuffix("run_task\n") + STARTING)
     assert made.layout is not None
     done = subprocess.run(
-        ["bash", str(folder / "script")],
+        ["bash", str(directory / "script")],
         env={
-            "PATH": f"{write_srun(folder / 'bin')}:/usr/local/bin:/usr/bin:/bin",
-            "STARTED": str(folder / "started"),
+            "PATH": f"{write_srun(directory / 'bin')}:/usr/local/bin:/usr/bin:/bin",
+            "STARTED": str(directory / "started"),
             "NUM_SERVERS": str(made.layout.num_tasks),
             "CUDA_VISIBLE_DEVICES": "0,1,2,3",
         },
@@ -53,7 +53,7 @@ def started(folder: Path, **slurm: Any) -> list[tuple[dict[str, str | bool], str
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads((folder / "started" / f"{i}.json").read_text()) for i in range(made.layout.num_tasks)]
+    rows = [json.loads((directory / "started" / f"{i}.json").read_text()) for i in range(made.layout.num_tasks)]
     return [(options(words), gpus) for words, gpus in rows]
 
 
@@ -164,9 +164,9 @@ def test_another_servers_command_is_told_host_and_port(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_not_found() -> None:
     # `od` says how the dice fell: the third time otherwise.
     dice = "od() { echo x >>$DICE; echo $(($(wc -l <$DICE) > 2 ? 8 : 7)); }; "
-    with tempfile.TemporaryDirectory() as folder, listening() as taken:
+    with tempfile.TemporaryDirectory() as directory, listening() as taken:
         find = f"{dice} tasks_per_node=1; free_port {taken - 7}"
-        assert int(run_bash(find, "serving", DICE=f"{folder}/dice").stdout) == taken + 1
+        assert int(run_bash(find, "serving", DICE=f"{directory}/dice").stdout) == taken + 1
 
 
 def test_tasks_of_a_node_never_try_the_same_port() -> None:
@@ -178,6 +178,12 @@ def test_tasks_of_a_node_never_try_the_same_port() -> None:
         for task in range(3)
     ]
     assert ports == [{2}, {0}, {1}]  # 20000 is 2 more than a multiple of 3
+
+
+def test_jobs_of_a_node_that_start_together_begin_at_different_ports() -> None:
+    script = "for SLURM_JOB_ID in 1 2 3 176; do for SLURM_NODEID in 0 1; do free_port 20000; done; done"
+    ports = [int(port) for port in run_bash(script, "serving").stdout.split()]
+    assert ports == [20064, 20065, 20128, 20129, 20192, 20193, 20064, 20065]  # 175 jobs later it begins anew
 
 
 FIND_MANY = "for _ in 1 2 3 4 5; do free_port 20000; done"

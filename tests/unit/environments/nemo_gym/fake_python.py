@@ -39,10 +39,10 @@ def fake_environment(prefix: Path, *, minor: int = 12, gym: str | None = "0.4.0"
     return _script(prefix / "bin" / "python", _python(minor=minor, gym=gym))
 
 
-def fake_uv(folder: Path, *, fails: bool = False) -> Path:
-    """The log of a uv in `folder`, which makes environments as `fake_environment` does, or fails to."""
-    log = folder / "uv.log"
-    _script(folder / "uv", UV.format(real=REAL, log=str(log), fails=fails, python=_python()))
+def fake_uv(directory: Path, *, fails: bool = False) -> Path:
+    """The log of a uv in `directory`, which makes environments as `fake_environment` does, or fails to."""
+    log = directory / "uv.log"
+    _script(directory / "uv", UV.format(real=REAL, log=str(log), fails=fails, python=_python()))
     return log
 
 

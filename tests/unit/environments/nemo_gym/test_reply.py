@@ -49,6 +49,15 @@ def test_plain_fields_of_the_environment_are_kept_and_others_left_out() -> None:
     assert parse_reply(BODY).extras == {"score": 0.25, "label": "hard", "is_right": True}
 
 
+def test_named_rewards_are_those_that_add_up_to_the_reward() -> None:
+    assert parse_reply(BODY).reward_components == {}
+    several = changed("reward_components", to={"right": 0.75, "form": 0.25})
+    assert parse_reply(several).reward_components == {"right": 0.75, "form": 0.25}
+    for wrong in ({"right": 0.75}, {"right": "high"}, [1.0]):
+        with pytest.raises(GymInvalidReply, match="reward"):
+            parse_reply(changed("reward_components", to=wrong))
+
+
 def test_incomplete_and_masked_replies_say_so() -> None:
     assert parse_reply(changed("response", "incomplete_details", to={"reason": "max_output_tokens"})).is_incomplete
     assert parse_reply(changed("mask_sample", to=True)).mask_sample

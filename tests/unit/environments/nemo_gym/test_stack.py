@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
-from nemo_rl.environments.nemo_gym.reply import GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.errors import ConfigError
 from tests.unit.environments.nemo_gym.fake_python import fake_environment
@@ -90,8 +90,9 @@ def test_overrides_win_over_what_we_say(section: Any, tmp_path: Path) -> None:
 
 
 def test_a_stack_that_dies_at_start_shows_the_end_of_its_log(section: Any, tmp_path: Path) -> None:
-    with pytest.raises(GymUnavailable) as error:
+    with pytest.raises(GymStackEnded) as error:
         asyncio.run(start(section("dies"), tmp_path))
+    assert str(error.value).count("; the end of ") == 1
     assert "the stack has ended with status 1; the end of " in str(error.value)
     assert str(error.value).endswith("this is the stand-in of NeMo Gym\nno such key: policy_modle_name")
 
@@ -107,7 +108,7 @@ def test_a_stack_that_is_late_is_ended_and_shows_its_log(section: Any, tmp_path:
 def test_a_stack_that_dies_later_is_noticed_with_all_that_is_left_of_it(section: Any, tmp_path: Path) -> None:
     async def use(stack: GymStack) -> None:
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
-        with pytest.raises(GymUnavailable, match="the stack has ended with status 137"):
+        with pytest.raises(GymStackEnded, match="the stack has ended with status 137"):
             wait_until("its end is noticed", lambda: stack.check())
         assert not any(map(is_alive, pids(tmp_path)))
 

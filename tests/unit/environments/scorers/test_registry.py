@@ -14,6 +14,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, FailureClass, Message
 from tests.fakes.scorers import FakeScorer
+from tests.fakes.virtual_time import run_in_virtual_time
 
 HERE = "tests.unit.environments.scorers.test_registry"
 
@@ -144,7 +145,7 @@ def test_a_backend_that_hangs_or_dies_fails_exactly_the_requests_of_its_call(bef
         await scorer.close()
         return scores
 
-    scores = asyncio.run(main())
+    scores = run_in_virtual_time(main())
     failed = [i for i, score in enumerate(scores) if isinstance(score, Failure)]
     assert failed == [2, 3]
     assert all(isinstance(scores[i], Failure) and said in scores[i].cause for i in failed)  # type: ignore[union-attr]

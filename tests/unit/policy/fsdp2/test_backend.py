@@ -1,6 +1,7 @@
 import pytest
 from transformers import GPT2Config, Qwen3Config
 
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig, check_backend
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.backend import check_tensor_parallel
 
@@ -34,3 +35,13 @@ def test_model_without_a_plan_names_those_with_one() -> None:
     with pytest.raises(ConfigError, match=f"{KEY} = 2: .*'gpt2'; supported: llama, qwen2, qwen3$"):
         check_tensor_parallel(2, GPT2Config())
     check_tensor_parallel(1, GPT2Config())
+
+
+@pytest.mark.parametrize("section", [PolicyConfig, TeacherConfig])
+def test_compiled_layers_are_refused_where_ranks_share_them(section: type[PolicyConfig | TeacherConfig]) -> None:
+    options = {"compile": True, "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"model\.dtensor_cfg\.compile = True: .*tensor_parallel_size is 2: .*false$"):
+        check_backend(section.model_validate({"model_name": "m", "dtensor_cfg": options}), key="model")
+    check_backend(section.model_validate({"model_name": "m", "dtensor_cfg": {"compile": True}}), key="model")
+    other = {"model_name": "m", "dtensor_cfg": options, "backend": "megatron"}
+    check_backend(section.model_validate(other), key="model")

@@ -103,7 +103,8 @@ def test_first_values_follow_the_seed_alone(how: str, largest: float | None) -> 
     found: list[torch.Tensor] = []
     for draws in (0, 5):
         torch.manual_seed(draws)
-        adapters = Adapters(qwen2(), LoraAdapterConfig(dim=4, lora_A_init=how), base="b", seed=3)  # type: ignore[arg-type]
+        adapters = Adapters(qwen2(), LoraAdapterConfig(dim=4, lora_A_init=how), base="b")  # type: ignore[arg-type]
+        adapters.initialize(seed=3)
         tensors = dict(adapters.tensors())
         found.append(torch.cat([t.flatten() for n, t in tensors.items() if "q_proj.lora_A" in n]))
         assert all(not t.any() for n, t in tensors.items() if "lora_B" in n)
@@ -124,7 +125,7 @@ def test_first_values_follow_the_seed_alone(how: str, largest: float | None) -> 
 def test_saved_configuration_names_the_layers_as_shortly_as_it_can(
     patterns: list[str], written: set[str], tmp_path: Path
 ) -> None:
-    adapters = Adapters(qwen2(), LoraAdapterConfig(dim=4, alpha=8, target_modules=patterns), base="the/base", seed=0)
+    adapters = Adapters(qwen2(), LoraAdapterConfig(dim=4, alpha=8, target_modules=patterns), base="the/base")
     adapters.save(dict(adapters.tensors()), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert set(config["target_modules"]) == written
@@ -134,7 +135,7 @@ def test_saved_configuration_names_the_layers_as_shortly_as_it_can(
 def test_frozen_weights_cost_two_thirds() -> None:
     model = qwen2()
     whole = matmul_parameters(model)
-    Adapters(model, LoraAdapterConfig(dim=4, target_modules=["q_proj"]), base="b", seed=0)
+    Adapters(model, LoraAdapterConfig(dim=4, target_modules=["q_proj"]), base="b")
     assert matmul_parameters(model) == round(whole * 2 / 3 + 2 * 4 * (32 + 32))
 
 
@@ -143,7 +144,7 @@ def test_adapters_are_off_only_inside() -> None:
     ids = torch.arange(5).unsqueeze(0)
     with torch.no_grad():
         base = model(ids).logits
-        adapters = Adapters(model, LoraAdapterConfig(dim=4), base="b", seed=0)
+        adapters = Adapters(model, LoraAdapterConfig(dim=4), base="b")
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.fill_(0.1)

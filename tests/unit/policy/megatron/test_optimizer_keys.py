@@ -4,25 +4,13 @@ import pytest
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.policy.megatron.backend import to_torch_config
-from nemo_rl.policy.optim import check_optimizer, make_optimizer, make_scheduler
-from tests.unit.policy.tiny import qwen2
+from nemo_rl.policy.training import check_optimizer
+from tests.unit.policy.tiny import learning_rates
 
 
 def policy(**megatron_cfg: Any) -> PolicyConfig:
     settings: dict[str, Any] = {"model_name": "m", "megatron_cfg": {"enabled": True, **megatron_cfg}}
     return PolicyConfig.model_validate(settings)
-
-
-def rates(config: PolicyConfig, num_steps: int) -> list[float]:
-    optimizer = make_optimizer(config, qwen2().parameters())
-    scheduler = make_scheduler(config, optimizer)
-    found = []
-    for _ in range(num_steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return found
 
 
 def test_without_keys_of_their_own_policys_are_used() -> None:
@@ -35,7 +23,7 @@ def test_adam_is_torchs_adamw() -> None:
     assert config.optimizer.name == "torch.optim.AdamW"
     assert config.optimizer.kwargs == {"lr": 0.5, "betas": [0.8, 0.999], "eps": 1e-6, "weight_decay": 0.1}
     check_optimizer(config)
-    assert rates(config, 2) == [0.5, 0.5]
+    assert learning_rates(config, 2) == [0.5, 0.5]
 
 
 def test_sgd_has_momentum() -> None:
@@ -55,9 +43,9 @@ def test_sgd_has_momentum() -> None:
 def test_learning_rate_warms_up_and_decays(style: str, expected: list[float]) -> None:
     schedule = {"lr_warmup_iters": 2, "lr_warmup_init": 0.1, "lr_decay_style": style, "lr_decay_iters": 6}
     config = to_torch_config(policy(optimizer={"lr": 1.0, "min_lr": 0.2}, scheduler=schedule))
-    assert rates(config, len(expected)) == pytest.approx(expected)
+    assert learning_rates(config, len(expected)) == pytest.approx(expected)
 
 
 def test_schedule_goes_with_policys_optimizer() -> None:
     config = to_torch_config(policy(scheduler={"lr_warmup_iters": 5}))
-    assert rates(config, 2) == pytest.approx([0.0, 1e-6])  # of 5e-6
+    assert learning_rates(config, 2) == pytest.approx([0.0, 1e-6])  # of 5e-6

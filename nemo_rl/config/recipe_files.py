@@ -1,0 +1,141 @@
+"""Recipe files: YAML read within limits, and the files that `defaults:` names.
+
+Imports neither the schema nor OmegaConf.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.recipes import find_packaged, recipe_names
+
+MAX_RECIPE_BYTES, MAX_NODES, MAX_DEPTH, MAX_DIGITS, MAX_BRACKETS = 10 * 2**20, 100_000, 64, 1000, 1000
+FLOAT, TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+# Also the numbers that YAML 1.1 reads as text: 1e-4, 1e5 and .5.
+NUMBER = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)|\.\d+(?:_\d+)*(?:[eE][-+]\d+)?)$")
+
+
+# libyaml's loader, ten times as fast, where PyYAML was built with it.
+SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _RecipeLoader(SAFE_LOADER):
+    """The YAML of OmegaConf: 1e-4 is a number, a date is text, and a key may stand only once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag == yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG:
+                if key.value in seen:
+                    problem = f"found duplicate key {key.value}"
+                    raise yaml.constructor.ConstructorError(None, node.start_mark, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_RecipeLoader.add_implicit_resolver(FLOAT, NUMBER, list("-+0123456789."))
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != TIMESTAMP]
+    for first, resolvers in _RecipeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_layer(path: Path, included_by: Path | None = None) -> dict[str, Any]:
+    """Return the sections of one file, without the files that it names. Raises ConfigError naming file and line.
+
+    `included_by` is the recipe whose `defaults:` names the file.
+    """
+    key = f"defaults of {included_by}" if included_by else "config"
+    if not path.is_file():
+        raise ConfigError(key, str(path), "no such file")
+    try:
+        text = _read_within_limits(key, path)
+        layer = yaml.load(text, Loader=_RecipeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(key, where, f"malformed YAML: {error.problem or error.context}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(key, str(path), f"cannot be read: {str(error).splitlines()[0]}") from error
+    if layer is not None and not isinstance(layer, dict):
+        raise ConfigError(key, str(path), "a recipe must be a mapping of sections, e.g. grpo, policy, data")
+    return _without_aliases(layer or {})
+
+
+def names_below(path: Path, layer: dict[str, Any]) -> list[Path]:
+    """Return the files that a recipe's `defaults:` names, in order: each beside it, or else a packaged recipe."""
+    names = layer.get("defaults") or []
+    names = [names] if isinstance(names, str) else names
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError("defaults", names, f"must be a file name or a list of file names (in {path})")
+    return [_find_below(path, name) for name in names]
+
+
+def walk_layers(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a recipe's file, then those below it, nearest first and each once, with their sections."""
+    waiting: list[tuple[Path, Path | None]] = [(path, None)]
+    seen: set[Path] = set()
+    while waiting:
+        current, above = waiting.pop(0)
+        if (resolved := current.resolve()) in seen:
+            continue
+        seen.add(resolved)
+        layer = read_layer(current, above)
+        yield current, layer
+        waiting += [(below, current) for below in names_below(current, layer)]
+
+
+def _find_below(path: Path, name: str) -> Path:
+    if (beside := path.parent / name).is_file():
+        return beside
+    if (packaged := find_packaged(name)) is not None:
+        return packaged
+    problem = "no such file, and no packaged recipe (nemo-rl config list)"
+    raise ConfigError(f"defaults of {path}", name, problem, known=recipe_names())
+
+
+def _without_aliases(value: Any) -> Any:
+    """Return a copy in which no two places share a mapping or list, since layers are changed in place."""
+    if isinstance(value, dict):
+        return {key: _without_aliases(item) for key, item in value.items()}
+    return [_without_aliases(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_within_limits(key: str, path: Path) -> str:
+    """Return the text; raises ConfigError for YAML that is larger or deeper than any recipe, aliases counted where they
+    are used."""
+    if path.stat().st_size > MAX_RECIPE_BYTES:
+        raise ConfigError(key, str(path), f"is no recipe: it has more than {MAX_RECIPE_BYTES} bytes")
+    text = path.read_text(encoding="utf-8")
+    steps = accumulate((one in "[{") - (one in "]}") for one in text if one in "[]{}")
+    if max(steps, default=0) > MAX_BRACKETS:  # the parser's time grows with the square of their depth
+        raise ConfigError(key, str(path), f"is no recipe: more than {MAX_BRACKETS} brackets are open at once")
+    sizes: dict[str, int] = {}  # of what an anchor names
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=SAFE_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1))
+            continue
+        anchor, size = getattr(event, "anchor", None), 0
+        if isinstance(event, yaml.AliasEvent):
+            size = sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            if len(event.value) > MAX_DIGITS and event.value.lstrip("+-").isdecimal():
+                where = f"{path}:{event.start_mark.line + 1}"
+                raise ConfigError(key, where, f"a number of {len(event.value)} digits; allowed: at most {MAX_DIGITS}")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_nodes.pop()
+        if anchor and not isinstance(event, yaml.AliasEvent):
+            sizes[anchor] = size
+        open_nodes[-1] = open_nodes[-1][0], open_nodes[-1][1] + size
+        if open_nodes[-1][1] > MAX_NODES or len(open_nodes) > MAX_DEPTH:
+            where = f"{path}:{event.start_mark.line + 1}"
+            problem = f"is no recipe: more than {MAX_NODES} values, or nested deeper than {MAX_DEPTH}"
+            raise ConfigError(key, where, problem)
+    return text

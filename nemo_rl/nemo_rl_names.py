@@ -1,0 +1,77 @@
+"""NeMo-RL's Python names that this project lacks: importing one says what replaces it.
+
+`ReplacedModules` is the last finder of `sys.meta_path`, so it is asked only for modules that do not exist; `refuse`
+makes the `__getattr__` of modules that exist here with other contents.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# By the beginning of the module's name; the first that fits.
+REPLACED_MODULES = {
+    "nemo_rl.utils": "nemo_rl.config.loading, nemo_rl.observability.loggers, or the owner of the task (docs/tree.md)",
+    "nemo_rl.models": "nemo_rl.policy and nemo_rl.generation; protocols: nemo_rl.interfaces",
+    "nemo_rl.evals": "examples/run_eval.py (docs/evaluation.md)",
+    "nemo_rl.environments.math_environment": "env.<name>.type: math (nemo_rl.environments.single_turn)",
+    "nemo_rl.environments.code_environment": "env.<name>.type: tools (nemo_rl.environments.tools)",
+    "nemo_rl.environments.reward_model_environment": "env.<name>.scorers (docs/reward_models.md)",
+    "nemo_rl.environments.games": "env.<name>.type: sliding_puzzle",
+    "nemo_rl.environments.rewards": "nemo_rl.environments.final_answers, or a function of your own",
+    "nemo_rl.data.llm_message_utils": "nemo_rl.data.chat (ChatEncoder)",
+    "nemo_rl.data.utils": "nemo_rl.data.datasets",
+    "nemo_rl.data.multimodal_utils": "nothing: only text is trained on",
+    "nemo_rl.distributed.ray_actor_environment_registry": "nothing: one environment serves all processes",
+    "nemo_rl.distributed.worker_groups": "nemo_rl.distributed.worker_group",
+    "nemo_rl.algorithms.loss": "nemo_rl.losses",
+    "nemo_rl.algorithms.loss_functions": "nemo_rl.losses",
+    "nemo_rl.algorithms.advantage_estimator": "nemo_rl.algorithms.estimators",
+    "nemo_rl.algorithms.reward_functions": "nemo_rl.algorithms.rewards",
+    "nemo_rl.algorithms.async_utils": "nemo_rl.experience.async_source, and grpo.async_grpo",
+    "nemo_rl.algorithms.ppo": "nothing: PPO with a value model is not implemented",
+    "nemo_rl.algorithms.rm": "examples/run_rm.py (nemo_rl.algorithms.reward_model)",
+    "nemo_rl.algorithms.utils": "nemo_rl.data.tokenizer (tokenizers), and the seed of a recipe",
+}
+SCRIPTS = "the script in examples/, whose parts are nemo_rl.launch"
+REPLACED_NAMES = {
+    "MasterConfig": "nemo_rl.config.master",
+    "setup": SCRIPTS,
+    "grpo_train": SCRIPTS,
+    "async_grpo_train": SCRIPTS,
+    "distillation_train": SCRIPTS,
+    "sft_train": SCRIPTS,
+    "RayVirtualCluster": "the section `cluster` of a recipe (docs/clusters.md)",
+    "init_ray": "the section `cluster` of a recipe (docs/clusters.md)",
+    "create_env": "nemo_rl.environments.registry.make_environment",
+    "run_async_nemo_gym_rollout": "nemo_rl.experience.nemo_gym_rollouts",
+    "SlicedDataDict": "BatchedDataDict",
+}
+
+
+class ReplacedModules:
+    """The finder that refuses NeMo-RL's modules with what replaces them: an importlib.abc.MetaPathFinder, whose
+    import would take longer than that of this package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return None for any other module; raises ModuleNotFoundError for one of NeMo-RL's."""
+        for prefix, replacement in REPLACED_MODULES.items():
+            if fullname == prefix or fullname.startswith(f"{prefix}."):  # `import a.b.c` asks for a.b first
+                problem = f"{fullname} is a module of NeMo-RL; here: {replacement} (docs/from_nemo_rl.md)"
+                raise ModuleNotFoundError(problem, name=fullname)
+        return None
+
+
+def refuse(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module, which raises for every name, and says what replaces one of NeMo-RL's."""
+
+    def __getattr__(name: str) -> Any:
+        problem = f"module {module!r} has no attribute {name!r}"
+        if name not in REPLACED_NAMES:
+            raise AttributeError(problem, name=name)
+        problem = f"{problem}; NeMo-RL's is replaced by {REPLACED_NAMES[name]} (docs/from_nemo_rl.md)"
+        raise ImportError(problem, name=module)
+
+    return __getattr__

@@ -1,0 +1,1 @@
+"""See it: the web application, comparison and verdicts over run directories and collections. Reads files alone."""

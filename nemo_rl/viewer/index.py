@@ -1,0 +1,514 @@
+"""A byte-offset index over the JSON lines of rollouts: columns to filter by, and rows that are read when shown.
+
+The index is a file of fixed records in the cache directory, mapped into memory, so that memory does not grow with the
+number of rollouts and a second start continues where the first one ended. The indexed file itself is never written.
+Of many indexes the MAX_OPEN used last are open; the others are opened again when they are read.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, ClassVar
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from nemo_rl.errors import DataError
+from nemo_rl.viewer import index_files
+
+FORMAT = 2  # of the cached index
+CHUNK_BYTES = 1 << 20
+MAX_OPEN = 64  # indexes with open files: two descriptors each
+MAX_LINE_BYTES = 256 << 20  # a longer line is not indexed
+HEAD_BYTES = 4096  # whose digest tells whether the file is still the one that was indexed
+SAVE_PERIOD_ROWS = 100_000
+MISSING = -1  # of whole numbers
+MAX_NAMES = 65_000  # of a column of names; later ones share the last
+OTHER = "(other)"
+
+_NEWLINE = re.compile(b"\n")
+
+RECORD = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("length", "<u4"),  # bytes, the newline included
+        ("step", "<i4"),
+        ("reward", "<f8"),  # NaN: none
+        ("tokens", "<i4"),  # sampled
+        ("turns", "<i4"),
+        ("task", "<u2"),
+        ("stop", "<u2"),
+        ("failure", "<u2"),  # 0: none
+        ("generation", "<u2"),
+        ("group", "<u4"),  # checksums of the ids
+        ("prompt", "<u4"),
+        ("task_index", "<i4"),
+        ("seed", "<i4"),
+    ]
+)
+Rows = npt.NDArray[np.int64]
+
+
+class _Failure(msgspec.Struct, gc=False, rename={"failure_class": "class"}):
+    failure_class: str = "unknown"
+
+
+_Whole = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]  # as it fits a column
+_Small = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+
+
+class _Line(msgspec.Struct, gc=False):
+    """The fields of a line that are columns; all others are skipped by the parser."""
+
+    step: _Whole = MISSING
+    group_id: str = ""
+    prompt_id: str = ""
+    task_name: str = ""
+    generation_index: _Small = 0
+    stop_reason: str = ""
+    reward: float | None = None
+    failure: _Failure | None = None
+    num_turns: _Whole = 0
+    num_generated_tokens: _Whole = 0
+    task_index: _Whole = MISSING
+    rollout_index: _Small = 0
+    seed: _Whole = MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Filters over the columns, and the order of the result. None and "" accept everything."""
+
+    task: str = ""
+    stop: str = ""
+    failure: str = ""  # a class, or "any", or "none"
+    step: int | None = None
+    step_from: int | None = None
+    step_to: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    group: str = ""
+    prompt: str = ""
+    task_index: int | None = None
+    text: str = ""
+    sort: str = ""  # "", "reward", "-reward", "tokens", "-tokens", "-step"
+
+
+@dataclass(frozen=True, slots=True)
+class TextHits:
+    """The rows found, and the row to search on from where the time ended first; None: everything was searched."""
+
+    rows: Rows
+    resume_at: int | None
+
+
+class _Names(dict[str, int]):
+    """Names of a column, numbered in the order of their appearance."""
+
+    def __missing__(self, name: str) -> int:
+        if len(self) >= MAX_NAMES:
+            return self.setdefault(OTHER, MAX_NAMES)
+        number = self[name] = len(self)
+        return number
+
+
+class RolloutIndex:
+    """The index of one file. Not for use from several threads at once, and all indexes of a process from the same one.
+
+    Call `advance` until it returns False, and again when the file may have grown. Complete lines alone are indexed; a
+    file that has shrunk or was replaced is indexed again, which `notes` tells.
+    """
+
+    _opened: ClassVar["OrderedDict[RolloutIndex, None]"] = OrderedDict()  # the one used last at the end
+
+    def __init__(self, path: Path, *, cache: Path | None = None) -> None:
+        """`cache`: where indexes are kept; None: that of the user. A file that is not there yet has no rollouts."""
+        self.path = path
+        self.notes: list[str] = []
+        self.size = 0  # of the file when it was last looked at
+        self.end = 0  # bytes indexed
+        self.num_damaged = 0
+        self._head = b""
+        self._stamp: tuple[int, int, int] | None = None  # of the file when nothing more could be indexed
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._names = {name: _Names() for name in ("task", "stop", "failure")}
+        self._names["failure"][""] = 0
+        self._num_rows = 0
+        self._saved_rows = 0
+        self._base = index_files.base(
+            cache or index_files.cache_directory(), path
+        )  # of the names of the index's two files
+        self._records: BinaryIO | None = None  # None: closed
+        self._columns = np.empty(0, RECORD)
+        if path.exists():
+            self._open()
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def columns(self) -> npt.NDArray[np.void]:
+        """Return the records of all rows. The array stays valid, and does not grow."""
+        if self._num_rows:
+            try:
+                self._open()
+            except OSError as error:
+                raise DataError(f"the index of {self.path} cannot be read: {error.strerror}") from error
+        if self._records is not None and len(self._columns) != self._num_rows:
+            self._columns = np.memmap(self._records, RECORD, mode="r", shape=(self._num_rows,))
+        return self._columns
+
+    def names(self, column: str) -> list[str]:
+        """Return the names that a column has: task, stop, failure (without the empty one)."""
+        return [name for name in self._names[column] if name]
+
+    def name_of(self, column: str, number: int) -> str:
+        """Return the name of a number in a column."""
+        return next((name for name, each in self._names[column].items() if each == number), OTHER)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Return the bytes that are not indexed: the rest of the file, or an incomplete last line."""
+        return max(0, self.size - self.end)
+
+    def advance(self, *, budget_s: float = 0.2) -> bool:
+        """Index new lines for about `budget_s`; return whether more can be indexed at once.
+
+        Raises DataError where the file has disappeared or cannot be read.
+        """
+        until = time.monotonic() + budget_s
+        first = self._num_rows
+        try:
+            stamp = _stamp(self.path)
+            if stamp == self._stamp:
+                return False
+            self._open()
+            with self.path.open("rb", buffering=0) as file:
+                self._check_identity(file)
+                has_more, buffer = True, bytearray(CHUNK_BYTES)
+                while has_more and time.monotonic() < until:
+                    has_more = self._index_chunk(file, buffer)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read any more: {error.strerror}") from error
+        finally:
+            if self._num_rows - self._saved_rows >= SAVE_PERIOD_ROWS or first == 0:
+                self.save()
+        self._stamp = None if has_more else stamp
+        return has_more
+
+    def complete(self) -> "RolloutIndex":
+        """Index everything that is there, and return the index."""
+        while self.advance(budget_s=5.0):
+            pass
+        self.save()
+        return self
+
+    def read(self, row: int) -> dict[str, Any]:
+        """Return the rollout of a row. Raises DataError where the file no longer holds it."""
+        columns = self.columns
+        if not 0 <= row < len(columns):
+            raise DataError(f"{self.path}: there is no rollout {row} (any more)")
+        record = columns[row]
+        try:
+            with self.path.open("rb") as file:
+                file.seek(int(record["offset"]))
+                line = file.read(int(record["length"]))
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read any more: {error.strerror}") from error
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.path}: was changed while it was read: rollout {row} is no longer there") from error
+        if not isinstance(values, dict) or crc32(_to_bytes(values.get("group_id", ""))) != record["group"]:
+            raise DataError(f"{self.path}: was changed while it was read: rollout {row} is another one now")
+        return values
+
+    def select(self, query: Query) -> Rows:
+        """Return the rows that pass all filters but `text`, in the requested order."""
+        columns = self.columns
+        chosen = np.ones(len(columns), np.bool_)
+        for name, wanted in (("task", query.task), ("stop", query.stop)):
+            if wanted:
+                chosen &= columns[name] == self._names[name].get(wanted, MAX_NAMES + 1)
+        if query.failure in ("any", "none"):
+            chosen &= (columns["failure"] > 0) == (query.failure == "any")
+        elif query.failure:
+            chosen &= columns["failure"] == self._names["failure"].get(query.failure, MAX_NAMES + 1)
+        for name, wanted in (("step", query.step), ("task_index", query.task_index)):
+            if wanted is not None:
+                chosen &= columns[name] == wanted
+        for name, wanted in (("group", query.group), ("prompt", query.prompt)):
+            if wanted:
+                chosen &= columns[name] == crc32(_to_bytes(wanted))
+        bounds = (
+            ("reward", query.min_reward, query.max_reward),
+            ("tokens", query.min_tokens, query.max_tokens),
+            ("step", query.step_from, query.step_to),
+        )
+        for name, low, high in bounds:
+            if low is not None:
+                chosen &= columns[name] >= low
+            if high is not None:
+                chosen &= columns[name] <= high
+        return self._sort(np.flatnonzero(chosen), query.sort)
+
+    def search(self, rows: Rows, text: str, *, limit: int, budget_s: float = 0.25) -> TextHits:
+        """Return the first `limit` of `rows` that say `text`, in exactly this case; search for at most `budget_s`."""
+        needle = json.dumps(text, ensure_ascii=False)[1:-1].encode(errors="backslashreplace")
+        until = time.monotonic() + budget_s
+        hits: list[int] = []
+        columns = self.columns
+        try:
+            with self.path.open("rb") as file:
+                for at, row in enumerate(rows.tolist()):
+                    if len(hits) >= limit or (at % 64 == 63 and time.monotonic() > until):
+                        return TextHits(np.array(hits, np.int64), at)
+                    record = columns[row]
+                    file.seek(int(record["offset"]))
+                    line = file.read(int(record["length"]))
+                    if needle in line and _holds_text(line, text):
+                        hits.append(row)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read any more: {error.strerror}") from error
+        return TextHits(np.array(hits, np.int64), None)
+
+    def save(self) -> None:
+        """Store the state, so that a later start continues here."""
+        if self._num_rows == self._saved_rows:
+            return
+        state = {
+            "format": FORMAT,
+            "path": str(self.path),
+            "end": self.end,
+            "rows": self._num_rows,
+            "head": hashlib.sha256(self._head).hexdigest(),
+            "head_bytes": len(self._head),
+            "num_damaged": self.num_damaged,
+            "names": {name: list(names) for name, names in self._names.items()},
+        }
+        unfinished = self._base.with_suffix(f".{os.getpid()}.unfinished")
+        with contextlib.suppress(OSError):  # a full disk: the next start indexes again
+            unfinished.write_text(json.dumps(state))
+            unfinished.replace(self._base.with_suffix(".json"))
+            self._saved_rows = self._num_rows
+
+    def close(self) -> None:
+        """Store the state and release the files; the next use opens them again."""
+        self._opened.pop(self, None)
+        if self._records is None:
+            return
+        self.save()
+        self._columns = np.empty(0, RECORD)
+        fcntl.flock(self._records, fcntl.LOCK_UN)  # arrays that are still in use keep the file open
+        self._records.close()
+        self._records = None
+
+    def _open(self) -> None:
+        """Open the file of records and continue what is stored, unless it is open; close the one used longest ago."""
+        self._opened[self] = None
+        self._opened.move_to_end(self)
+        if self._records is not None:
+            return
+        while len(self._opened) > MAX_OPEN:
+            next(iter(self._opened)).close()
+        try:
+            self._records = index_files.open_locked(self._base.with_suffix(".records"))
+        except OSError:  # another viewer writes it, or the directory is read-only
+            self._base = index_files.private_base(self.path)
+            self._records = index_files.open_locked(self._base.with_suffix(".records"))
+        num_rows = self._num_rows
+        self._reset()
+        self._load()
+        if self._num_rows < num_rows:
+            self._stamp = None  # another viewer replaced what was stored: indexed again
+
+    def _load(self) -> None:
+        """Continue a stored index where the indexed part of the file is still the same."""
+        assert self._records is not None  # the caller opened it
+        try:
+            state = json.loads(self._base.with_suffix(".json").read_text())
+            if state["format"] != FORMAT:
+                return
+            size = os.stat(self.path).st_size
+            with self.path.open("rb") as file:
+                head = file.read(state["head_bytes"])
+                file.seek(max(0, state["end"] - 1))
+                ends_line = not state["end"] or file.read(1) == b"\n"
+            is_same = hashlib.sha256(head).hexdigest() == state["head"] and size >= state["end"] and ends_line
+            has_records = os.fstat(self._records.fileno()).st_size >= state["rows"] * RECORD.itemsize
+            if not (is_same and has_records):
+                return
+            for name, values in state["names"].items():
+                self._names[name] = _Names((value, i) for i, value in enumerate(values))
+            self._head, self.end, self.size = head, state["end"], size
+            self.num_damaged, self._saved_rows = state["num_damaged"], state["rows"]
+            self._num_rows = state["rows"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # indexed again
+
+    def _check_identity(self, file: FileIO) -> None:
+        self.size = os.fstat(file.fileno()).st_size
+        head = file.read(len(self._head)) if self._head else b""
+        if self.size < self.end or head != self._head:
+            what = "became shorter" if self.size < self.end else "was replaced"
+            self.notes = [f"{self.path.name} {what} while it was read; it is indexed from its beginning again"]
+            self._reset()
+        if len(self._head) < HEAD_BYTES and self.end:
+            file.seek(0)
+            self._head = file.read(min(HEAD_BYTES, self.end))
+
+    def _reset(self) -> None:
+        self.end, self.num_damaged, self._head, self._saved_rows = 0, 0, b"", 0
+        self._names = {name: _Names() for name in self._names}
+        self._names["failure"][""] = 0
+        self._columns, self._num_rows = np.empty(0, RECORD), 0
+
+    def _index_chunk(self, file: FileIO, buffer: bytearray) -> bool:
+        """Index the complete lines of the next chunk; return whether there was any. `buffer` is overwritten."""
+        file.seek(self.end)
+        count, cut = 0, 0
+        while not cut:
+            if count == len(buffer):
+                if count >= MAX_LINE_BYTES:
+                    return self._skip_long_line(file)
+                buffer = buffer + bytes(count)  # doubling: a long line is copied few times
+            added = file.readinto(memoryview(buffer)[count:])
+            if not added:
+                return False  # an incomplete last line
+            cut = buffer.rfind(b"\n", count, count + added) + 1
+            count += added
+        self._append(self._encode(memoryview(buffer)[:cut]))
+        self.end += cut
+        if len(self._head) < HEAD_BYTES:
+            file.seek(0)
+            self._head = file.read(min(HEAD_BYTES, self.end))
+        return True
+
+    def _skip_long_line(self, file: FileIO) -> bool:
+        position = file.tell()
+        while block := file.read(CHUNK_BYTES):
+            if (at := block.find(b"\n")) >= 0:
+                self.end = position + at + 1
+                self.num_damaged += 1
+                return True
+            position += len(block)
+        return False
+
+    def _encode(self, chunk: memoryview) -> npt.NDArray[np.void]:
+        """Return the records of complete lines; damaged ones are counted and skipped."""
+        ends = np.array([match.end() for match in _NEWLINE.finditer(chunk)], np.int64)
+        starts = np.concatenate(([0], ends[:-1]))
+        try:
+            lines: list[_Line] = self._decoder.decode_lines(chunk)
+        except (msgspec.DecodeError, RecursionError):
+            lines = []
+        if len(lines) != len(ends):
+            parsed = [self._decode_line(bytes(chunk[a:b])) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+            kept = np.array([line is not None for line in parsed], np.bool_)
+            lines, starts, ends = [line for line in parsed if line is not None], starts[kept], ends[kept]
+        records = np.empty(len(lines), RECORD)
+        records["offset"], records["length"] = starts + self.end, ends - starts
+        self._fill(records, lines)
+        return records
+
+    def _fill(self, records: npt.NDArray[np.void], lines: list[_Line]) -> None:
+        nan = float("nan")
+        columns = {
+            "step": [line.step for line in lines],
+            "reward": [nan if line.reward is None else line.reward for line in lines],
+            "tokens": [line.num_generated_tokens for line in lines],
+            "turns": [line.num_turns for line in lines],
+            "task": [line.task_name for line in lines],
+            "stop": [line.stop_reason for line in lines],
+            "failure": ["" if line.failure is None else line.failure.failure_class for line in lines],
+            "generation": [line.generation_index or line.rollout_index for line in lines],
+            "group": [line.group_id for line in lines],
+            "prompt": [line.prompt_id for line in lines],
+            "task_index": [line.task_index for line in lines],
+            "seed": [line.seed for line in lines],
+        }
+        for name, values in columns.items():
+            numbers = self._names[name].__getitem__ if name in self._names else _CHECKSUMS.get(name)
+            if lines and values.count(values[0]) == len(values):  # often: converted once
+                records[name] = values[0] if numbers is None else numbers(values[0])
+            elif numbers is None:
+                records[name] = values
+            elif name in self._names:
+                records[name] = list(map(numbers, values))
+            else:  # neighbours often share their id
+                known = {each: numbers(each) for each in dict.fromkeys(values)}
+                records[name] = [known[each] for each in values]
+
+    def _decode_line(self, line: bytes) -> _Line | None:
+        """Return the columns of one line, also of JSON with NaN; None for a blank or damaged one."""
+        if not line.strip():
+            return None
+        try:
+            return self._decoder.decode(line)
+        except (msgspec.DecodeError, RecursionError):
+            pass
+        try:
+            values = json.loads(line)
+            return msgspec.convert({k: v for k, v in values.items() if k in _Line.__struct_fields__}, _Line)
+        except (ValueError, AttributeError, RecursionError, msgspec.ValidationError):
+            self.num_damaged += 1
+            return None
+
+    def _append(self, records: npt.NDArray[np.void]) -> None:
+        assert self._records is not None  # the caller opened it
+        self._records.seek(self._num_rows * RECORD.itemsize)
+        view = memoryview(records.tobytes())
+        while view:
+            view = view[self._records.write(view) :]
+        self._num_rows += len(records)
+
+    def _sort(self, rows: Rows, order: str) -> Rows:
+        name = order.lstrip("-")
+        if name not in ("reward", "tokens", "step", "turns") or not len(rows):
+            return rows
+        values = np.asarray(self.columns[name][rows], np.float64)
+        values = np.where(np.isnan(values), np.inf, -values if order.startswith("-") else values)  # without one: last
+        return rows[np.argsort(values, kind="stable")]
+
+
+def _to_bytes(text: object) -> bytes:
+    return text.encode(errors="surrogatepass") if isinstance(text, str) else b""
+
+
+def _holds_text(line: bytes, text: str) -> bool:
+    """Return whether a string of the line that is no key holds `text`."""
+    try:
+        parts = [json.loads(line)]
+    except (ValueError, RecursionError):
+        return False
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str) and text in part:
+            return True
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return False
+
+
+def _checksum(text: str) -> int:
+    return crc32(_to_bytes(text))
+
+
+_CHECKSUMS = {"group": _checksum, "prompt": _checksum}  # columns of checksums
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Return what changes with a file's contents."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

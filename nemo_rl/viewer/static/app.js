@@ -1,0 +1,75 @@
+// Keys, theme and live pages. Every page works without this script.
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const byId = (id) => document.getElementById(id);
+  const stored = (name) => { try { return localStorage.getItem(name); } catch { return null; } };
+  const store = (name, value) => { try { localStorage.setItem(name, value); } catch { /* private mode */ } };
+  if (stored("theme")) root.dataset.theme = stored("theme");
+
+  const toggleTheme = () => {
+    const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = isDark ? "light" : "dark";
+    store("theme", root.dataset.theme);
+  };
+  const showHelp = () => { if (!byId("help").open) byId("help").showModal(); };
+  for (const [id, act] of [["theme", toggleTheme], ["help-button", showHelp]]) {
+    byId(id).hidden = false;
+    byId(id).addEventListener("click", act);
+  }
+
+  const rows = () => [...document.querySelectorAll("table.rows tbody tr, .card")].filter((row) => row.querySelector("a.open"));
+  const move = (by) => {
+    const all = rows();
+    if (!all.length) return;
+    const at = all.findIndex((row) => row.classList.contains("selected"));
+    const next = all[Math.min(all.length - 1, Math.max(0, at < 0 ? (by > 0 ? 0 : all.length - 1) : at + by))];
+    all.forEach((row) => row.classList.remove("selected"));
+    next.classList.add("selected");
+    next.querySelector("a.open").focus();
+    next.scrollIntoView({ block: "nearest" });
+  };
+  const follow = (selector) => { const links = document.querySelectorAll(selector); if (links.length) links[links.length - 1].click(); };
+  const fold = () => {
+    const all = [...document.querySelectorAll("main details")];
+    const open = all.some((each) => !each.open);
+    all.forEach((each) => { each.open = open; });
+  };
+  const keys = {
+    j: () => move(1), k: () => move(-1), o: fold, d: toggleTheme, "?": showHelp,
+    "/": () => { const field = document.querySelector('input[type="search"]'); if (field) { field.focus(); field.select(); } else follow('.links a[href*="/rollouts"]'); },
+    "[": () => follow("a.prev"), "]": () => follow("a.next"), u: () => follow("a.up, a.brand"),
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
+    if (Object.hasOwn(keys, event.key)) { event.preventDefault(); keys[event.key](); }
+  });
+
+  const source = document.body.dataset.live;
+  if (!source || !window.EventSource) return;
+  let running = false, again = false;
+  const refresh = async () => {
+    if (running) { again = true; return; }
+    running = true;
+    try {
+      const answer = await fetch(location.href, { credentials: "same-origin" });
+      if (answer.ok) replace(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    } finally { running = false; if (again) { again = false; refresh(); } }
+  };
+  const replace = (page) => {
+    const main = byId("main"), next = page.getElementById("main");
+    if (!next || main.contains(document.activeElement) && document.activeElement.matches("input, select")) return;
+    const typed = [...main.querySelectorAll("form.filters input")].some((each) => each.value !== each.defaultValue);
+    const chosen = [...main.querySelectorAll("form.filters option")].some((each) => each.selected !== each.defaultSelected);
+    if (typed || chosen) return;  // filters that were not sent yet
+    const unfolded = [...main.querySelectorAll("details[id]")].filter((each) => each.open).map((each) => each.id);
+    const focused = main.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    main.replaceChildren(...next.childNodes);
+    unfolded.forEach((id) => { if (byId(id)) byId(id).open = true; });
+    if (focused) [...main.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
+  };
+  const events = new EventSource("/events?source=" + encodeURIComponent(source) + "&seen=" + document.body.dataset.version);
+  events.onmessage = refresh;
+  events.onopen = () => { byId("live").textContent = "live"; };
+  events.onerror = () => { byId("live").textContent = "not connected"; };
+})();

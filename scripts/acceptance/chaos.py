@@ -1,0 +1,422 @@
+"""Does anything get lost? Random faults into supervised runs (`nemo-rl run`), each compared with a run left in peace.
+
+uv run scripts/acceptance/chaos.py --kills 100                   one process, the hf engine, equality to the bit
+uv run scripts/acceptance/chaos.py --kills 20 --scenario ranks   two policy ranks and an engine on a local Ray cluster
+uv run scripts/acceptance/chaos.py --kills 20 --scenario vllm    vLLM with its engine core in a process of its own
+uv run scripts/acceptance/chaos.py --kills 20 --scenario agent   an agent through the gateway
+
+The reference runs once; runs under faults follow each other until there were enough faults. After each of them
+DIRECTORY/SCENARIO has a line in results.jsonl and the table so far (docs/reliability.md) in table.md. The clock of the
+machine is not changed: the processes of the run see a shifted one (clock.c), where there is a C compiler.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from survival import Fault, Result, compare, final_weights, format_results, read_results, trained_steps
+
+ROOT = Path(__file__).parents[2]
+POLL_S = 0.05
+HANG_TIMEOUT_S = 10.0
+STALL_TIMEOUT_S = 60.0
+START_DEADLINE_S = 400.0  # for training to begin, on a machine that may be busy
+END_DEADLINE_S = 1800.0  # for the steps after the last fault
+SAVE_DEADLINE_S = 60.0  # for a save to begin, where a fault waits for one
+DAY_S = 86400
+CLOCK = "chaos_clock"  # the file with the shift of the wall clock
+DISK_BYTES = 256 << 20
+
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_num_epochs=1000",
+    "grpo.val_at_start=false",
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "data.train.size=400",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=1",
+    "logger.progress=false",
+    f"rollout.stall_timeout_s={STALL_TIMEOUT_S:g}",
+    f"policy.call_timeout_s={STALL_TIMEOUT_S:g}",
+)
+HF = ("policy.generation.backend=hf",)
+AGENT = (
+    "++env.asker.type=agent",
+    "++env.asker.function=examples.agents.single_turn:ask",
+    "++env.asker.scored_by=reasoning_gym",
+    f"++env.asker.timeout_s={STALL_TIMEOUT_S / 2:g}",
+    "data.default.env_name=asker",
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run and the faults that it meets, each with its weight."""
+
+    arguments: tuple[str, ...]
+    faults: Mapping[str, int]
+    is_exact: bool = True  # the same batches give the same bits
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a run under faults meets no more of them."""
+
+    kills: int
+    deadline: float  # time.monotonic()
+
+
+KILLS = {"driver": 6, "driver in a save": 3, "driver at its start": 2, "driver stopped": 1}
+SCENARIOS = {
+    "hf": Scenario(HF, {**KILLS, "preloader": 1, "disk full": 1, "supervisor": 1, "clock jump": 1}),
+    "short": Scenario(HF, {"driver": 2, "driver in a save": 1}),
+    "ranks": Scenario(
+        (*HF, "policy.dtensor_cfg.data_parallel_size=2"),
+        {"driver": 2, "rank": 3, "rank stopped": 1, "ray head": 2, "raylet": 1},
+    ),
+    "vllm": Scenario(
+        ('++cluster.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING="1"',),
+        {"driver": 2, "engine core": 3, "engine core stopped": 1},
+        is_exact=False,
+    ),
+    "agent": Scenario((*HF, *AGENT), {"driver": 2, "driver stopped": 1, "half-open connections": 2}, is_exact=False),
+}
+
+
+class Run:
+    """A supervised run in a directory of its own."""
+
+    process: "subprocess.Popen[bytes]"
+
+    def __init__(self, directory: Path, arguments: Sequence[str], checkpoints: Path) -> None:
+        self.directory, self.checkpoints, self.arguments = directory, checkpoints, tuple(arguments)
+
+    def start(self) -> None:
+        """Start the supervisor."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        own = ("--restarts", "100000", "--crash-loop", "30", "--backoff-s", "0.1", "--directory", str(self.directory))
+        own += ("--hang-timeout-s", str(HANG_TIMEOUT_S), "--progress-timeout-s", str(START_DEADLINE_S))
+        own += ("--", "grpo", *self.arguments, f"logger.log_dir={self.directory / 'logs'}")
+        own += (f"checkpointing.checkpoint_dir={self.checkpoints}",)
+        environment = {**os.environ, "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", **self._shifted_clock()}
+        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+        with (self.directory / "output").open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "nemo_rl", "run", *own], cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
+
+    def _shifted_clock(self) -> dict[str, str]:
+        """Return the environment in which `shift_clock` shifts the wall clock; empty without a C compiler."""
+        library, shift = self.directory / "clock.so", self.directory / CLOCK
+        source = Path(__file__).with_name("clock.c")
+        command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)]
+        if not library.exists() and (
+            shutil.which("cc") is None or subprocess.run(command, capture_output=True, check=False).returncode
+        ):
+            return {}
+        self.shift_clock(0)
+        return {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(shift)}
+
+    def shift_clock(self, seconds: int) -> None:
+        """Set how far the wall clock of the run's processes is from the machine's."""
+        path = self.directory / CLOCK
+        with path.open("r+b" if path.exists() else "wb") as file:  # the same file, which they have mapped
+            file.write(seconds.to_bytes(8, "little", signed=True))
+
+    def left_over(self) -> list[psutil.Process]:
+        """Return the processes that this run's supervisor has started and that still live."""
+        mark, found = f"NEMO_RL_HEARTBEAT={self.directory}", []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes() and is_alive(process):
+                    found.append(process)
+        return found
+
+    def restart_supervisor(self) -> None:
+        """Start the same command again, as a scheduler does after the supervisor itself has died."""
+        self.process.wait()
+        self.start()
+
+    @property
+    def heartbeat(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.directory / "heartbeat.json").read_text())
+        return {}
+
+    @property
+    def driver(self) -> psutil.Process | None:
+        """The process of the training command; None between two starts."""
+        with contextlib.suppress(psutil.Error, KeyError):
+            return psutil.Process(self.heartbeat["pid"])
+        return None
+
+    def events(self, name: str, after: float) -> list[dict[str, Any]]:
+        path = self.directory / "events.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row for row in rows if row["event"] == name and row["monotonic_s"] > after]
+
+    def family(self) -> list[psutil.Process]:
+        """Everything below the driver."""
+        driver = self.driver
+        with contextlib.suppress(psutil.Error):
+            return [] if driver is None else driver.children(recursive=True)
+        return []
+
+    def wait_until(self, condition: Callable[[], object], deadline_s: float = START_DEADLINE_S) -> bool:
+        """Wait for a condition, or for the end of the run; return whether it holds."""
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing for {deadline_s:g} s; see {self.directory / 'output'}")
+            time.sleep(POLL_S)
+        return True
+
+    def is_training(self) -> bool:
+        state, driver = self.heartbeat, self.driver
+        return state.get("phase") == "training" and driver is not None and driver.is_running()
+
+
+def find(processes: Sequence[psutil.Process], *names: str) -> list[psutil.Process]:
+    """Return the processes whose title or command holds one of the names."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            title = " ".join([process.name(), *process.cmdline()])
+            if any(name in title for name in names):
+                found.append(process)
+    return found
+
+
+def victims(run: Run, kind: str, choice: random.Random) -> list[psutil.Process]:
+    """Return the process that a fault of this kind hits; empty where it is not there now."""
+    titles = {
+        "rank": ("ray::",),
+        "ray head": ("gcs_server",),
+        "raylet": ("raylet/raylet",),
+        "engine core": ("EngineCore",),
+    }
+    base = kind.removesuffix(" stopped").removesuffix(" at its start").removesuffix(" in a save")
+    if base == "supervisor":
+        return [psutil.Process(run.process.pid)]
+    driver = run.driver
+    if driver is None:
+        return []
+    if base == "driver":
+        return [driver]
+    if base == "preloader":
+        with contextlib.suppress(psutil.Error):
+            return [driver.parent() or driver]
+        return []
+    found = find(run.family(), *titles[base])
+    return [choice.choice(found)] if found else []
+
+
+def inflict(run: Run, kind: str, choice: random.Random) -> Fault:
+    """Inflict one fault and wait until the run has recovered from it."""
+    fault = Fault(kind, time.monotonic(), load=os.getloadavg()[0])
+    if kind == "disk full":
+        with full_disk(run.checkpoints):
+            time.sleep(choice.uniform(0.5, 2.0))
+        return fault
+    if kind == "half-open connections":
+        with half_open_connections(run):
+            time.sleep(choice.uniform(0.5, 2.0))
+        return fault
+    if kind == "clock jump":
+        run.shift_clock(choice.randint(-DAY_S, DAY_S))
+        return fault
+    if kind.endswith("in a save"):
+        run.wait_until(lambda: list(run.checkpoints.glob("tmp_step_*")), SAVE_DEADLINE_S)
+    if kind.endswith("at its start"):
+        kill_driver_and_wait_for_start(run, choice)
+    family = run.family()
+    hit = victims(run, kind, choice)
+    if not hit:
+        fault.skipped = "no such process now"
+        return fault
+    fault.at = time.monotonic()
+    for process in hit:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGSTOP if kind.endswith("stopped") else signal.SIGKILL)
+    if kind == "supervisor":
+        run.restart_supervisor()
+    _measure(run, fault)
+    fault.orphans = sum(is_alive(process) for process in family)
+    return fault
+
+
+def kill_driver_and_wait_for_start(run: Run, choice: random.Random) -> None:
+    """Return at a random moment of the next start: while it imports, loads, or resumes."""
+    before = time.monotonic()
+    if (driver := run.driver) is not None:
+        driver.kill()
+        run.wait_until(lambda: run.events("started", before) and run.driver not in (None, driver))
+        time.sleep(choice.uniform(0.0, 2.0))
+
+
+def _measure(run: Run, fault: Fault) -> None:
+    """Wait for the next start and its first step; record when the death was noticed and the run had recovered."""
+    if not run.wait_until(lambda: run.events("started", fault.at)):
+        return
+    noticed = run.events("died", fault.at) or run.events("started", fault.at)
+    fault.noticed_s = noticed[0]["monotonic_s"] - fault.at
+    if run.wait_until(lambda: run.events("training", fault.at)):
+        fault.training_s = run.events("training", fault.at)[0]["monotonic_s"] - fault.at
+        first = run.events("training", fault.at)[0]["step"]
+        if run.wait_until(lambda: run.heartbeat.get("step", -1) > first):
+            fault.recovered_s = time.monotonic() - fault.at
+            with contextlib.suppress(psutil.Error):
+                times = run.driver.cpu_times() if run.driver else None
+                fault.cpu_s = times and times.user + times.system
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process still runs; a zombie does not."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@contextlib.contextmanager
+def full_disk(directory: Path) -> Iterator[None]:
+    """Fill the file system of a directory, which must be small: the run's own tmpfs."""
+    filler = directory / "filler"
+    try:
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+                file.flush()
+        yield
+    finally:
+        filler.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def half_open_connections(run: Run, count: int = 50) -> Iterator[None]:
+    """Hold connections to every listening socket of the driver, each with half a request."""
+    driver, opened = run.driver, []
+    ports = {c.laddr.port for c in driver.net_connections("tcp") if c.status == psutil.CONN_LISTEN} if driver else set()
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            for _ in range(count):
+                with contextlib.suppress(OSError):
+                    opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)))
+                    opened[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1000\r\n")
+        yield
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, *, wanted: bool) -> Iterator[bool]:
+    """Mount a tmpfs at a directory where that is wanted and allowed; return whether it is."""
+    directory.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "nemo-rl-chaos", str(directory)]
+    is_mounted = wanted and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(directory)], check=False)
+
+
+def run_reference(scenario: Scenario, directory: Path, num_steps: int) -> Run:
+    """Return the run left in peace; one that an earlier call has made is kept."""
+    reference = Run(directory, (*SMALL, *scenario.arguments, f"grpo.max_num_steps={num_steps}"), directory / "saved")
+    if not list(reference.checkpoints.glob(f"step_{num_steps}")):
+        reference.start()
+        if reference.process.wait() != 0:
+            raise RuntimeError(f"the reference has failed; see {directory / 'output'}")
+    return reference
+
+
+def torment(scenario: Scenario, reference: Run, choice: random.Random, directory: Path, limits: Limits) -> Result:
+    """Run what the reference did under faults, until it ends or the limits are reached, and compare the two."""
+    faults: list[Fault] = []
+    with small_disk(directory / "saved", wanted="disk full" in scenario.faults) as has_disk:
+        kinds = [kind for kind in scenario.faults if has_disk or kind != "disk full"]
+        kinds = [kind for kind in kinds if shutil.which("cc") or kind != "clock jump"]
+        weights = [scenario.faults[kind] for kind in kinds]
+        run = Run(directory, reference.arguments, directory / "saved")
+        run.start()
+        try:
+            while len(faults) < limits.kills and time.monotonic() < limits.deadline:
+                kind = choice.choices(kinds, weights)[0]
+                step = run.heartbeat.get("step", 0) + choice.randint(0, 1)
+                if not run.wait_until(lambda step=step: run.is_training() and run.heartbeat.get("step", 0) >= step):
+                    break
+                time.sleep(choice.uniform(0.0, 1.0))  # anywhere in a step
+                fault = inflict(run, kind, choice)
+                if not fault.skipped and run.process.poll() is None:
+                    faults.append(fault)
+                    with (directory.parent / "faults.jsonl").open("a") as file:
+                        file.write(json.dumps(asdict(fault)) + "\n")
+            run.process.wait(END_DEADLINE_S)
+        finally:
+            run.process.terminate()
+            run.process.wait(60)
+        same = final_weights(reference.checkpoints) == final_weights(run.checkpoints)
+        counts = compare(trained_steps(reference.directory / "logs"), trained_steps(directory / "logs"))
+        left_over = len(run.left_over())
+        return Result(**counts, same_weights=same, exit_code=run.process.returncode, left_over=left_over, faults=faults)
+
+
+def torment_repeatedly(name: str, base: Path, parsed: argparse.Namespace) -> bool:
+    """Run one scenario until it has met all faults; return whether every run was clean."""
+    directory, scenario = base / name, SCENARIOS[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    reference = run_reference(scenario, directory / "reference", parsed.steps)
+    deadline = time.monotonic() + parsed.budget_s
+    path = directory / "results.jsonl"
+    results = read_results(path)
+    while (done := sum(len(result.faults) for result in results)) < parsed.kills and time.monotonic() < deadline:
+        choice = random.Random(f"{parsed.seed} {name} {len(results)}")
+        one = directory / f"run_{len(list(directory.glob('run_*')))}"
+        result = torment(scenario, reference, choice, one, Limits(parsed.kills - done, deadline))
+        result.append_to(path)
+        results.append(result)
+        text = format_results(name, results, is_exact=scenario.is_exact)
+        (directory / "table.md").write_text(text + "\n")
+        print(text, flush=True)
+        if result.is_clean(is_exact=scenario.is_exact) and not parsed.keep:
+            shutil.rmtree(one)
+    return all(result.is_clean(is_exact=scenario.is_exact) for result in results)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="faults of each scenario")
+    parser.add_argument("--steps", type=int, default=40, help="of each run; there are as many runs as needed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), action="append", help="default: hf")
+    parser.add_argument("--budget-s", type=float, default=800.0, help="for each scenario; then no more faults")
+    parser.add_argument("--directory", type=Path, help="kept, and continued by the next call; default: a temporary one")
+    parser.add_argument("--keep", action="store_true", help="also the files of runs in which all was well")
+    parsed = parser.parse_args()
+    base = parsed.directory or Path(tempfile.mkdtemp(prefix="nemo_rl_chaos_"))
+    try:
+        clean = [torment_repeatedly(name, base, parsed) for name in parsed.scenario or ["hf"]]
+        return 0 if all(clean) else 1
+    finally:
+        if parsed.directory is None:
+            shutil.rmtree(base, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

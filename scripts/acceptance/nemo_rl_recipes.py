@@ -1,0 +1,128 @@
+"""The share of NeMo-RL's public recipes that load: `nemo_rl_recipes.py CHECKOUT [-v]`.
+
+CHECKOUT is a working tree of NeMo-RL. Counted are the recipes of GRPO, distillation, SFT, reward models and evaluation
+in examples/, each alone, without and with --allow-unsupported; a missing data file is no obstacle, and environment
+variables that a recipe reads are set to a directory. A traceback is an error of ours.
+"""
+
+import argparse
+import copy
+import functools
+import logging
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from nemo_rl.config import loading
+from nemo_rl.config.collect import CollectRunConfig
+from nemo_rl.errors import CombinedConfigError, ConfigError
+
+LOADERS = {
+    "grpo": loading.load_config,
+    "distillation": loading.load_distillation_config,
+    "sft": loading.load_sft_config,
+    "rm": loading.load_reward_model_config,
+    "eval": loading.load_eval_config,
+}
+OUT_OF_SCOPE = re.compile(  # experts, images and sound, FP8 and quantisation, other engines
+    r"fp8|mxfp8|nvfp4|modelopt|quant|sglang|trtllm|dynamo|megatron_generation|mcore_generation|vlm|avlm|omni|audio|"
+    r"clevr|geo3k|mmpr|mmau|refcoco|vision|moe|30ba3b|30b3ab|30ba3|a3b|26ba4b|235b|dsv3|dsv4|deepseek-v3|gptoss|"
+    r"glm|nano-?v3|nano3|nemotron-3|nemotron-3-super|super-?v3|ultra|ep\d+|a22b|a17b|35b-a3b|prorlv2_1_moe|qwen3\.5|nixl|dsk",
+    re.IGNORECASE,
+)
+
+
+def measure(root: Path, *, verbose: bool) -> int:
+    """Print the shares of the checkout's recipes that load, and the commonest obstacles; return how many crash."""
+    os.chdir(root)
+    logging.disable(logging.WARNING)
+    loaded, crashes = Counter[tuple[str, str]](), 0
+    obstacles: Counter[str] = Counter()
+    paths = sorted(path for path in (root / "examples").rglob("*.yaml") if path.is_file())
+    for path in paths:
+        family = _find_family(path)
+        if family is None:
+            continue
+        for mode in ("plain", "--allow-unsupported"):
+            try:
+                found = _problems(path, family, allow_unsupported=mode != "plain")
+            except Exception as error:  # what a user would see as a traceback
+                crashes += 1
+                print(f"CRASH {path}: {type(error).__name__}: {error}")
+                continue
+            scopes = ("all",) if _is_out_of_scope(path, family) else ("all", "dense text")
+            for scope in scopes:
+                loaded[mode, f"{scope}: recipes"] += 1
+                loaded[mode, f"{scope}: loaded"] += not found
+            if mode == "plain":
+                obstacles.update({f"{error.key}: {error.problem}"[:150] for error in found if len(scopes) == 2})
+                if verbose and found:
+                    print(f"{path.relative_to(root)}: " + " | ".join(str(error)[:160] for error in found))
+    for mode in ("plain", "--allow-unsupported"):
+        for scope in ("all", "dense text"):
+            count, total = loaded[mode, f"{scope}: loaded"], loaded[mode, f"{scope}: recipes"]
+            print(f"{mode:20} {scope:11} {count:4} of {total:4} load ({count / max(total, 1):.1%})")
+    print(f"crashes: {crashes}")
+    for text, count in obstacles.most_common(40 if verbose else 8):
+        print(f"  {count:4} {text}")
+    return crashes
+
+
+def _problems(path: Path, family: str, *, allow_unsupported: bool) -> list[ConfigError]:
+    try:
+        LOADERS[family](path, (), allow_unsupported=allow_unsupported)
+    except CombinedConfigError as error:
+        return [one for one in error.errors if "no such file" not in one.problem]
+    except ConfigError as error:
+        return [] if "no such file" in error.problem else [error]
+    return []
+
+
+@functools.cache
+def _find_family(path: Path) -> str | None:
+    raw = loading._read_raw(CollectRunConfig, path, ())  # pyright: ignore[reportPrivateUsage]
+    return next((name for name in LOADERS if name in raw), None)
+
+
+@functools.cache
+def _is_out_of_scope(path: Path, family: str) -> bool:
+    raw = loading._read_raw(CollectRunConfig, path, ())  # pyright: ignore[reportPrivateUsage]
+    policy = raw.get("policy") or {}
+    generation = policy.get("generation") or {}
+    megatron, dtensor = policy.get("megatron_cfg") or {}, policy.get("dtensor_cfg") or {}
+    engine = generation.get("vllm_cfg") or {}
+    return bool(
+        OUT_OF_SCOPE.search(str(path.name))
+        or OUT_OF_SCOPE.search(str(policy.get("model_name")))
+        or generation.get("backend", "vllm") != "vllm"
+        or engine.get("precision") == "fp8"
+        or (megatron.get("enabled") and (megatron.get("fp8_cfg") or {}).get("enabled"))
+        or (megatron.get("enabled") and megatron.get("expert_model_parallel_size", 1) not in (1, None))
+        or dtensor.get("expert_parallel_size", 1) not in (1, None)
+        or policy.get("is_vlm")
+        or policy.get("quant_cfg")
+        or (dtensor.get("automodel_kwargs") or {}).get("freeze_config")
+    )
+
+
+def _cache_layers() -> None:
+    """Read each file once: recipes share their bases."""
+    read = functools.cache(loading.read_layer)
+    loading.read_layer = lambda path, included_by=None: copy.deepcopy(read(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("-v", "--verbose", action="store_true", help="every recipe's obstacles")
+    parsed = parser.parse_args()
+    for name in ("HF_HOME", "PERSISTENT_CACHE"):
+        os.environ.setdefault(name, "/tmp")
+    _cache_layers()
+    sys.exit(measure(parsed.checkout.resolve(), verbose=parsed.verbose) > 0)
+
+
+if __name__ == "__main__":
+    main()

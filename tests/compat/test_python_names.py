@@ -1,0 +1,177 @@
+"""NeMo-RL's Python names: its users' environments run unchanged; a missing name says what replaces it."""
+
+import asyncio
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.config.registries import ENVIRONMENTS
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
+from nemo_rl.environments.registry import make_environment
+from nemo_rl.environments.utils import chunk_list_to_workers
+from nemo_rl.types import EnvStep, Message
+
+CLASSES = "tests.compat.environments"
+
+
+def run_turns(
+    cls: str, cfg: dict[str, Any] | None, turns: list[list[str]], states: list[dict[str, Any]]
+) -> list[list[EnvStep]]:
+    """Return the results of each turn, with one response a conversation; states go from each turn to the next."""
+    kwargs = {} if cfg is None else {"cfg": cfg}
+    section = ENVIRONMENTS.read({"type": f"{CLASSES}.{cls}", "kwargs": kwargs}, "user", key="env.user")
+
+    async def run() -> list[list[EnvStep]]:
+        environment, results, current = make_environment("user", section), [], states
+        for responses in turns:
+            conversations = [[Message("user", "?"), Message("assistant", response)] for response in responses]
+            results.append(list(await environment.step(conversations, current)))
+            assert all(isinstance(step, EnvStep) for step in results[-1]), results[-1]
+            current = [dict(step.state) for step in results[-1]]
+        await environment.close()
+        return results
+
+    return asyncio.run(run())  # pyright: ignore[reportReturnType]
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, ignore_reinit_error=True)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_math_environment_with_ray_workers_runs_in_an_actor() -> None:
+    states = [{"ground_truth": "7"}, {"ground_truth": "8"}, {"ground_truth": "9"}]
+    ((right, wrong, also),) = run_turns("MathEnvironment", {"num_workers": 2}, [["3+4=7", "=7", "= 9"]], states)
+    assert right == EnvStep(
+        (Message("user", "Environment: correct"),),
+        {"user": 1.0},
+        done=True,
+        state={"ground_truth": "7"},
+        answer="3+4=7",
+    )
+    assert [wrong.rewards, also.rewards] == [{"user": 0.0}, {"user": 1.0}]
+
+
+def test_a_code_environment_keeps_its_variables_through_the_turns() -> None:
+    first, second = run_turns(
+        "CodeEnvironment",
+        {"terminate_on_evaluation": False},
+        [["<code>x = 6; print(x)</code>"], ["<code>print(7 * x)</code>"]],
+        [{"context": {}}],
+    )
+    assert first[0].observation == (Message("user", "<result>6</result>"),)
+    assert first[0].stop_strings == ("</code>",)
+    assert second[0].observation == (Message("user", "<result>42</result>"),)
+    assert not second[0].done
+
+
+def test_a_puzzle_keeps_its_state_through_an_invalid_move() -> None:
+    turns = [["up", "up"], ["sideways", "down"], ["up", "up"]]
+    states = [{"value": 0, "goal": 2, "num_moves": 0}, {"value": 0, "goal": 1, "num_moves": 0}]
+    one, two, three = run_turns("PuzzleEnvironment", None, turns[:1] + turns[1:], [states[0], {**states[1], "goal": 5}])
+    assert one[0].state == {"value": 1, "goal": 2, "num_moves": 1}
+    assert two[0].observation == (Message("user", "Invalid move. Say up or down."),)
+    assert two[0].state == one[0].state
+    assert (three[0].done, three[0].rewards, three[0].state) == (True, {"user": 1.0}, {})
+    assert three[1].state == {"value": 1, "goal": 5, "num_moves": 3}
+
+
+def test_rewards_by_name_are_kept_apart() -> None:
+    states = [{"ground_truth": "7"}, {"ground_truth": "8"}]
+    ((number, text),) = run_turns("MultiRewardEnvironment", None, [["7", "it is 8"]], states)
+    assert number.rewards == {"correctness": 1.0, "integer": 1.0}
+    assert text.rewards == {"correctness": 1.0, "integer": 0.0}
+    assert number.observation == ()
+
+
+def test_a_batch_is_columns_of_rows() -> None:
+    batch = BatchedDataDict({"reward": torch.tensor([1.0, 2.0, 3.0]), "text": ["a", "b", "c"]})
+    assert batch.size == 3
+    chosen = batch.select_indices([2, 0])
+    assert (chosen["reward"].tolist(), chosen["text"]) == ([3.0, 1.0], ["c", "a"])
+    assert batch.slice(1, 3)["text"] == ["b", "c"]
+    assert batch.chunk(2, 3)["reward"].tolist() == [3.0]
+    assert batch.repeat_interleave(2)["text"] == ["a", "a", "b", "b", "c", "c"]
+    ids = BatchedDataDict.from_batches(
+        [{"ids": torch.tensor([[1, 2]]), "idx": [0]}, {"ids": torch.tensor([[3]]), "idx": [1]}], {"ids": 9}
+    )
+    assert (ids["ids"].tolist(), ids["idx"]) == ([[1, 2], [3, 9]], [0, 1])
+    assert BatchedDataDict().size == 0
+
+
+def test_lists_are_spread_over_workers_in_order() -> None:
+    assert chunk_list_to_workers([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+    assert chunk_list_to_workers([1], 3) == [[1], [], []]
+    assert chunk_list_to_workers([], 2) == [[], []]
+
+
+def test_the_pass_rate_counts_prompts() -> None:
+    prompts = torch.tensor([[1, 2], [1, 2], [3, 4]])
+    assert calculate_pass_rate_per_prompt(prompts, torch.tensor([0.0, 1.0, 0.0])) == 0.5
+
+
+def test_prompts_of_a_task_are_read_from_files(tmp_path: Any) -> None:
+    (tmp_path / "prompt.txt").write_text("Solve {}")
+    task = TaskDataSpec("math", prompt_file=tmp_path / "prompt.txt")
+    other = TaskDataSpec("other")
+    other.copy_defaults(task)
+    assert (task.prompt, task.system_prompt, other.prompt) == ("Solve {}", None, "Solve {}")
+    with pytest.raises(FileNotFoundError):
+        TaskDataSpec(system_prompt_file=tmp_path / "missing.txt")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("nemo_rl.utils.config", r"nemo_rl\.config\.loading"),
+        ("nemo_rl.models.generation.vllm", r"nemo_rl\.generation"),
+        ("nemo_rl.environments.math_environment", "type: math"),
+        ("nemo_rl.evals.eval", "run_eval.py"),
+        ("nemo_rl.algorithms.loss.interfaces", r"nemo_rl\.losses"),
+    ],
+)
+def test_a_module_that_does_not_exist_says_what_replaces_it(module: str, said: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=said):
+        importlib.import_module(module)
+
+
+def test_other_missing_modules_are_pythons_own_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'nemo_rl\.nothing'"):
+        importlib.import_module("nemo_rl.nothing")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("nemo_rl.algorithms.grpo", "MasterConfig", "nemo_rl.config.master"),
+        ("nemo_rl.algorithms.grpo", "grpo_train", "script in examples"),
+        ("nemo_rl.algorithms.sft", "sft_train", "script in examples"),
+        ("nemo_rl.distributed.virtual_cluster", "RayVirtualCluster", "section `cluster`"),
+        ("nemo_rl.environments.utils", "create_env", "make_environment"),
+    ],
+)
+def test_a_name_that_does_not_exist_says_what_replaces_it(module: str, name: str, said: str) -> None:
+    with pytest.raises(ImportError, match=said):
+        getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = importlib.import_module(module).nothing
+
+
+def test_the_three_schedulers_have_their_names() -> None:
+    rollouts = importlib.import_module("nemo_rl.experience.rollouts")
+    for name in (
+        "run_multi_turn_rollout",
+        "run_async_multi_turn_rollout",
+        "run_multi_turn_rollout_async_generation",
+    ):
+        assert asyncio.iscoroutinefunction(getattr(rollouts, name))

@@ -1,0 +1,30 @@
+"""config.json of models of the hub, as far as their sizes need it: no test downloads them."""
+
+from typing import Any
+
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
+_TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
+_QWEN3 = {"model_type": "qwen3", "head_dim": 128, **_TIED}
+
+
+def _widths(hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+    }
+
+
+MODEL_CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": _QWEN2 | _TIED | _widths(896, 4864, 24, 14, 2),
+    "Qwen/Qwen2.5-1.5B": _QWEN2 | _TIED | _widths(1536, 8960, 28, 12, 2),
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2 | _TIED | _widths(1536, 8960, 28, 12, 2),
+    "Qwen/Qwen2.5-7B": _QWEN2 | _widths(3584, 18944, 28, 28, 4),
+    "Qwen/Qwen2.5-32B": _QWEN2 | _widths(5120, 27648, 64, 40, 8),
+    "Qwen/Qwen3-1.7B": _QWEN3 | _widths(2048, 6144, 28, 16, 8),
+    "Qwen/Qwen3-1.7B-Base": _QWEN3 | _widths(2048, 6144, 28, 16, 8),
+    "Qwen/Qwen3-4B": _QWEN3 | _widths(2560, 9728, 36, 32, 8),
+    "Qwen/Qwen3-4B-Instruct-2507": _QWEN3 | _widths(2560, 9728, 36, 32, 8),
+}

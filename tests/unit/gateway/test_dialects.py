@@ -1,0 +1,209 @@
+"""What dialects share: sessions by header and key, errors, token counts, deltas while tokens are sampled."""
+
+import asyncio
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import ClientSession
+from anthropic import AsyncAnthropic
+
+from nemo_rl.gateway.codec import ReadingRules
+from nemo_rl.gateway.server import SESSION_HEADER, GatewayServer
+from nemo_rl.gateway.streaming import CallDelta, ReasoningDelta, ResponseStream, StreamStart, TextDelta, safe_length
+from nemo_rl.types import Completion, GenerationRequest
+from tests.unit.gateway.engines import (
+    CALL_TEXT,
+    DEADLINE_S,
+    TOOL,
+    SpeakingGeneration,
+    codec_of,
+    tokens_of,
+)
+from tests.unit.gateway.test_server import HI, call_of, client_of, eventually, serve
+
+ASK: Any = {"model": "m", "max_tokens": 64, "messages": [HI]}
+
+
+def anthropic_client(base_url: str, key: str = "unused") -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=DEADLINE_S)
+
+
+def speaking() -> SpeakingGeneration:
+    return SpeakingGeneration("qwen3", lambda request, prompt: "ok")
+
+
+def test_a_key_or_a_header_names_the_session_where_the_base_url_cannot():
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        root = server.base_url
+        async with anthropic_client(root, session_id) as messages, client_of(f"{root}/v1", session_id) as client:
+            await messages.messages.create(**ASK)
+            await client.chat.completions.create(model="m", messages=[HI])
+            await client.responses.create(model="m", input="hi")
+            assert (await messages.messages.count_tokens(model="m", messages=[HI])).input_tokens > 1
+        body = {"model": "m", "input": "hi"}
+        status, _ = await call_of(server, "POST", "/v1/responses", json=body, headers={SESSION_HEADER: session_id})
+        assert status == 200
+        assert (await call_of(server, "GET", f"/sessions/{session_id}"))[1]["num_calls"] == 4
+        assert (await call_of(server, "POST", "/v1/responses", json=body))[1]["error"]["code"] == "no_session"
+        server.close_session(session_id)
+        async with anthropic_client(root, session_id) as messages:
+            with pytest.raises(anthropic.ConflictError, match="this session is closed"):
+                await messages.messages.create(**ASK)
+
+    serve(speaking(), use)
+
+
+def test_anthropics_client_gets_anthropics_errors():
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        async with anthropic_client(f"{server.base_url}/sessions/{session_id}") as client:
+            with pytest.raises(anthropic.BadRequestError, match=r"tool_choice\.type") as refused:
+                await client.messages.create(**ASK, tool_choice={"type": "any"})
+            assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        async with anthropic_client(f"{server.base_url}/sessions/unknown") as client:
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await client.messages.create(**ASK)
+            assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+    serve(speaking(), use)
+
+
+def test_an_unknown_previous_response_is_named():
+    async def use(server: GatewayServer) -> None:
+        async with client_of(server.session_url(server.open_session())) as client:
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.responses.create(model="m", input="hi", previous_response_id="resp_1")
+            assert (error.value.param, error.value.code) == ("previous_response_id", "previous_response_not_found")
+
+    serve(speaking(), use)
+
+
+def test_tokens_are_counted_as_the_call_would_have_them():
+    async def use(server: GatewayServer) -> None:
+        async with anthropic_client(f"{server.base_url}/sessions/{server.open_session()}") as client:
+            system: Any = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
+            counted = await client.messages.count_tokens(model="m", messages=[HI], system=system)
+            done = await client.messages.create(**ASK, system=system)
+            assert counted.input_tokens == done.usage.input_tokens
+
+    serve(speaking(), use)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_events_are_sent_while_tokens_are_sampled_and_an_engines_failure_ends_the_stream(path):
+    gate = asyncio.Event()
+
+    async def hold(request: GenerationRequest) -> None:
+        generation.num_told += 1
+        if generation.num_told == 3:
+            await gate.wait()
+            raise OSError("the engine's memory")
+
+    generation: Any = SpeakingGeneration("qwen3", lambda request, prompt: "abcdef", between_tokens=hold)
+    generation.num_told = 0
+
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        body = {**ASK, "stream": True} if path != "responses" else {"input": "hi", "stream": True}
+        async with (
+            ClientSession(server.base_url) as client,
+            client.post(f"/sessions/{session_id}/v1/{path}", json=body) as response,
+        ):
+            seen = b""
+            while b'"a"' not in seen:
+                seen += await response.content.readany()
+            assert not gate.is_set()
+            gate.set()
+            rest = await response.content.read()
+        assert b"the engine failed" in rest
+        assert b"memory" not in rest
+        assert (await call_of(server, "GET", f"/sessions/{session_id}"))[1]["num_calls"] == 0
+        await eventually(lambda: server._completions.queue.num_running == 0)
+
+    serve(generation, use)
+
+
+def deltas_of(text: str, *, size: int = 1, stop_strings: tuple[str, ...] = (), is_thinking: bool = False) -> list[Any]:
+    """Deltas of a response whose tokens come `size` at a time."""
+    codec, sent = codec_of("qwen3"), []
+    rules = ReadingRules("1", stop_strings, is_thinking=is_thinking)
+    ids = tokens_of("qwen3", text)
+    stream = ResponseStream(codec, StreamStart("id", "m", 1), sent.append, rules)
+    for start in range(0, len(ids), size):
+        stream.feed(start, ids[start : start + size])
+    response = codec.read(ids, rules)
+    stream.finish(Completion("r", ids, (0.0,) * len(ids), "stop"), response)
+    assert isinstance(sent[0], StreamStart)
+    texts = {
+        kind: "".join(each.text for each in sent if isinstance(each, kind)) for kind in (TextDelta, ReasoningDelta)
+    }
+    assert texts[TextDelta].lstrip() == response.message.content.lstrip()
+    assert texts[ReasoningDelta] == (response.reasoning or "")
+    assert tuple(each.call for each in sent if isinstance(each, CallDelta)) == response.message.tool_calls
+    return sent[1:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        " padded ",
+        "Zürich 東京 🦜 done",
+        "<think>so</think>\n\n4",
+        "<think>cut off",
+        "<thinking is not it",
+        f"a <b {CALL_TEXT}",
+        f"<think>sum</think>\nLet me.\n{CALL_TEXT}{CALL_TEXT}",
+        f"{CALL_TEXT} and then {CALL_TEXT} more",
+        "a <tool_call>broken</tool_call> b",
+        "a <tool_call>{never closed",
+        '<tool_call>{"name": "f", "arguments": {}}',
+    ],
+)
+def test_deltas_add_up_to_the_message(text, size):
+    deltas_of(text, size=size)
+
+
+def test_no_delta_splits_a_character_or_holds_markup():
+    sent = deltas_of(f"Zürich 🦜 <tool {CALL_TEXT}")
+    texts = [each.text for each in sent if isinstance(each, TextDelta)]
+    assert len(texts) > 5
+    assert "".join(texts) == "Zürich 🦜 <tool"
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_text_ends_before_a_stop_string_that_came_in_parts():
+    sent = deltas_of("one STOP two", stop_strings=("STOP",))
+    assert "".join(each.text for each in sent) == "one "
+
+
+def test_thinking_that_the_prompt_opened_is_no_text():
+    sent = deltas_of("so it is</think>\n\n4", is_thinking=True)
+    assert [type(each) for each in sent][-1] is TextDelta
+    assert "".join(each.text for each in sent if isinstance(each, ReasoningDelta)) == "so it is"
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [("a <tool", 2), ("a <b", 4), ("a", 1), ("", 0), ("<", 0), ("<tool_call", 0), ("x<tool_call>", 12)],
+)
+def test_an_end_that_may_begin_a_marker_is_not_safe(text, length):
+    assert safe_length(text, ("<tool_call>",)) == length
+
+
+def test_tools_are_rendered_alike_whatever_the_choice():
+    async def use(server: GatewayServer) -> None:
+        async with client_of(server.session_url(server.open_session())) as client:
+            tools: Any = [TOOL]
+            for choice in ("auto", "none"):
+                await client.chat.completions.create(model="m", messages=[HI], tools=tools, tool_choice=choice)
+        first, second = generation.requests
+        assert first.token_ids == second.token_ids
+
+    generation = speaking()
+    serve(generation, use)

@@ -1,0 +1,109 @@
+"""Guided responses: who may ask for them, what the engine is told, and that training never sees their log-probs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from nemo_rl.gateway.server import GatewayServer
+from nemo_rl.types import Guide
+from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, started
+from tests.unit.gateway.test_server import call_of
+
+HI = {"role": "user", "content": "hi"}
+GUIDES: list[tuple[dict[str, Any], Guide]] = [
+    ({"response_format": {"type": "json_object"}}, Guide("json_object")),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string"}}}},
+        Guide("json_schema", '{"type": "string"}'),
+    ),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, Guide("regex", "[0-9]+")),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Guide("grammar", 'root ::= "a"')),
+    ({"structured_outputs": {"json": {"type": "string"}}}, Guide("json_schema", '{"type": "string"}')),
+]
+MALFORMED: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "xml"}},
+    {"structured_outputs": {}, "response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a", "grammar": "b"}},
+    {"structured_outputs": {"choice": ["a"]}},
+]
+
+
+def use(body: Callable[[GatewayServer, SpeakingGeneration], Awaitable[None]], **rules: Any) -> None:
+    async def main() -> None:
+        generation = SpeakingGeneration("chatml", lambda request, text: "7")
+        server = await started(generation, **{"can_guide": True, **rules})
+        try:
+            await asyncio.wait_for(body(server, generation), DEADLINE_S)
+        finally:
+            await server.close()
+
+    asyncio.run(main())
+
+
+async def ask(server: GatewayServer, session: str, **fields: Any) -> tuple[int, Any]:
+    path = f"/sessions/{session}/v1/chat/completions"
+    return await call_of(server, "POST", path, json={"messages": [HI], **fields})
+
+
+def masks(server: GatewayServer, session: str) -> list[list[bool]]:
+    """Of each message of each chain whether it is trained."""
+    return [[m.is_generated for m in chain.message_log] for chain in server.close_session(session).chains()]
+
+
+@pytest.mark.parametrize(("fields", "guide"), GUIDES)
+def test_validation_hands_the_constraint_to_the_engine(fields: dict[str, Any], guide: Guide) -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session(trains=False)
+        status, _ = await ask(server, session, **fields)
+        assert status == 200
+        assert generation.requests[-1].sampling.guide == guide
+        assert masks(server, session) == [[False, True]]
+
+    use(body)
+
+
+def test_training_refuses_with_the_reason_unless_these_calls_are_not_trained() -> None:
+    fields = {"response_format": {"type": "json_object"}}
+
+    async def refused(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        for path in (f"/sessions/{server.open_session()}/v1", "/v1"):
+            body = {"messages": [HI], **fields}
+            status, answer = await call_of(server, "POST", f"{path}/chat/completions", json=body)
+            assert (status, answer["error"]["param"]) == (400, "response_format")
+            assert "masked distribution" in answer["error"]["message"]
+        assert not generation.requests
+
+    async def untrained(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session()
+        status, answer = await ask(server, session, **fields)
+        assert status == 200
+        turns = [HI, answer["choices"][0]["message"], HI]
+        assert (await ask(server, session, messages=turns))[0] == 200
+        assert masks(server, session) == [[False, False, False, True]]  # the second response alone is trained
+
+    use(refused)
+    use(untrained, guided_calls="untrained")
+
+
+def test_an_engine_that_cannot_guide_is_never_asked_to() -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask(server, server.open_session(trains=False), response_format={"type": "json_object"})
+        assert (status, answer["error"]["param"]) == (400, "response_format")
+        assert (await ask(server, server.open_session(), response_format={"type": "text"}))[0] == 200
+
+    use(body, can_guide=False)
+
+
+def test_malformed_constraints_are_400() -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session(trains=False)
+        for fields in MALFORMED:
+            status, answer = await ask(server, session, **fields)
+            assert status == 400, fields
+            assert answer["error"]["param"].split(".")[0] in fields, answer
+        assert not generation.requests
+
+    use(body)

@@ -1,0 +1,237 @@
+"""A malformed or unsupported request gets its dialect's own error, with the field named."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl.gateway.calls import Dialect
+from nemo_rl.gateway.dialects.chat_completions import ChatCompletions
+from nemo_rl.gateway.dialects.messages import Messages
+from nemo_rl.gateway.dialects.responses import Responses
+from nemo_rl.gateway.schema import RequestError
+from tests.unit.gateway.engines import json_bytes
+
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def after_hi(*messages: Any) -> list[Any]:
+    return [HI, *messages]
+
+
+def tool_calls(*calls: Any) -> dict[str, Any]:
+    return {"messages": after_hi({"role": "assistant", "tool_calls": list(calls)}, HI)}
+
+
+def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}, HI]}
+
+
+def items(*each: Any) -> dict[str, Any]:
+    return {"input": list(each)}
+
+
+COMMON: list[tuple[str, dict[str, Any]]] = [
+    ("model", {"model": 3}),
+    ("stream", {"stream": "yes"}),
+    ("stream", {"stream": 1}),
+    ("tools", {"tools": "f"}),
+    ("tools", {"tools": {"name": "f"}}),
+    ("tools.0", {"tools": [3]}),
+]
+CHAT: list[tuple[str, dict[str, Any]]] = [
+    *COMMON,
+    ("messages", {"messages": None}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hi"}),
+    ("messages", {"messages": {}}),
+    ("messages.0", {"messages": ["hi"]}),
+    ("messages.0.role", {"messages": [{"content": "x"}]}),
+    ("messages.0.role", {"messages": [{"role": "function", "content": "x"}]}),
+    ("messages.0.role", {"messages": [{"role": 1, "content": "x"}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": 3}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": {"text": "x"}}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}),
+    ("messages.0.name", {"messages": [{"role": "user", "content": "x", "name": 3}]}),
+    ("messages.0.name", {"messages": [{"role": "user", "content": "x", "name": {"a": 1}}]}),
+    ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+    ("messages.1.tool_calls", {"messages": after_hi({"role": "assistant", "tool_calls": {}})}),
+    ("messages.1.tool_calls.0.function", tool_calls({"id": "a"})),
+    ("messages.1.tool_calls.0.function.name", tool_calls({"function": {}})),
+    ("messages.1.tool_calls.0.function.arguments", tool_calls({"function": {"name": "f", "arguments": 3}})),
+    ("messages.1.tool_calls.0.type", tool_calls({"type": "custom", "function": {"name": "f"}})),
+    ("messages.1.tool_calls.0.id", tool_calls({"id": 3, "function": {"name": "f"}})),
+    ("messages.1.tool_call_id", {"messages": after_hi({"role": "tool", "content": "7", "tool_call_id": 3})}),
+    ("messages", {"messages": after_hi({"role": "assistant", "function_call": {"name": "f"}})}),
+    ("tools.0.function", {"tools": [{"type": "function"}]}),
+    ("tools.0.function.name", {"tools": [{"type": "function", "function": {}}]}),
+    ("tools.0.function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
+    ("tools.0.type", {"tools": [{"type": "custom", "function": {"name": "f"}}]}),
+    ("tool_choice", {"tools": [FUNCTION], "tool_choice": "required"}),
+    ("tool_choice", {"tools": [FUNCTION], "tool_choice": FUNCTION}),
+    ("tool_choice", {"tool_choice": 3}),
+    ("n", {"n": 2}),
+    ("n", {"n": "1"}),
+    ("stop", {"stop": [""]}),
+    ("stop", {"stop": ["a"] * 17}),
+    ("stop", {"stop": 3}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": "10"}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_completion_tokens", {"max_completion_tokens": -1}),
+    ("logprobs", {"logprobs": 1}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 3}),
+    ("stream_options", {"stream_options": "usage"}),
+    ("response_format", {"response_format": {"type": "xml"}}),
+    ("response_format", {"response_format": "json"}),
+    ("modalities", {"modalities": ["audio"]}),
+    ("logit_bias", {"logit_bias": {"1": 5}}),
+    ("functions", {"functions": [{"name": "f"}]}),
+]
+CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+MESSAGES: list[tuple[str, dict[str, Any]]] = [
+    *COMMON,
+    ("messages", {"messages": None}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hi"}),
+    ("messages.0", {"messages": ["hi"]}),
+    ("messages.0.role", {"messages": [{"content": "x"}]}),
+    ("messages.0.role", {"messages": [{"role": "tool", "content": "x"}]}),
+    ("messages.0.role", {"messages": [{"role": "developer", "content": "x"}]}),
+    ("messages.0.content", {"messages": [{"role": "user"}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": None}]}),
+    ("messages.0.content", {"messages": [{"role": "user", "content": 3}]}),
+    ("messages.0.content", turn({"text": "x"})),
+    ("messages.0.content", turn({"type": 3})),
+    ("messages.0.content.0.text", turn({"type": "text"})),
+    ("messages.0.content.0.type", turn({"type": "image", "source": {}})),
+    ("messages.0.content.0.type", turn({"type": "document", "source": {}})),
+    ("messages.0.content.1.type", turn({"type": "text", "text": "a"}, {"type": "image", "source": {}})),
+    ("messages.0.content.0.tool_use_id", turn({"type": "tool_result", "content": "7"})),
+    ("messages.0.content", turn({"type": "tool_result", "tool_use_id": 3, "content": "7"})),
+    ("messages.0.content", turn({"type": "tool_result", "tool_use_id": "a", "content": 7})),
+    (
+        "messages.0.content.0.content.0.type",
+        turn({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}),
+    ),
+    ("messages.0.content.0.id", turn({**CALLED, "id": None}, role="assistant")),
+    ("messages.0.content.0.name", turn({**CALLED, "name": None}, role="assistant")),
+    ("messages.0.content.0.input", turn({**CALLED, "input": None}, role="assistant")),
+    ("messages.0.content", turn({**CALLED, "input": "{}"}, role="assistant")),
+    ("messages.0.content.0.type", turn({"type": "server_tool_use", "id": "a"}, role="assistant")),
+    ("messages.0.content.0.signature", turn({"type": "thinking", "thinking": "a"}, role="assistant")),
+    (
+        "messages.0.content.0.signature",
+        turn({"type": "thinking", "thinking": "a", "signature": "forged"}, role="assistant"),
+    ),
+    ("messages", {"messages": [HI, {"role": "assistant", "content": "It is"}]}),
+    ("max_tokens", {"max_tokens": None}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": "10"}),
+    ("model", {"model": None}),
+    ("system", {"system": 3}),
+    ("system", {"system": [3]}),
+    ("system.0.type", {"system": [{"type": "image", "source": {}}]}),
+    ("tools.0.name", {"tools": [{"input_schema": {}}]}),
+    ("tools.0.name", {"tools": [{"name": ""}]}),
+    ("tools.0.input_schema", {"tools": [{"name": "f", "input_schema": "{}"}]}),
+    ("tools.0.type", {"tools": [{"name": "bash", "type": "bash_20250124"}]}),
+    ("tool_choice", {"tool_choice": "auto"}),
+    ("tool_choice.type", {"tool_choice": {"type": "any"}}),
+    ("tool_choice.type", {"tool_choice": {"type": "tool", "name": "f"}}),
+    ("tool_choice.type", {"tool_choice": {"type": "required"}}),
+    ("stop_sequences", {"stop_sequences": "a"}),
+    ("stop_sequences.0", {"stop_sequences": [""]}),
+    ("mcp_servers", {"mcp_servers": [{"url": "http://x"}]}),
+    ("container", {"container": "c"}),
+]
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+RESPONSES: list[tuple[str, dict[str, Any]]] = [
+    *COMMON,
+    ("input", {"input": None}),
+    ("input", {"input": []}),
+    ("input", {"input": 3}),
+    ("input", {"input": {"role": "user"}}),
+    ("input", items(3)),
+    ("input.0.role", items({"content": "x"})),
+    ("input", items({"role": "tool", "content": "x"})),
+    ("input", items({"role": "user", "content": 3})),
+    ("input.0.content", items({"role": "user"})),
+    ("input.0.content.0.type", items({"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]})),
+    ("input.0.content.0.type", items({"role": "user", "content": [{"type": "input_file"}]})),
+    ("input.0.content.1.type", items({"role": "user", "content": [{"type": "text", "text": ""}, {"type": "x"}]})),
+    ("input.0.content.0.type", items({"role": "user", "content": [{"type": "input_text"}]})),
+    ("input.0.content.0.type", items({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})),
+    ("input", items({"role": "user", "content": [{"text": "x"}]})),
+    ("input.0.type", items({"type": "item_reference", "id": "x"})),
+    ("input.0.type", items({"type": "web_search_call", "id": "x"})),
+    ("input.1.type", items(HI, {"type": "computer_call", "call_id": "x"})),
+    ("input.0.call_id", items({**CALL, "call_id": None})),
+    ("input.0.name", items({**CALL, "name": None})),
+    ("input.0.arguments", items({**CALL, "arguments": None})),
+    ("input", items({**CALL, "arguments": {}})),
+    ("input.1.output", items(CALL, {"type": "function_call_output", "call_id": "a"})),
+    ("input.1.call_id", items(CALL, {"type": "function_call_output", "output": "7"})),
+    ("input", items(CALL, {"type": "function_call_output", "call_id": "a", "output": 7})),
+    (
+        "input.1.output.0.type",
+        items(CALL, {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}),
+    ),
+    ("instructions", {"instructions": 3}),
+    ("instructions", {"instructions": ["be brief"]}),
+    ("previous_response_id", {"previous_response_id": 3}),
+    ("tools.0.type", {"tools": [{"type": "web_search"}]}),
+    ("tools.0.type", {"tools": [{"name": "f"}]}),
+    ("tools.0.name", {"tools": [{"type": "function"}]}),
+    ("tools.0.name", {"tools": [{"type": "function", "name": 3}]}),
+    ("tools.0.parameters", {"tools": [{"type": "function", "name": "f", "parameters": "{}"}]}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tool_choice": {"type": "function", "name": "f"}}),
+    ("tool_choice", {"tool_choice": 3}),
+    ("max_output_tokens", {"max_output_tokens": 0}),
+    ("max_output_tokens", {"max_output_tokens": "10"}),
+    ("text", {"text": "json"}),
+    ("text.format.type", {"text": {"format": {}}}),
+    ("text.format.type", {"text": {"format": {"type": "json_schema", "name": "s", "schema": {}}}}),
+    ("parallel_tool_calls", {"parallel_tool_calls": "no"}),
+    ("background", {"background": True}),
+    ("conversation", {"conversation": "conv_1"}),
+    ("prompt", {"prompt": {"id": "p"}}),
+]
+DIALECTS: dict[str, tuple[Dialect, dict[str, Any], list[tuple[str, dict[str, Any]]]]] = {
+    "chat": (ChatCompletions(), {"messages": [HI], "model": "m"}, CHAT),
+    "messages": (Messages(), {"messages": [HI], "model": "m", "max_tokens": 8}, MESSAGES),
+    "responses": (Responses(), {"input": "hi", "model": "m"}, RESPONSES),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_wrong_field_is_named_in_the_dialects_own_envelope(name):
+    dialect, good, cases = DIALECTS[name]
+    dialect.parse(json_bytes(good))
+    assert len(cases) >= 40
+    for param, fields in cases:
+        changed = {key: value for key, value in {**good, **fields}.items() if value is not None or key not in good}
+        with pytest.raises(RequestError) as error:
+            dialect.parse(json_bytes(changed))
+        assert (error.value.status, (error.value.param or "").startswith(param)) == (400, True), (fields, error.value)
+        body = dialect.render_error(error.value)
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["message"]
+        if name == "messages":
+            assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+            assert body["error"]["message"].startswith(error.value.param or "")
+        else:
+            assert body["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nul", b"\xff", b'"hi"', b"{} {}"])
+def test_a_body_that_is_no_object_is_an_error_of_the_dialect(name, body):
+    dialect, _, _ = DIALECTS[name]
+    with pytest.raises(RequestError) as error:
+        dialect.parse(body)
+    assert dialect.render_error(error.value)["error"]["type"] == "invalid_request_error"
