@@ -50,7 +50,7 @@ class Tab:
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, as JSON has it."""
         target = {"context": self._context}
-        found = self._call("script.evaluate", expression=f"JSON.stringify({expression})", target=target,
+        found = self._call("script.evaluate", expression=f"(async () => JSON.stringify({expression}))()", target=target,
                            awaitPromise=True)  # fmt: skip
         if found["type"] == "exception":
             raise BidiError(found["exceptionDetails"]["text"])
@@ -71,20 +71,26 @@ class Tab:
         return self.evaluate("document.querySelector('main').innerText")
 
     def click(self, selector: str, containing: str = "") -> None:
-        """Click the first element that a CSS selector finds and whose text holds `containing`."""
+        """Click the first element that a CSS selector finds and whose text holds `containing`, once it lies still."""
         said = f"e => e.textContent.includes({json.dumps(containing)})"
         found = f"[...document.querySelectorAll({json.dumps(selector)})].find({said})"
-        self.wait_for(found)
-        x, y = self.evaluate(
-            f"(e => (e.scrollIntoView({{block: 'center'}}), (b => [b.x + b.width / 2, b.y + b.height / 2])"
-            f"(e.getClientRects()[0])))({found})"
-        )
+        self.wait_for(f"document.readyState === 'complete' && {found}")
+        x, y = self._place(found)
+        while (place := self._place(found)) != [x, y]:
+            x, y = place
         pointer = [
             {"type": "pointerMove", "x": round(x), "y": round(y)},
             {"type": "pointerDown", "button": 0},
             {"type": "pointerUp", "button": 0},
         ]
         self._perform({"type": "pointer", "id": "mouse", "actions": pointer})
+
+    def _place(self, found: str) -> list[float]:
+        """Return where the middle of an element is, after the next frame is drawn."""
+        return self.evaluate(
+            f"await new Promise(drawn => requestAnimationFrame(() => drawn((e => (e.scrollIntoView({{block: 'center'}}),"
+            f" (b => [b.x + b.width / 2, b.y + b.height / 2])(e.getClientRects()[0])))({found}))))"
+        )
 
     def type(self, keys: str) -> None:
         """Press keys one after the other; "\\ue007" is Enter."""

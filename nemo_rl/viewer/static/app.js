@@ -47,15 +47,22 @@
 
   const source = document.body.dataset.live;
   if (!source || !window.EventSource) return;
-  let running = false, again = false;
+  let running = false, again = false, pressed = false;
   const refresh = async () => {
-    if (running) { again = true; return; }
+    if (running || pressed) { again = true; return; }
     running = true;
     try {
       const answer = await fetch(location.href, { credentials: "same-origin" });
-      if (answer.ok) replace(new DOMParser().parseFromString(await answer.text(), "text/html"));
-    } finally { running = false; if (again) { again = false; refresh(); } }
+      const text = await answer.text();
+      if (pressed) again = true;
+      else if (answer.ok) replace(new DOMParser().parseFromString(text, "text/html"));
+    } finally { running = false; if (again && !pressed) { again = false; refresh(); } }
   };
+  // A page that is replaced between pressing and releasing a button would lose the click.
+  document.addEventListener("pointerdown", () => { pressed = true; });
+  for (const end of ["pointerup", "pointercancel"]) {
+    document.addEventListener(end, () => { pressed = false; setTimeout(() => { if (again && !running) { again = false; refresh(); } }); });
+  }
   const replace = (page) => {
     const main = byId("main"), next = page.getElementById("main");
     if (!next || main.contains(document.activeElement) && document.activeElement.matches("input, select")) return;
