@@ -29,7 +29,7 @@ from nemo_rl.config.environment_checks import check_agent_runner
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.chat_client import ChatClient, converse_with_tools
-from nemo_rl.environments.sandbox import temporary_directory
+from nemo_rl.environments.sandbox import temporary_directory, truncate_middle
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import AgentResult, Prompt
 
@@ -211,7 +211,7 @@ class HarborAgent:
         timeout_s = self._section.command_timeout_s
         status, output = await container.run(encoded.decode(), timeout_s=timeout_s)
         ended = f"killed after {timeout_s:g} s" if status is None else f"exit status {status}"
-        return f"{_shorten(output, self._section.max_output_chars)}\n[{ended}]".lstrip("\n")
+        return f"{truncate_middle(output, self._section.max_output_chars)}\n[{ended}]".lstrip("\n")
 
 
 HARBOR = Entry(HarborConfig, make=HarborAgent, check=check_harbor)
@@ -280,10 +280,3 @@ def _read_regular(directory: Path, name: str) -> str | None:
 def _deadline(task: Mapping[str, Any], part: str) -> float | None:
     seconds: Any = task.get(part, {}).get("timeout_sec")
     return None if seconds is None else float(seconds)
-
-
-def _shorten(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

@@ -126,7 +126,7 @@ def run_python(code: str, limits: SandboxLimits) -> str:
         status = _run(code, limits, home, output.fileno(), bubblewrap=bubblewrap)
         output.seek(0)
         raw = output.read(FILE_BYTES)
-    text = _truncate_middle(raw.decode(errors="replace").rstrip("\n"), limits.max_output_chars)
+    text = truncate_middle(raw.decode(errors="replace").rstrip("\n"), limits.max_output_chars)
     problem = "[stopped: too much output]" if len(raw) == FILE_BYTES else _describe_termination(status, limits)
     return "\n".join(part for part in (text, problem) if part)
 
@@ -240,8 +240,9 @@ def _describe_termination(status: int | None, limits: SandboxLimits) -> str:
     return ""
 
 
-def _truncate_middle(text: str, max_chars: int) -> str:
+def truncate_middle(text: str, max_chars: int) -> str:
+    """Return the text, or its first and last characters and how many between them were left out."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters omitted]\n{text[len(text) - half :]}"
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"

@@ -19,7 +19,7 @@ from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
 from nemo_rl.config.environment_checks import check_agent_runner, reject_wrappers
 from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.config.master import RolloutRunConfig
-from nemo_rl.environments.boundary import BlockingCalls, is_async_callable
+from nemo_rl.environments.boundary import BlockingCalls, contain_exit, is_async_callable
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
@@ -120,10 +120,6 @@ def make_agent_runtime(
     )
 
 
-class AgentExitError(Exception):
-    """An agent tried to end the process that it runs in."""
-
-
 class FunctionAgent:
     """A function `(prompt, base_url, api_key)`; its reward may be a number, numbers by name, an AgentResult or None.
 
@@ -141,10 +137,7 @@ class FunctionAgent:
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         own = replace(prompt, env_state=copy.deepcopy(dict(prompt.env_state)))
         call = partial(self._function, own, base_url, api_key)
-        try:
-            returned = await call() if self._is_async else await self._blocking_calls.run(partial(_convert_exit, call))
-        except SystemExit as error:  # would end the event loop, and the run with it
-            raise AgentExitError(f"the agent called exit({error.code})") from error
+        returned = await (contain_exit(call()) if self._is_async else self._blocking_calls.run(call))
         return to_agent_result(self._name, returned)
 
 
@@ -187,16 +180,6 @@ def to_agent_result(name: str, returned: Any) -> AgentResult:
     if isinstance(returned, Mapping):
         return AgentResult({str(key): value for key, value in returned.items()})
     return AgentResult({name: returned})
-
-
-def _convert_exit(call: Callable[[], Any]) -> Any:
-    """Run the call in its thread, where only an Exception may leave it."""
-    try:
-        return call()
-    except Exception:
-        raise
-    except BaseException as error:
-        raise AgentExitError(f"the agent raised {type(error).__name__}({error})") from error
 
 
 TAIL_BYTES = 64 * 1024  # of a program's output: as much as is looked at

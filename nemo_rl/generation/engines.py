@@ -130,6 +130,14 @@ def check_driver_engine(key: str, section: DriverEngineConfig, config: "Training
         raise ConfigError(f"{key}.vllm_kwargs", section.vllm_kwargs, "needs backend: vllm")
 
 
+def check_hf(key: str, section: DriverEngineConfig, config: "TrainingRunConfig") -> None:
+    """Raise ConfigError for what needs an engine whose requests end one by one."""
+    check_driver_engine(key, section, config)
+    if (factor := config.rollout.oversample) > 1:
+        problem = "the hf engine samples all rollouts together, none ends early; allowed: 1, or backend: vllm"
+        raise ConfigError("rollout.oversample", factor, problem)
+
+
 async def make_hf(section: DriverEngineConfig, model: EngineModel, **placement: Any) -> Generation:
     """Load the transformers model into this process."""
     from nemo_rl.generation.hf import HFGeneration  # loads torch
@@ -137,7 +145,7 @@ async def make_hf(section: DriverEngineConfig, model: EngineModel, **placement: 
     return HFGeneration(**asdict(model))
 
 
-HF = Entry(DriverEngineConfig, make=make_hf, check=check_driver_engine)
+HF = Entry(DriverEngineConfig, make=make_hf, check=check_hf)
 
 
 def adapt_engine(key: str, path: str, target: Any) -> Entry[Any]:

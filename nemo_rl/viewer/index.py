@@ -10,21 +10,19 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar
-from zlib import crc32
+from typing import Any, BinaryIO, ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from nemo_rl.errors import DataError
 from nemo_rl.viewer import index_files
+from nemo_rl.viewer.index_records import RECORD, LineEncoder, Names, checksum
 
 FORMAT = 2  # of the cached index
 CHUNK_BYTES = 1 << 20
@@ -32,57 +30,8 @@ MAX_OPEN = 64  # indexes with open files: two descriptors each
 MAX_LINE_BYTES = 256 << 20  # a longer line is not indexed
 HEAD_BYTES = 4096  # whose digest tells whether the file is still the one that was indexed
 SAVE_PERIOD_ROWS = 100_000
-MISSING = -1  # of whole numbers
-MAX_NAMES = 65_000  # of a column of names; later ones share the last
-OTHER = "(other)"
 
-_NEWLINE = re.compile(b"\n")
-
-RECORD = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("length", "<u4"),  # bytes, the newline included
-        ("step", "<i4"),
-        ("reward", "<f8"),  # NaN: none
-        ("tokens", "<i4"),  # sampled
-        ("turns", "<i4"),
-        ("task", "<u2"),
-        ("stop", "<u2"),
-        ("failure", "<u2"),  # 0: none
-        ("generation", "<u2"),
-        ("group", "<u4"),  # checksums of the ids
-        ("prompt", "<u4"),
-        ("task_index", "<i4"),
-        ("seed", "<i4"),
-    ]
-)
 Rows = npt.NDArray[np.int64]
-
-
-class _Failure(msgspec.Struct, gc=False, rename={"failure_class": "class"}):
-    failure_class: str = "unknown"
-
-
-_Whole = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]  # as it fits a column
-_Small = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
-
-
-class _Line(msgspec.Struct, gc=False):
-    """The fields of a line that are columns; all others are skipped by the parser."""
-
-    step: _Whole = MISSING
-    group_id: str = ""
-    prompt_id: str = ""
-    task_name: str = ""
-    generation_index: _Small = 0
-    stop_reason: str = ""
-    reward: float | None = None
-    failure: _Failure | None = None
-    num_turns: _Whole = 0
-    num_generated_tokens: _Whole = 0
-    task_index: _Whole = MISSING
-    rollout_index: _Small = 0
-    seed: _Whole = MISSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +63,6 @@ class TextHits:
     resume_at: int | None
 
 
-class _Names(dict[str, int]):
-    """Names of a column, numbered in the order of their appearance."""
-
-    def __missing__(self, name: str) -> int:
-        if len(self) >= MAX_NAMES:
-            return self.setdefault(OTHER, MAX_NAMES)
-        number = self[name] = len(self)
-        return number
-
-
 class RolloutIndex:
     """The index of one file. Not for use from several threads at once, and all indexes of a process from the same one.
 
@@ -139,17 +78,13 @@ class RolloutIndex:
         self.notes: list[str] = []
         self.size = 0  # of the file when it was last looked at
         self.end = 0  # bytes indexed
-        self.num_damaged = 0
         self._head = b""
         self._stamp: tuple[int, int, int] | None = None  # of the file when nothing more could be indexed
-        self._decoder = msgspec.json.Decoder(_Line)
-        self._names = {name: _Names() for name in ("task", "stop", "failure")}
-        self._names["failure"][""] = 0
+        self._lines = LineEncoder()
         self._num_rows = 0
         self._saved_rows = 0
-        self._base = index_files.base(
-            cache or index_files.cache_directory(), path
-        )  # of the names of the index's two files
+        # of the names of the index's two files
+        self._base = index_files.base(cache or index_files.cache_directory(), path)
         self._records: BinaryIO | None = None  # None: closed
         self._columns = np.empty(0, RECORD)
         if path.exists():
@@ -172,11 +107,16 @@ class RolloutIndex:
 
     def names(self, column: str) -> list[str]:
         """Return the names that a column has: task, stop, failure (without the empty one)."""
-        return [name for name in self._names[column] if name]
+        return [name for name in self._lines.names[column] if name]
 
     def name_of(self, column: str, number: int) -> str:
         """Return the name of a number in a column."""
-        return next((name for name, each in self._names[column].items() if each == number), OTHER)
+        return self._lines.name_of(column, number)
+
+    @property
+    def num_damaged(self) -> int:
+        """Return the number of lines that are no rollout, or too long."""
+        return self._lines.num_damaged
 
     @property
     def pending_bytes(self) -> int:
@@ -231,7 +171,7 @@ class RolloutIndex:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}: was changed while it was read: rollout {row} is no longer there") from error
-        if not isinstance(values, dict) or crc32(_to_bytes(values.get("group_id", ""))) != record["group"]:
+        if not isinstance(values, dict) or checksum(values.get("group_id", "")) != record["group"]:
             raise DataError(f"{self.path}: was changed while it was read: rollout {row} is another one now")
         return values
 
@@ -241,17 +181,17 @@ class RolloutIndex:
         chosen = np.ones(len(columns), np.bool_)
         for name, wanted in (("task", query.task), ("stop", query.stop)):
             if wanted:
-                chosen &= columns[name] == self._names[name].get(wanted, MAX_NAMES + 1)
+                chosen &= columns[name] == self._lines.number_of(name, wanted)
         if query.failure in ("any", "none"):
             chosen &= (columns["failure"] > 0) == (query.failure == "any")
         elif query.failure:
-            chosen &= columns["failure"] == self._names["failure"].get(query.failure, MAX_NAMES + 1)
+            chosen &= columns["failure"] == self._lines.number_of("failure", query.failure)
         for name, wanted in (("step", query.step), ("task_index", query.task_index)):
             if wanted is not None:
                 chosen &= columns[name] == wanted
         for name, wanted in (("group", query.group), ("prompt", query.prompt)):
             if wanted:
-                chosen &= columns[name] == crc32(_to_bytes(wanted))
+                chosen &= columns[name] == checksum(wanted)
         bounds = (
             ("reward", query.min_reward, query.max_reward),
             ("tokens", query.min_tokens, query.max_tokens),
@@ -295,8 +235,8 @@ class RolloutIndex:
             "rows": self._num_rows,
             "head": hashlib.sha256(self._head).hexdigest(),
             "head_bytes": len(self._head),
-            "num_damaged": self.num_damaged,
-            "names": {name: list(names) for name, names in self._names.items()},
+            "num_damaged": self._lines.num_damaged,
+            "names": {name: list(names) for name, names in self._lines.names.items()},
         }
         unfinished = self._base.with_suffix(f".{os.getpid()}.unfinished")
         with contextlib.suppress(OSError):  # a full disk: the next start indexes again
@@ -351,9 +291,9 @@ class RolloutIndex:
             if not (is_same and has_records):
                 return
             for name, values in state["names"].items():
-                self._names[name] = _Names((value, i) for i, value in enumerate(values))
+                self._lines.names[name] = Names((value, i) for i, value in enumerate(values))
             self._head, self.end, self.size = head, state["end"], size
-            self.num_damaged, self._saved_rows = state["num_damaged"], state["rows"]
+            self._lines.num_damaged, self._saved_rows = state["num_damaged"], state["rows"]
             self._num_rows = state["rows"]
         except (OSError, ValueError, KeyError, TypeError):
             return  # indexed again
@@ -370,9 +310,8 @@ class RolloutIndex:
             self._head = file.read(min(HEAD_BYTES, self.end))
 
     def _reset(self) -> None:
-        self.end, self.num_damaged, self._head, self._saved_rows = 0, 0, b"", 0
-        self._names = {name: _Names() for name in self._names}
-        self._names["failure"][""] = 0
+        self.end, self._head, self._saved_rows = 0, b"", 0
+        self._lines = LineEncoder()
         self._columns, self._num_rows = np.empty(0, RECORD), 0
 
     def _index_chunk(self, file: FileIO, buffer: bytearray) -> bool:
@@ -389,7 +328,7 @@ class RolloutIndex:
                 return False  # an incomplete last line
             cut = buffer.rfind(b"\n", count, count + added) + 1
             count += added
-        self._append(self._encode(memoryview(buffer)[:cut]))
+        self._append(self._lines.encode(memoryview(buffer)[:cut], self.end))
         self.end += cut
         if len(self._head) < HEAD_BYTES:
             file.seek(0)
@@ -401,70 +340,10 @@ class RolloutIndex:
         while block := file.read(CHUNK_BYTES):
             if (at := block.find(b"\n")) >= 0:
                 self.end = position + at + 1
-                self.num_damaged += 1
+                self._lines.num_damaged += 1
                 return True
             position += len(block)
         return False
-
-    def _encode(self, chunk: memoryview) -> npt.NDArray[np.void]:
-        """Return the records of complete lines; damaged ones are counted and skipped."""
-        ends = np.array([match.end() for match in _NEWLINE.finditer(chunk)], np.int64)
-        starts = np.concatenate(([0], ends[:-1]))
-        try:
-            lines: list[_Line] = self._decoder.decode_lines(chunk)
-        except (msgspec.DecodeError, RecursionError):
-            lines = []
-        if len(lines) != len(ends):
-            parsed = [self._decode_line(bytes(chunk[a:b])) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-            kept = np.array([line is not None for line in parsed], np.bool_)
-            lines, starts, ends = [line for line in parsed if line is not None], starts[kept], ends[kept]
-        records = np.empty(len(lines), RECORD)
-        records["offset"], records["length"] = starts + self.end, ends - starts
-        self._fill(records, lines)
-        return records
-
-    def _fill(self, records: npt.NDArray[np.void], lines: list[_Line]) -> None:
-        nan = float("nan")
-        columns = {
-            "step": [line.step for line in lines],
-            "reward": [nan if line.reward is None else line.reward for line in lines],
-            "tokens": [line.num_generated_tokens for line in lines],
-            "turns": [line.num_turns for line in lines],
-            "task": [line.task_name for line in lines],
-            "stop": [line.stop_reason for line in lines],
-            "failure": ["" if line.failure is None else line.failure.failure_class for line in lines],
-            "generation": [line.generation_index or line.rollout_index for line in lines],
-            "group": [line.group_id for line in lines],
-            "prompt": [line.prompt_id for line in lines],
-            "task_index": [line.task_index for line in lines],
-            "seed": [line.seed for line in lines],
-        }
-        for name, values in columns.items():
-            numbers = self._names[name].__getitem__ if name in self._names else _CHECKSUMS.get(name)
-            if lines and values.count(values[0]) == len(values):  # often: converted once
-                records[name] = values[0] if numbers is None else numbers(values[0])
-            elif numbers is None:
-                records[name] = values
-            elif name in self._names:
-                records[name] = list(map(numbers, values))
-            else:  # neighbours often share their id
-                known = {each: numbers(each) for each in dict.fromkeys(values)}
-                records[name] = [known[each] for each in values]
-
-    def _decode_line(self, line: bytes) -> _Line | None:
-        """Return the columns of one line, also of JSON with NaN; None for a blank or damaged one."""
-        if not line.strip():
-            return None
-        try:
-            return self._decoder.decode(line)
-        except (msgspec.DecodeError, RecursionError):
-            pass
-        try:
-            values = json.loads(line)
-            return msgspec.convert({k: v for k, v in values.items() if k in _Line.__struct_fields__}, _Line)
-        except (ValueError, AttributeError, RecursionError, msgspec.ValidationError):
-            self.num_damaged += 1
-            return None
 
     def _append(self, records: npt.NDArray[np.void]) -> None:
         assert self._records is not None  # the caller opened it
@@ -483,10 +362,6 @@ class RolloutIndex:
         return rows[np.argsort(values, kind="stable")]
 
 
-def _to_bytes(text: object) -> bytes:
-    return text.encode(errors="surrogatepass") if isinstance(text, str) else b""
-
-
 def _holds_text(line: bytes, text: str) -> bool:
     """Return whether a string of the line that is no key holds `text`."""
     try:
@@ -499,13 +374,6 @@ def _holds_text(line: bytes, text: str) -> bool:
             return True
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return False
-
-
-def _checksum(text: str) -> int:
-    return crc32(_to_bytes(text))
-
-
-_CHECKSUMS = {"group": _checksum, "prompt": _checksum}  # columns of checksums
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

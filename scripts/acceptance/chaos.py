@@ -22,23 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
+from supervised_run import Run, is_alive
 from survival import Fault, Result, compare, final_weights, format_results, read_results, trained_steps
 
-ROOT = Path(__file__).parents[2]
-POLL_S = 0.05
-HANG_TIMEOUT_S = 10.0
 STALL_TIMEOUT_S = 60.0
-START_DEADLINE_S = 400.0  # for training to begin, on a machine that may be busy
-END_DEADLINE_S = 1800.0  # for the steps after the last fault
+END_DEADLINE_S = 1800.0  # for the reference, and for the steps after the last fault
 SAVE_DEADLINE_S = 60.0  # for a save to begin, where a fault waits for one
 DAY_S = 86400
-CLOCK = "chaos_clock"  # the file with the shift of the wall clock
 DISK_BYTES = 256 << 20
 
 SMALL = (
@@ -97,101 +92,6 @@ SCENARIOS = {
     ),
     "agent": Scenario((*HF, *AGENT), {"driver": 2, "driver stopped": 1, "half-open connections": 2}, is_exact=False),
 }
-
-
-class Run:
-    """A supervised run in a directory of its own."""
-
-    process: "subprocess.Popen[bytes]"
-
-    def __init__(self, directory: Path, arguments: Sequence[str], checkpoints: Path) -> None:
-        self.directory, self.checkpoints, self.arguments = directory, checkpoints, tuple(arguments)
-
-    def start(self) -> None:
-        """Start the supervisor."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        own = ("--restarts", "100000", "--crash-loop", "30", "--backoff-s", "0.1", "--directory", str(self.directory))
-        own += ("--hang-timeout-s", str(HANG_TIMEOUT_S), "--progress-timeout-s", str(START_DEADLINE_S))
-        own += ("--", "grpo", *self.arguments, f"logger.log_dir={self.directory / 'logs'}")
-        own += (f"checkpointing.checkpoint_dir={self.checkpoints}",)
-        environment = {**os.environ, "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", **self._shifted_clock()}
-        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-        with (self.directory / "output").open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "nemo_rl", "run", *own], cwd=ROOT, env=environment, stdout=output, stderr=output
-            )
-
-    def _shifted_clock(self) -> dict[str, str]:
-        """Return the environment in which `shift_clock` shifts the wall clock; empty without a C compiler."""
-        library, shift = self.directory / "clock.so", self.directory / CLOCK
-        source = Path(__file__).with_name("clock.c")
-        command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)]
-        if not library.exists() and (
-            shutil.which("cc") is None or subprocess.run(command, capture_output=True, check=False).returncode
-        ):
-            return {}
-        self.shift_clock(0)
-        return {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(shift)}
-
-    def shift_clock(self, seconds: int) -> None:
-        """Set how far the wall clock of the run's processes is from the machine's."""
-        path = self.directory / CLOCK
-        with path.open("r+b" if path.exists() else "wb") as file:  # the same file, which they have mapped
-            file.write(seconds.to_bytes(8, "little", signed=True))
-
-    def left_over(self) -> list[psutil.Process]:
-        """Return the processes that this run's supervisor has started and that still live."""
-        mark, found = f"NEMO_RL_HEARTBEAT={self.directory}", []
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError):
-                if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes() and is_alive(process):
-                    found.append(process)
-        return found
-
-    def restart_supervisor(self) -> None:
-        """Start the same command again, as a scheduler does after the supervisor itself has died."""
-        self.process.wait()
-        self.start()
-
-    @property
-    def heartbeat(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.directory / "heartbeat.json").read_text())
-        return {}
-
-    @property
-    def driver(self) -> psutil.Process | None:
-        """The process of the training command; None between two starts."""
-        with contextlib.suppress(psutil.Error, KeyError):
-            return psutil.Process(self.heartbeat["pid"])
-        return None
-
-    def events(self, name: str, after: float) -> list[dict[str, Any]]:
-        path = self.directory / "events.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [row for row in rows if row["event"] == name and row["monotonic_s"] > after]
-
-    def family(self) -> list[psutil.Process]:
-        """Everything below the driver."""
-        driver = self.driver
-        with contextlib.suppress(psutil.Error):
-            return [] if driver is None else driver.children(recursive=True)
-        return []
-
-    def wait_until(self, condition: Callable[[], object], deadline_s: float = START_DEADLINE_S) -> bool:
-        """Wait for a condition, or for the end of the run; return whether it holds."""
-        deadline = time.monotonic() + deadline_s
-        while not condition():
-            if self.process.poll() is not None:
-                return False
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing for {deadline_s:g} s; see {self.directory / 'output'}")
-            time.sleep(POLL_S)
-        return True
-
-    def is_training(self) -> bool:
-        state, driver = self.heartbeat, self.driver
-        return state.get("phase") == "training" and driver is not None and driver.is_running()
 
 
 def find(processes: Sequence[psutil.Process], *names: str) -> list[psutil.Process]:
@@ -288,13 +188,6 @@ def _measure(run: Run, fault: Fault) -> None:
                 fault.cpu_s = times and times.user + times.system
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process still runs; a zombie does not."""
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 @contextlib.contextmanager
 def full_disk(directory: Path) -> Iterator[None]:
     """Fill the file system of a directory, which must be small: the run's own tmpfs."""
@@ -341,7 +234,7 @@ def run_reference(scenario: Scenario, directory: Path, num_steps: int) -> Run:
     reference = Run(directory, (*SMALL, *scenario.arguments, f"grpo.max_num_steps={num_steps}"), directory / "saved")
     if not list(reference.checkpoints.glob(f"step_{num_steps}")):
         reference.start()
-        if reference.process.wait() != 0:
+        if reference.finish(END_DEADLINE_S) != 0:
             raise RuntimeError(f"the reference has failed; see {directory / 'output'}")
     return reference
 
@@ -409,6 +302,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="kept, and continued by the next call; default: a temporary one")
     parser.add_argument("--keep", action="store_true", help="also the files of runs in which all was well")
     parsed = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     base = parsed.directory or Path(tempfile.mkdtemp(prefix="nemo_rl_chaos_"))
     try:
         clean = [torment_repeatedly(name, base, parsed) for name in parsed.scenario or ["hf"]]

@@ -87,10 +87,9 @@ class Tab:
 
     def _place(self, found: str) -> list[float]:
         """Return where the middle of an element is, after the next frame is drawn."""
-        return self.evaluate(
-            f"await new Promise(drawn => requestAnimationFrame(() => drawn((e => (e.scrollIntoView({{block: 'center'}}),"
-            f" (b => [b.x + b.width / 2, b.y + b.height / 2])(e.getClientRects()[0])))({found}))))"
-        )
+        middle = "(b => [b.x + b.width / 2, b.y + b.height / 2])(e.getClientRects()[0])"
+        scrolled = f"(e => (e.scrollIntoView({{block: 'center'}}), {middle}))({found})"
+        return self.evaluate(f"await new Promise(drawn => requestAnimationFrame(() => drawn({scrolled})))")
 
     def type(self, keys: str) -> None:
         """Press keys one after the other; "\\ue007" is Enter."""

@@ -337,9 +337,17 @@ reward_model: {enable: true}
 scorers: {judge: {type: reward_model, model_name: x}}
 env: {math: {scorers: [judge]}}
 """
+SAMPLED_TOGETHER = "policy: {generation: {backend: hf}}"
 
 
-@pytest.mark.parametrize(("text", "said"), [(BACKGROUND, "keeps what a step"), (JUDGE_ON_THE_DEVICE, "after the last")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BACKGROUND, "keeps what a step"),
+        (JUDGE_ON_THE_DEVICE, "after the last"),
+        (SAMPLED_TOGETHER, "samples all rollouts together"),
+    ],
+)
 def test_an_early_stop_is_refused_where_it_stops_nothing(load: Load, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         load(text, "rollout.oversample=1.5")

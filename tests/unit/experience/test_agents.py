@@ -319,7 +319,7 @@ async def hang(prompt: Prompt, base_url: str, api_key: str) -> None:
     ("agent", "how", "failure_class", "said"),
     [
         (crash, {}, FailureClass.AGENT, "ValueError: the agent's own"),
-        (leave, {}, FailureClass.AGENT, r"exit(3)"),
+        (leave, {}, FailureClass.AGENT, "UserExitError: user code raised SystemExit(3), which ends no run"),
         (leave_from_a_thread, {}, FailureClass.AGENT, "SystemExit(3)"),
         (cancel_itself, {}, FailureClass.AGENT, "cancelled from within"),
         (call_nobody, {}, FailureClass.AGENT, "without a model call"),
