@@ -82,11 +82,14 @@ class Prompt:
     agent_name: str = ""  # NeMo Gym: the agent that runs it; empty elsewhere
 
 
+GuideKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar"]
+
+
 @dataclass(frozen=True, slots=True)
 class Guide:
     """A constraint on a response: each token is drawn from those that can still lead to a match."""
 
-    kind: Literal["json_schema", "json_object", "regex", "grammar"]
+    kind: GuideKind
     text: str = ""  # the schema as JSON, the expression, or the grammar in EBNF
 
 

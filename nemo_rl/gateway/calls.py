@@ -26,6 +26,8 @@ class CallRequest:
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
     guide: Guide | None = None  # what the response must match
+    guide_field: str = "response_format"  # of the request, that asks for it
+    forcing_field: str | None = None  # of the request, that demands a call of a tool; None: none does
     stream: bool = False
     include_usage: bool = False  # in a stream
     return_token_ids: bool = False

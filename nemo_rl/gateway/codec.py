@@ -107,8 +107,11 @@ class Codec:
         text = text[:at]
         reasoning = None
         if self._parse_reasoning is not None:
-            is_open = rules.is_thinking and not text.lstrip().startswith(THINK_OPEN)
-            reasoning, text = self._parse_reasoning(f"{THINK_OPEN}{text}" if is_open else text)
+            if rules.is_thinking and not text.lstrip().startswith(THINK_OPEN):
+                text = f"{THINK_OPEN}{text}"
+            # A closing tag that was never opened is text: the deltas before it cannot be taken back from a stream.
+            if self.reasoning_parser_name not in REASONING_PARSERS or text.lstrip().startswith(THINK_OPEN):
+                reasoning, text = self._parse_reasoning(text)
         calls: tuple[ToolCall, ...] = ()
         if rules.with_tools:
             if self.tool_parser_name in TOOL_PARSERS:

@@ -45,6 +45,7 @@ class CompletionRules:
     queue_timeout_s: float = 60.0  # of a call's wait
     can_guide: bool = False  # whether the engine masks tokens by a guide
     guided_calls: Literal["refused", "untrained"] = "refused"  # in training
+    forced_tool_choice: Literal["refused", "auto"] = "refused"  # requests that demand a call of a tool
 
 
 class CallQueue:
@@ -159,7 +160,7 @@ class CompletionHandler:
 
     def count_tokens(self, request: CallRequest, live: LiveSession | None) -> int:
         """Return the number of tokens of a call's prompt; changes nothing."""
-        self._check(request, trains=False)
+        self._check_length(request)
         session = Session(self._codec) if live is None else live.session
         call = self._encode_call(lambda: session.begin(request.messages, request.tools))
         return len(call.prompt_token_ids)
@@ -170,7 +171,7 @@ class CompletionHandler:
         """Answer a call whose chain is identified by the tokens on its last assistant message."""
         self._check(request, trains=True)
         if request.guide is not None:
-            raise make_unsupported_error("response_format", "a response can be guided in a session alone")
+            raise make_unsupported_error(request.guide_field, "a response can be guided in a session alone")
         call = self._encode_call(
             lambda: calls.begin(request.messages, request.tools, echo=request.echo, num_known=request.num_known)
         )
@@ -187,19 +188,29 @@ class CompletionHandler:
 
     def _check(self, request: CallRequest, *, trains: bool) -> None:
         if request.guide is not None:
-            self._check_guide(trains)
-        self._log_ignored_fields(request.ignored_fields)
+            self._check_guide(request.guide_field, trains=trains)
+        if request.forcing_field is not None and self._rules.forced_tool_choice == "refused":
+            raise make_unsupported_error(
+                request.forcing_field,
+                f"{request.forcing_field}: the policy decides whether it calls a tool, and which; "
+                "gateway.forced_tool_choice: auto takes the request without that demand",
+            )
+        forced = set() if request.forcing_field is None else {request.forcing_field}
+        self._log_ignored_fields(request.ignored_fields | forced)
+        self._check_length(request)
+
+    def _check_length(self, request: CallRequest) -> None:
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if sum(len(message.content) for message in request.messages) > limit:
             raise ContextLengthError(None, self._rules.max_model_len)
 
-    def _check_guide(self, trains: bool) -> None:
+    def _check_guide(self, field: str, *, trains: bool) -> None:
         """Raise RequestError unless the engine can guide a response, and the trainer's log-probs stay right."""
         if not self._rules.can_guide:
-            raise make_unsupported_error("response_format", "this engine cannot guide a response: it must be 'text'")
+            raise make_unsupported_error(field, f"{field}: this engine cannot guide a response")
         if trains and self._rules.guided_calls == "refused":
             raise make_unsupported_error(
-                "response_format",
+                field,
                 "a guided response is sampled from a masked distribution, which is not the policy's that is trained; "
                 "gateway.guided_calls: untrained serves it and leaves its tokens out of the loss",
             )

@@ -282,6 +282,7 @@ async def open_gateway(
         queue_timeout_s=config.gateway.queue_timeout_s,
         can_guide=config.policy.generation.CAN_GUIDE,
         guided_calls=config.gateway.guided_calls,
+        forced_tool_choice=config.gateway.forced_tool_choice,
     )
     manager = await GatewayManager.start(generation, codec, rules, config.gateway)
     stack.push_async_callback(manager.close)

@@ -9,14 +9,24 @@ import time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
 
 from nemo_rl.data.chat import ChatEncoder, to_openai_tool_call
 from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.dialects.common import (
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoiceBody,
+    choose_guide,
+    extra_fields,
+    join_text,
+    read_tool_choice,
+    reject_fields,
+    render_event,
+)
 from nemo_rl.gateway.schema import SESSION_FIELD, Body, RequestError, make_unsupported_error, parse_body
 from nemo_rl.gateway.sessions import Echo
 from nemo_rl.gateway.streaming import Delta, ReasoningDelta, StreamStart, TextDelta
-from nemo_rl.types import Guide, Message, Role, ToolCall
+from nemo_rl.types import Message, Role, ToolCall
 
 IGNORED_FIELDS = frozenset(  # silently: they change nothing here
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "return_tokens_as_token_ids"}
@@ -81,21 +91,17 @@ class ChunkStream:
             events += self._chunk(token_ids, logprobs=_logprobs(answer, encoder))
         events += self._chunk({}, finish_reason=_finish_reason(answer))
         if self._include_usage:
-            events += _event({**self._head, "choices": [], "usage": _usage(answer)})
+            events += render_event({**self._head, "choices": [], "usage": _usage(answer)})
         return events + b"data: [DONE]\n\n"
 
     def render_failure(self, error: RequestError) -> bytes:
-        return _event(error.body())
+        return render_event(error.body())
 
     def _chunk(
         self, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
     ) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return _event({**self._head, "choices": [choice]})
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(chunk) + b"\n\n"
+        return render_event({**self._head, "choices": [choice]})
 
 
 def _finish_reason(answer: Answer) -> str:
@@ -134,16 +140,16 @@ class ChatMessage(Body):
     prompt_token_ids: list[int] | None = None
     generation_token_ids: list[int] | None = None
 
-    def message(self) -> Message:
+    def message(self, where: str = "messages") -> Message:
         """Return the message as templates see it; raises RequestError for images, audio and legacy function calls."""
         if (self.model_extra or {}).get("function_call"):
-            raise make_unsupported_error("messages", "function_call is not supported; tool_calls are")
+            raise make_unsupported_error(f"{where}.function_call", "function_call is not supported; tool_calls are")
         role: Role = "system" if self.role == "developer" else self.role
         calls = tuple(
             ToolCall(call.id, call.function.name, _arguments_to_json(call.function.arguments))
             for call in self.tool_calls or ()
         )
-        return Message(role, self._text(), calls, self.tool_call_id)
+        return Message(role, join_text(self.content, f"{where}.content"), calls, self.tool_call_id)
 
     def echo(self) -> Echo | None:
         """Return the tokens of the call that this message came from, where the client sent them back."""
@@ -153,16 +159,6 @@ class ChatMessage(Body):
             if ids and not 0 <= min(ids) <= max(ids) < 2**31:
                 raise RequestError(400, "token ids must be in 0..2**31", param="messages")
         return Echo(tuple(self.prompt_token_ids), tuple(self.generation_token_ids))
-
-    def _text(self) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise make_unsupported_error(
-                    "messages", f"content of type {part.type!r} is not supported: this policy reads text"
-                )
-        return "\n".join(part.text or "" for part in self.content)
 
 
 class Function(Body):
@@ -178,52 +174,13 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class JsonSchema(Body):
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    def guide(self) -> Guide | None:
-        """Return the constraint; raises RequestError for a schema that is missing."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return Guide("json_object")
-        if self.json_schema is None:
-            raise RequestError(400, "response_format.json_schema: Field required", param="response_format")
-        return Guide("json_schema", json.dumps(self.json_schema.schema_))
-
-
-class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: one of its kinds."""
-
-    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-
-    def guide(self) -> Guide:
-        """Return the constraint; raises RequestError unless there is exactly one."""
-        schema = json.dumps(self.json_) if isinstance(self.json_, dict) else self.json_
-        texts = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
-        guides = [Guide(kind, text) for kind, text in texts.items() if text is not None]  # type: ignore[arg-type]
-        guides += [Guide("json_object")] if self.json_object else []
-        if len(guides) != 1 or self.model_extra:
-            message = "structured_outputs takes exactly one of json, json_object, regex and grammar"
-            raise RequestError(400, message, param="structured_outputs")
-        return guides[0]
-
-
 class ChatRequest(Body):
     """The body of POST .../chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
     model: str | None = None
     tools: Annotated[list[Tool], Field(max_length=1_000)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -241,21 +198,25 @@ class ChatRequest(Body):
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
         self.reject_unsupported()
-        messages = tuple(message.message() for message in self.messages)
+        messages = tuple(message.message(f"messages.{i}") for i, message in enumerate(self.messages))
+        choice = read_tool_choice(self.tool_choice, [tool.function.name for tool in self.tools or ()])
+        by_format = None if self.response_format is None else self.response_format.guide("response_format", nested=True)
         num_known = max((i + 1 for i, message in enumerate(messages) if message.role == "assistant"), default=0)
         return CallRequest(
             messages,
             self.tool_schemas(),
-            parses_tool_calls=self.tool_choice != "none",
+            parses_tool_calls=choice.parses_calls,
+            forcing_field="tool_choice" if choice.is_forced else None,
             model=self.model,
             max_tokens=self.token_limit,
             stop_strings=self.stop_strings,
-            guide=self.guide(),
+            guide=choose_guide(by_format, self.structured_outputs, "response_format"),
+            guide_field="response_format" if self.structured_outputs is None else "structured_outputs",
             stream=bool(self.stream),
             include_usage=self.stream_options is not None and bool(self.stream_options.include_usage),
             return_token_ids=bool(self.return_token_ids),
             return_logprobs=bool(self.logprobs),
-            reads_message_logprobs=bool(self.extra.get("return_tokens_as_token_ids")),
+            reads_message_logprobs=bool((self.model_extra or {}).get("return_tokens_as_token_ids")),
             session_id=self.session_id,
             echo=self.messages[num_known - 1].echo() if num_known else None,
             num_known=num_known,
@@ -266,39 +227,18 @@ class ChatRequest(Body):
         """Raise RequestError for fields that would need another policy or another way to sample."""
         if self.n not in (None, 1):
             raise make_unsupported_error("n", "n must be 1; send the request n times")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise make_unsupported_error(
-                "tool_choice", "tool_choice must be 'auto' or 'none': the policy decides what it samples"
-            )
         if self.top_logprobs:
             raise make_unsupported_error("top_logprobs", "top_logprobs is not supported; logprobs is")
         if self.modalities not in (None, ["text"]):
             raise make_unsupported_error("modalities", "modalities must be ['text']")
         if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
             raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} non-empty strings", param="stop")
-        for name in sorted(REJECTED_FIELDS & self.extra.keys()):
-            raise make_unsupported_error(name, f"{name} is not supported by this server")
-
-    def guide(self) -> Guide | None:
-        """Return what the response must match; raises RequestError for two constraints."""
-        by_format = None if self.response_format is None else self.response_format.guide()
-        if self.structured_outputs is None:
-            return by_format
-        if by_format is not None:
-            raise RequestError(
-                400, "response_format and structured_outputs exclude each other", param="response_format"
-            )
-        return self.structured_outputs.guide()
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Return the fields beyond the schema that have a value."""
-        return {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {})}
+        reject_fields(extra_fields(self), REJECTED_FIELDS)
 
     @property
     def ignored_fields(self) -> frozenset[str]:
         """Return ignored fields that are worth a log line: sampling parameters, unknown names."""
-        names = self.extra.keys() - IGNORED_FIELDS - REJECTED_FIELDS
+        names = extra_fields(self).keys() - IGNORED_FIELDS
         return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
 
     @property

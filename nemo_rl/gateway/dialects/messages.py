@@ -10,17 +10,25 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.dialects.common import (
+    ResponseFormat,
+    check_chosen,
+    extra_fields,
+    join_text,
+    part_text,
+    reject_fields,
+    render_event,
+)
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
-from nemo_rl.types import Message, ToolCall
+from nemo_rl.types import Guide, Message, ToolCall
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERROR_TYPES |= {429: "rate_limit_error"}  # other 4xx: invalid_request_error
-REJECTED_FIELDS = frozenset({"mcp_servers", "container", "output_format", "context_management"})
+REJECTED_FIELDS = frozenset({"mcp_servers", "container"})
 IGNORED_FIELDS = frozenset({"metadata", "service_tier", "cache_control", "betas"})  # silently
 RAW_ARGUMENTS = "raw_arguments"  # holds arguments that are no JSON object, whose place in the API only an object takes
 SIGNATURE_BYTES = 32
@@ -50,8 +58,36 @@ class ToolParam(Body):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(Body):
+class ToolChoiceParam(Body):
     type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class JsonFormat(ResponseFormat):
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Body):
+    format: JsonFormat | None = None
+    effort: str | None = None
+
+
+class ContextEdit(Body):
+    type: str
+    keep: str | dict[str, Any] | None = None
+
+
+class ContextManagement(Body):
+    """Edits that the server would make to a conversation; one that keeps everything is the only one accepted."""
+
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+    def reject_edits(self) -> None:
+        for i, edit in enumerate(self.edits):
+            if not edit.type.startswith("clear_thinking") or edit.keep != "all":
+                where = f"context_management.edits.{i}"
+                raise make_unsupported_error(where, f"{where}: the past of a session is never edited")
 
 
 class MessagesRequest(Body):
@@ -62,34 +98,60 @@ class MessagesRequest(Body):
     max_tokens: Annotated[int, Field(gt=0)] | None = None
     system: str | list[Block] | None = None
     tools: Annotated[list[ToolParam], Field(max_length=1_000)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoiceParam | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    output_format: JsonFormat | None = None  # its name in the beta of structured outputs
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        extra = {name for name, value in (self.model_extra or {}).items() if value is not None}
-        for name in sorted(REJECTED_FIELDS & extra):
-            raise make_unsupported_error(name, f"{name}: not supported by this server")
-        if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
-            text = "tool_choice.type: must be 'auto' or 'none': the policy decides what it samples"
-            raise make_unsupported_error("tool_choice.type", text)
+        extra = extra_fields(self)
+        reject_fields(extra, REJECTED_FIELDS)
+        if self.context_management is not None:
+            self.context_management.reject_edits()
         if self.messages[-1].role == "assistant":
             text = "messages: the last one is the assistant's; prefill is not supported"
             raise make_unsupported_error("messages", text)
-        system = () if self.system is None else (Message("system", _join(self.system, "system")),)
+        system = () if self.system is None else (Message("system", join_text(self.system, "system")),)
         turns = [m for i, turn in enumerate(self.messages) for m in _to_messages(turn, f"messages.{i}.content")]
+        tools = tuple(_to_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ()))
+        choice = self.tool_choice or ToolChoiceParam(type="auto")
+        if choice.type == "tool":
+            check_chosen([choice.name], [tool["function"]["name"] for tool in tools], "tool_choice.name")
+        guide, guide_field = self._guide()
         return CallRequest(
             (*system, *turns),
-            tuple(_to_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ())),
-            parses_tool_calls=self.tool_choice is None or self.tool_choice.type != "none",
+            tools,
+            parses_tool_calls=choice.type != "none",
+            forcing_field="tool_choice.type" if choice.type in ("any", "tool") else None,
+            guide=guide,
+            guide_field=guide_field,
             model=self.model,
             max_tokens=self.max_tokens,
             stop_strings=tuple(self.stop_sequences or ()),
             stream=bool(self.stream),
-            ignored_fields=frozenset(extra - IGNORED_FIELDS),
+            ignored_fields=frozenset(extra.keys() - IGNORED_FIELDS) | self._unheeded(),
             id_prefix="msg_",
         )
+
+    def _unheeded(self) -> set[str]:
+        """Return the parts of known fields that the policy does not heed."""
+        is_serial = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+        has_effort = self.output_config is not None and self.output_config.effort is not None
+        serial = {"tool_choice.disable_parallel_tool_use"} if is_serial else set()
+        return serial | ({"output_config.effort"} if has_effort else set())
+
+    def _guide(self) -> tuple[Guide | None, str]:
+        """Return what the response must match, and the field that says so; raises RequestError for two."""
+        if self.output_config is None or self.output_config.format is None:
+            guide = None if self.output_format is None else self.output_format.guide("output_format")
+            return guide, "output_format"
+        if self.output_format is not None:
+            text = "output_format: excludes output_config.format"
+            raise RequestError(400, text, param="output_format")
+        return self.output_config.format.guide("output_config.format"), "output_config.format"
 
 
 class Messages:
@@ -204,11 +266,11 @@ def _to_messages(turn: Turn, where: str) -> list[Message]:
         if block.tool_use_id is None:
             raise make_missing_error(f"{where}.{i}.tool_use_id")
         if texts:
-            messages.append(Message(turn.role, _join(texts, where)))
+            messages.append(Message(turn.role, join_text(texts, where)))
             texts = []
-        result = _join(block.content or "", f"{where}.{i}.content")
+        result = join_text(block.content, f"{where}.{i}.content")
         messages.append(Message("tool", result, tool_call_id=block.tool_use_id))
-    return [*messages, Message(turn.role, _join(texts, where))] if texts or not messages else messages
+    return [*messages, Message(turn.role, join_text(texts, where))] if texts or not messages else messages
 
 
 def _to_assistant_message(blocks: list[Block], where: str) -> Message:
@@ -228,23 +290,8 @@ def _to_assistant_message(blocks: list[Block], where: str) -> Message:
                 text = f"{where}.{i}.signature: not that of this thinking block"
                 raise RequestError(400, text, param=f"{where}.{i}.signature")
         elif block.type != "redacted_thinking":
-            texts.append(_text(block, f"{where}.{i}"))
+            texts.append(part_text(block, f"{where}.{i}"))
     return Message("assistant", "".join(texts), tuple(calls))
-
-
-def _join(content: str | list[Block], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_text(block, f"{where}.{i}") for i, block in enumerate(content))
-
-
-def _text(block: Block, where: str) -> str:
-    if block.type != "text":
-        text = f"{where}.type: content of type {block.type!r} is not supported: this policy reads text"
-        raise make_unsupported_error(f"{where}.type", text)
-    if block.text is None:
-        raise make_missing_error(f"{where}.text")
-    return block.text
 
 
 def _to_tool(tool: ToolParam, where: str) -> dict[str, Any]:
@@ -284,4 +331,4 @@ def _read_input(call: ToolCall) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + to_json({"type": kind, **fields}) + b"\n\n"
+    return render_event({"type": kind, **fields}, kind)

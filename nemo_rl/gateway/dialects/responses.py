@@ -8,10 +8,20 @@ import time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import to_json
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.dialects.common import (
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoiceBody,
+    choose_guide,
+    extra_fields,
+    join_text,
+    read_tool_choice,
+    reject_fields,
+    render_event,
+)
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
 from nemo_rl.types import Message, Role, ToolCall
@@ -19,7 +29,7 @@ from nemo_rl.types import Message, Role, ToolCall
 REJECTED_FIELDS = frozenset({"background", "conversation", "prompt"})
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
 IGNORED_FIELDS |= {"include", "truncation", "prompt_cache_retention"}  # silently: they change nothing here
-TEXT_TYPES = ("input_text", "output_text", "text")
+FORMAT_FIELD = "text.format"
 
 
 class Part(Body):
@@ -33,23 +43,23 @@ class Item(Body):
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of a called function
     arguments: str | None = None
     output: str | list[Part] | None = None
 
 
 class FunctionTool(Body):
+    """A function, or a namespace of functions."""
+
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-
-
-class TextFormat(Body):
-    type: str
+    tools: "list[FunctionTool] | None" = None
 
 
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class ResponsesRequest(Body):
@@ -60,32 +70,34 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=1_000)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(gt=0)] | None = None
     text: TextOptions | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
     stream: bool | None = None
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        extra = {name for name, value in (self.model_extra or {}).items() if value not in (None, False, [], {})}
-        for name in sorted(REJECTED_FIELDS & extra):
-            raise make_unsupported_error(name, f"{name} is not supported by this server")
-        if self.tool_choice not in (None, "auto", "none"):
-            text = "tool_choice must be 'auto' or 'none': the policy decides what it samples"
-            raise make_unsupported_error("tool_choice", text)
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            text = "text.format.type must be 'text': the policy decides what it samples"
-            raise make_unsupported_error("text.format.type", text)
+        extra = extra_fields(self)
+        reject_fields(extra, REJECTED_FIELDS)
+        tools = tuple(each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}"))
+        choice = read_tool_choice(self.tool_choice, [tool["function"]["name"] for tool in tools])
+        by_format = None
+        if self.text is not None and self.text.format is not None:
+            by_format = self.text.format.guide(FORMAT_FIELD)
         instructions = () if self.instructions is None else (Message("system", self.instructions),)
         return CallRequest(
             (*instructions, *_to_messages(self.input)),
-            tuple(_to_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ())),
-            parses_tool_calls=self.tool_choice != "none",
+            tools,
+            parses_tool_calls=choice.parses_calls,
+            forcing_field="tool_choice" if choice.is_forced else None,
+            guide=choose_guide(by_format, self.structured_outputs, FORMAT_FIELD),
+            guide_field=FORMAT_FIELD if self.structured_outputs is None else "structured_outputs",
             model=self.model,
             max_tokens=self.max_output_tokens,
             stream=bool(self.stream),
-            ignored_fields=frozenset(extra - IGNORED_FIELDS),
+            ignored_fields=frozenset(extra.keys() - IGNORED_FIELDS),
             id_prefix="resp_",
             previous_id=self.previous_response_id,
             is_kept=True,
@@ -100,7 +112,8 @@ class ResponsesRequest(Body):
             "max_output_tokens": self.max_output_tokens,
             "metadata": (self.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "tool_choice": self.tool_choice or "auto",
+            "tool_choice": _as_written(self.tool_choice) or "auto",
+            "text": _as_written(self.text) or {"format": {"type": "text"}},
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()],
             "temperature": None,
             "top_p": None,
@@ -119,7 +132,7 @@ class Responses:
         output = [_reasoning_item(f"rs_{unique}", response.reasoning)] if response.reasoning else []
         if response.message.content or not response.message.tool_calls:
             output.append(_message_item(f"msg_{unique}", response.message.content))
-        output += [_call_item(f"fc_{unique}_{i}", each) for i, each in enumerate(response.message.tool_calls)]
+        output += [_call_item(f"fc_{unique}_{i}", each, call) for i, each in enumerate(response.message.tool_calls)]
         return _finished(_head(call, answer.completion_id, answer.model), answer, output)
 
     def open_stream(self, call: CallRequest) -> "ItemStream":
@@ -191,13 +204,13 @@ class ItemStream:
     def _call_events(self, call: ToolCall) -> bytes:
         events = self._close()
         unique, index = self._head["id"].removeprefix(self._call.id_prefix), len(self._output)
-        item = _call_item(f"fc_{unique}_{index}", call)
+        item = _call_item(f"fc_{unique}_{index}", call, self._call)
         self._output.append(item)
         where = {"output_index": index, "item_id": item["id"]}
         empty = {**item, "arguments": "", "status": "in_progress"}
         events += self._event("response.output_item.added", output_index=index, item=empty)
         events += self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
-        done = {"arguments": call.arguments, "name": call.name}
+        done = {"arguments": call.arguments, "name": item["name"]}
         events += self._event("response.function_call_arguments.done", **done, **where)
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
@@ -208,7 +221,7 @@ class ItemStream:
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return f"event: {kind}\ndata: ".encode() + to_json(body) + b"\n\n"
+        return render_event(body, kind)
 
 
 def _to_messages(items: str | list[Item]) -> list[Message]:
@@ -224,10 +237,10 @@ def _to_messages(items: str | list[Item]) -> list[Message]:
             is_open = True
             continue
         if item.type == "message" and item.role == "assistant":
-            new = Message("assistant", _join(item.content, f"{where}.content", ""))
+            new = Message("assistant", join_text(item.content, f"{where}.content", ""))
         elif item.type == "function_call":
-            call = ToolCall(*(_required(item, name, where) for name in ("call_id", "name", "arguments")))
-            new = Message("assistant", "", (call,))
+            call_id, name, arguments = (_required(item, key, where) for key in ("call_id", "name", "arguments"))
+            new = Message("assistant", "", (ToolCall(call_id, _full_name(item.namespace, name), arguments),))
         else:
             messages.append(_to_other_message(item, where))
             is_open = False
@@ -245,14 +258,14 @@ def _to_other_message(item: Item, where: str) -> Message:
         if item.output is None:
             raise make_missing_error(f"{where}.output")
         call_id = _required(item, "call_id", where)
-        return Message("tool", _join(item.output, f"{where}.output", "\n"), tool_call_id=call_id)
+        return Message("tool", join_text(item.output, f"{where}.output"), tool_call_id=call_id)
     if item.type != "message":
         text = f"{where}.type: items of type {item.type!r} are not supported"
         raise make_unsupported_error(f"{where}.type", text)
     if item.content is None:
         raise make_missing_error(f"{where}.content")
     role: Role = "system" if _required(item, "role", where) in ("system", "developer") else "user"
-    return Message(role, _join(item.content, f"{where}.content", "\n"))
+    return Message(role, join_text(item.content, f"{where}.content"))
 
 
 def _required(item: Item, name: str, where: str) -> str:
@@ -262,22 +275,25 @@ def _required(item: Item, name: str, where: str) -> str:
     return str(value)
 
 
-def _join(content: str | list[Part] | None, where: str, separator: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    for i, part in enumerate(content):
-        if part.type not in TEXT_TYPES or part.text is None:
-            text = f"{where}.{i}.type: content of type {part.type!r} is not supported: this policy reads text"
-            raise make_unsupported_error(f"{where}.{i}.type", text)
-    return separator.join(part.text or "" for part in content)
+def _as_written(value: Body | str | None) -> Any:
+    return value.model_dump(exclude_unset=True, by_alias=True) if isinstance(value, Body) else value
 
 
-def _to_tool(tool: FunctionTool, where: str) -> dict[str, Any]:
-    if tool.type != "function":
+def _to_tools(tool: FunctionTool, where: str, namespace: str | None = None) -> list[dict[str, Any]]:
+    """Return a tool as the template renders it; a namespace's functions have its name before theirs."""
+    if tool.type not in ("function", "namespace") or (tool.type == "namespace" and namespace is not None):
         raise make_unsupported_error(f"{where}.type", f"{where}.type: tools of type {tool.type!r} are not supported")
     if not tool.name:
         raise make_missing_error(f"{where}.name")
-    return {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
+    if tool.type == "namespace":
+        inner = enumerate(tool.tools or ())
+        return [each for i, one in inner for each in _to_tools(one, f"{where}.tools.{i}", tool.name)]
+    function = tool.model_dump(exclude_unset=True, exclude={"type"})
+    return [{"type": "function", "function": {**function, "name": _full_name(namespace, tool.name)}}]
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def _head(call: CallRequest, response_id: str, model: str) -> dict[str, Any]:
@@ -305,6 +321,9 @@ def _message_item(item_id: str, text: str) -> dict[str, Any]:
     return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
-def _call_item(item_id: str, call: ToolCall) -> dict[str, Any]:
-    head = {"id": item_id, "type": "function_call", "call_id": call.id, "status": "completed"}
-    return {**head, "name": call.name, "arguments": call.arguments}
+def _call_item(item_id: str, tool_call: ToolCall, call: CallRequest) -> dict[str, Any]:
+    head = {"id": item_id, "type": "function_call", "call_id": tool_call.id, "status": "completed"}
+    namespace, dot, name = tool_call.name.partition(".")
+    if dot and any(tool["type"] == "namespace" and tool["name"] == namespace for tool in call.echoed["tools"]):
+        return {**head, "namespace": namespace, "name": name, "arguments": tool_call.arguments}
+    return {**head, "name": tool_call.name, "arguments": tool_call.arguments}

@@ -36,6 +36,13 @@ def test_ids_of_calls_are_nine_letters_or_digits_and_follow_the_seed():
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in call_ids)
 
 
+def test_a_closing_tag_counts_where_the_prompt_or_the_response_opened_the_thinking():
+    ids = tokens_of("qwen3", "so</think>4")
+    assert codec_of("qwen3").read(ids, ReadingRules("1", is_thinking=True)).reasoning == "so"
+    response = codec_of("qwen3").read(ids, ReadingRules("1"))
+    assert (response.message.content, response.reasoning) == ("so</think>4", None)
+
+
 def test_without_tools_or_parsers_calls_and_thinking_stay_text():
     text = f"<think>sum</think>{CALL_TEXT}"
     ids = tokens_of("qwen3", text)

@@ -19,6 +19,7 @@ from tests.unit.gateway.engines import (
     TOOL,
     SpeakingGeneration,
     codec_of,
+    text_of,
     tokens_of,
 )
 from tests.unit.gateway.test_server import HI, call_of, client_of, eventually, serve
@@ -156,6 +157,8 @@ def deltas_of(text: str, *, size: int = 1, stop_strings: tuple[str, ...] = (), i
         "Zürich 東京 🦜 done",
         "<think>so</think>\n\n4",
         "<think>cut off",
+        "never opened</think>\n\n4",
+        f"never opened</think> {CALL_TEXT}",
         "<thinking is not it",
         f"a <b {CALL_TEXT}",
         f"<think>sum</think>\nLet me.\n{CALL_TEXT}{CALL_TEXT}",
@@ -207,3 +210,43 @@ def test_tools_are_rendered_alike_whatever_the_choice():
 
     generation = speaking()
     serve(generation, use)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_of_a_namespace_is_called_by_both_names_and_its_item_continues_the_history(stream: bool) -> None:
+    def speak(request: GenerationRequest, prompt: str) -> str:
+        if "<tool_response>" in prompt:
+            return "done"
+        return '<tool_call>\n{"name": "files.read", "arguments": {}}\n</tool_call>'
+
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        tools: Any = [{"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}]
+        async with client_of(server.session_url(session_id)) as client:
+            ask: dict[str, Any] = {"model": "m", "tools": tools, "stream": stream}
+            items: list[Any] = [{"role": "user", "content": "hi"}]
+            for _ in range(2):
+                done: Any = await client.responses.create(input=items, **ask)
+                if stream:
+                    done = [event async for event in done][-1].response
+                items += [item.to_dict() for item in done.output]
+                calls = [item for item in done.output if item.type == "function_call"]
+                outputs = [{"type": "function_call_output", "call_id": c.call_id, "output": "x"} for c in calls]
+                items += outputs
+        assert (items[1]["namespace"], items[1]["name"]) == ("files", "read")
+        assert '"name": "files.read"' in text_of("qwen3", generation.requests[0].token_ids)
+        (chain,) = server.close_session(session_id).chains()
+        assert [m.is_generated for m in chain.message_log] == [False, True, False, True]
+
+    generation = SpeakingGeneration("qwen3", speak)
+    serve(generation, use)
+
+
+def test_edits_of_the_context_that_keep_everything_are_accepted():
+    async def use(server: GatewayServer) -> None:
+        async with anthropic_client(f"{server.base_url}/sessions/{server.open_session()}") as client:
+            edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+            kept = await client.messages.create(**ASK, extra_body={"context_management": edits})
+            assert kept.stop_reason == "end_turn"
+
+    serve(speaking(), use)

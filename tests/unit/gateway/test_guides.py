@@ -12,6 +12,41 @@ from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, started
 from tests.unit.gateway.test_server import call_of
 
 HI = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "string"}
+AS_SCHEMA = Guide("json_schema", '{"type": "string"}')
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
+GUIDED: list[tuple[str, dict[str, Any], str, Guide]] = [  # path, fields, the field that an error names
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", Guide("json_object")),
+    (CHAT, {"structured_outputs": {"regex": "[0-9]+"}}, "structured_outputs", Guide("regex", "[0-9]+")),
+    (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format", Guide("json_object")),
+    (RESPONSES, {"text": {"format": {**FORMAT, "name": "s", "strict": True}}}, "text.format", AS_SCHEMA),
+    (RESPONSES, {"structured_outputs": {"regex": "[0-9]+"}}, "structured_outputs", Guide("regex", "[0-9]+")),
+    (MESSAGES, {"output_config": {"format": FORMAT, "effort": "low"}}, "output_config.format", AS_SCHEMA),
+    (MESSAGES, {"output_format": FORMAT}, "output_format", AS_SCHEMA),
+]
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+NAMED = {"type": "function", "name": "f"}
+CHAT_TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": {"name": "g"}}]
+RESPONSES_TOOLS = [{"type": "function", **FUNCTION}, {"type": "function", "name": "g"}]
+MESSAGES_TOOLS = [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]
+NESTED = {"type": "function", "function": {"name": "f"}}
+FORCED: list[tuple[str, Any, Any]] = [  # path, tools, tool_choice
+    (CHAT, CHAT_TOOLS, "required"),
+    (CHAT, CHAT_TOOLS, NESTED),
+    (CHAT, CHAT_TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NESTED]}}),
+    (CHAT, CHAT_TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": CHAT_TOOLS}}),
+    (RESPONSES, RESPONSES_TOOLS, "required"),
+    (RESPONSES, RESPONSES_TOOLS, NAMED),
+    (RESPONSES, RESPONSES_TOOLS, {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}),
+    (MESSAGES, MESSAGES_TOOLS, {"type": "any"}),
+    (MESSAGES, MESSAGES_TOOLS, {"type": "tool", "name": "f"}),
+]
+FREE: list[tuple[str, Any, Any]] = [
+    (CHAT, CHAT_TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CHAT_TOOLS}}),
+    (RESPONSES, RESPONSES_TOOLS, {"type": "allowed_tools", "mode": "auto", "tools": RESPONSES_TOOLS}),
+    (MESSAGES, MESSAGES_TOOLS, {"type": "auto", "disable_parallel_tool_use": True}),
+]
 GUIDES: list[tuple[dict[str, Any], Guide]] = [
     ({"response_format": {"type": "json_object"}}, Guide("json_object")),
     (
@@ -41,6 +76,12 @@ def use(body: Callable[[GatewayServer, SpeakingGeneration], Awaitable[None]], **
             await server.close()
 
     asyncio.run(main())
+
+
+async def ask_at(server: GatewayServer, session: str, path: str, **fields: Any) -> tuple[int, Any]:
+    """Ask in one of the APIs; `path` names it."""
+    body = {"model": "m", "input": "hi"} if path == RESPONSES else {"model": "m", "messages": [HI], "max_tokens": 8}
+    return await call_of(server, "POST", f"/sessions/{session}/v1/{path}", json={**body, **fields})
 
 
 async def ask(server: GatewayServer, session: str, **fields: Any) -> tuple[int, Any]:
@@ -105,5 +146,53 @@ def test_malformed_constraints_are_400() -> None:
             assert status == 400, fields
             assert answer["error"]["param"].split(".")[0] in fields, answer
         assert not generation.requests
+
+    use(body)
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "guide"), GUIDED)
+def test_each_api_has_its_own_field_for_a_constraint(
+    path: str, fields: dict[str, Any], param: str, guide: Guide
+) -> None:
+    async def served(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask_at(server, server.open_session(trains=False), path, **fields)
+        assert status == 200, answer
+        assert generation.requests[-1].sampling.guide == guide
+        status, answer = await ask_at(server, server.open_session(), path, **fields)
+        assert status == 400
+        assert "masked distribution" in answer["error"]["message"]
+        assert answer["error"].get("param", answer["error"]["message"].split(":")[0]) == param
+        if path == MESSAGES:  # counting tokens samples none
+            assert (await ask_at(server, server.open_session(), f"{path}/count_tokens", **fields))[0] == 200
+
+    use(served)
+
+
+@pytest.mark.parametrize(("path", "tools", "choice"), FORCED)
+def test_a_demand_for_a_call_is_refused_or_left_to_the_policy(path: str, tools: Any, choice: Any) -> None:
+    async def refused(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask_at(server, server.open_session(), path, tools=tools, tool_choice=choice)
+        assert status == 400
+        assert answer["error"]["message"].startswith("tool_choice")
+        assert "gateway.forced_tool_choice" in answer["error"]["message"]
+        assert not generation.requests
+
+    async def left(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session()
+        assert (await ask_at(server, session, path, tools=tools, tool_choice=choice))[0] == 200
+        assert (await ask_at(server, session, path, tools=tools))[0] == 200
+        first, second = generation.requests
+        assert first.token_ids == second.token_ids
+        assert first.sampling == second.sampling
+        assert masks(server, session) == [[False, True]]
+
+    use(refused)
+    use(left, forced_tool_choice="auto")
+
+
+@pytest.mark.parametrize(("path", "tools", "choice"), FREE)
+def test_a_choice_among_all_tools_is_no_demand(path: str, tools: Any, choice: Any) -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        assert (await ask_at(server, server.open_session(), path, tools=tools, tool_choice=choice))[0] == 200
 
     use(body)
