@@ -1,0 +1,209 @@
+"""One agent framework in a session of two questions with tools; frameworks.py runs it with an interpreter of its own.
+
+python framework_clients.py NAME    with the session's URL in OPENAI_BASE_URL; the last line is the answers as JSON
+
+The frameworks are used as their manuals show them: nothing here knows the gateway but its address.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+SYSTEM = "You are a calculator. Use the tools."
+QUESTIONS = ("What is (3 + 4) * 5?", "Double it, and what is 1 + 2?")
+MODEL = "policy"
+BASE_URL = os.environ.get("OPENAI_BASE_URL", "")
+KEY = os.environ.get("OPENAI_API_KEY", "unused")
+
+Answers = list[str]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a * b
+
+
+TOOLS: Mapping[str, Callable[[int, int], int]] = {"add": add, "multiply": multiply}
+
+
+async def openai_agents(*, api: str, stream: bool) -> Answers:
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    make = OpenAIResponsesModel if api == "responses" else OpenAIChatCompletionsModel
+    model = make(model=MODEL, openai_client=AsyncOpenAI(base_url=BASE_URL, api_key=KEY))
+    agent = Agent(name="calculator", instructions=SYSTEM, model=model, tools=[function_tool(f) for f in TOOLS.values()])
+    answers, history = [], []
+    for question in QUESTIONS:
+        asked = [*history, {"role": "user", "content": question}]
+        if stream:
+            result = Runner.run_streamed(agent, asked)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await Runner.run(agent, asked)
+        history = result.to_input_list()
+        answers.append(str(result.final_output))
+    return answers
+
+
+async def langgraph(*, api: str, stream: bool) -> Answers:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    model = ChatOpenAI(
+        model=MODEL, base_url=BASE_URL, api_key=KEY, use_responses_api=api == "responses", streaming=stream
+    )
+    agent = create_react_agent(model, [tool(f) for f in TOOLS.values()], prompt=SYSTEM)
+    state: dict[str, Any] = {"messages": []}
+    answers = []
+    for question in QUESTIONS:
+        state = await agent.ainvoke({"messages": [*state["messages"], ("user", question)]})
+        answers.append(str(state["messages"][-1].text))
+    return answers
+
+
+async def smolagents(*, api: str, stream: bool) -> Answers:
+    from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+    model = OpenAIModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY)
+    agent = ToolCallingAgent(
+        tools=[tool(f) for f in TOOLS.values()], model=model, instructions=SYSTEM, stream_outputs=stream
+    )
+    agent.logger.level = -1
+    return [str(await asyncio.to_thread(agent.run, question, reset=i == 0)) for i, question in enumerate(QUESTIONS)]
+
+
+async def pydantic_ai(*, api: str, stream: bool) -> Answers:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model: Any
+    if api == "messages":
+        model = AnthropicModel(MODEL, provider=AnthropicProvider(base_url=BASE_URL, api_key=KEY))
+    else:
+        make = OpenAIResponsesModel if api == "responses" else OpenAIChatModel
+        model = make(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key=KEY))
+
+    async def read(context: Any, events: Any) -> None:
+        async for _ in events:
+            pass
+
+    agent = Agent(model, system_prompt=SYSTEM, tools=list(TOOLS.values()))
+    answers, history = [], None
+    for question in QUESTIONS:
+        result = await agent.run(question, message_history=history, event_stream_handler=read if stream else None)
+        answers.append(str(result.output))
+        history = result.all_messages()
+    return answers
+
+
+NUMBER = {"type": "integer"}
+PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+FUNCTIONS = [{"name": name, "description": f"{name} numbers", "parameters": PARAMETERS} for name in TOOLS]
+
+
+def call_tool(name: str, arguments: str) -> str:
+    return str(TOOLS[name](**json.loads(arguments)))
+
+
+async def litellm(*, api: str, stream: bool) -> Answers:
+    """Run the loop of tools here: LiteLLM is a client, not an agent."""
+    import litellm as client
+
+    client.suppress_debug_info = True
+    if api == "responses":
+        return await litellm_responses(stream=stream)
+    prefix, base = ("openai", BASE_URL) if api == "chat" else ("anthropic", BASE_URL.removesuffix("/v1"))
+    target = {"model": f"{prefix}/{MODEL}", "api_base": base, "api_key": KEY, "max_tokens": 512}
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    answers = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        while True:
+            done: Any = await client.acompletion(messages=messages, tools=tools, stream=stream, **target)
+            if stream:
+                done = client.stream_chunk_builder([chunk async for chunk in done], messages=messages)
+            said = done.choices[0].message
+            messages.append(said.model_dump(exclude_none=True))
+            if not said.tool_calls:
+                answers.append(said.content)
+                break
+            for call in said.tool_calls:
+                result = call_tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return answers
+
+
+async def litellm_responses(*, stream: bool) -> Answers:
+    import litellm as client
+
+    target = {"model": f"openai/{MODEL}", "api_base": BASE_URL, "api_key": KEY, "instructions": SYSTEM}
+    tools = [{"type": "function", **function} for function in FUNCTIONS]
+    previous, answers = None, []
+    for question in QUESTIONS:
+        items: list[Any] = [{"role": "user", "content": question}]
+        while items:
+            done: Any = await client.aresponses(
+                input=items, tools=tools, stream=stream, previous_response_id=previous, **target
+            )
+            if stream:
+                done = [event async for event in done][-1].response
+            previous = done.id
+            calls = [item for item in done.output if item.type == "function_call"]
+            items = [
+                {"type": "function_call_output", "call_id": c.call_id, "output": call_tool(c.name, c.arguments)}
+                for c in calls
+            ]
+        answers.append("".join(p.text for item in done.output if item.type == "message" for p in item.content))
+    return answers
+
+
+CLIENTS: dict[str, Callable[[], Awaitable[Answers]]] = {
+    f"{run.__name__.replace('_', '-')}:{api}{':stream' if stream else ''}": partial(run, api=api, stream=stream)
+    for run, apis in (
+        (openai_agents, ("chat", "responses")),
+        (langgraph, ("chat", "responses")),
+        (smolagents, ("chat",)),
+        (pydantic_ai, ("chat", "responses", "messages")),
+        (litellm, ("chat", "responses", "messages")),
+    )
+    for api in apis
+    for stream in (False, True)
+}
+
+if __name__ == "__main__":
+    answers = asyncio.run(CLIENTS[sys.argv[1]]())
+    print(f"\n{json.dumps(answers)}")  # after what the framework may have written
