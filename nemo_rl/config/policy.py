@@ -260,6 +260,10 @@ class GenerationConfig(SamplingConfig):
     def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
         """Raise ConfigError where the engine cannot run under `layout`."""
 
+    def for_layout(self, layout: "Layout", *, collects_in_background: bool) -> "GenerationConfig":
+        """Return the section with the keys set that depend on `layout` and were left to it."""
+        return self
+
 
 class TokenizerConfig(Section):
     name: str | None = None  # None: policy.model_name

@@ -98,6 +98,7 @@ class Job:
             if isinstance(cluster := getattr(config, "cluster", None), ClusterConfig):
                 os.environ.update(cluster.environment)  # inherited by every process that the run starts
             _check_restarts(config)
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once; vLLM warns on a thread here
             with heartbeat.beating():
                 return self.run(config, _continue_command(parsed, program))
         sys.stdout.write(resolved_yaml(config) + self.plan(config))

@@ -79,7 +79,8 @@ def engines(engine_loop: asyncio.Runner, tiny_models: dict[str, Path]) -> Iterat
 def start(runner: asyncio.Runner, kind: str, model_path: str) -> Any:
     if kind == "hf":
         return HFGeneration(model_path, max_batch_size=4)
-    return runner.run(VllmGeneration.create(section(), EngineModel(model_path, "float32", MAX_MODEL_LEN, "cpu")))
+    engine = section(in_process=kind == "vllm in process")
+    return runner.run(VllmGeneration.create(engine, EngineModel(model_path, "float32", MAX_MODEL_LEN, "cpu")))
 
 
 @pytest.fixture(scope="session")

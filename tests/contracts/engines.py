@@ -39,8 +39,8 @@ def save_tiny_model(directory: Path, *, tied: bool) -> Path:
     return directory
 
 
-def section(**vllm_kwargs: Any) -> VllmGenerationConfig:
-    cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16)
+def section(*, in_process: bool = False, **vllm_kwargs: Any) -> VllmGenerationConfig:
+    cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16, in_process=in_process)
     kwargs = {"worker_extension_cls": "tests.contracts.worker_extension.LoadingWithSkippableRepair", **vllm_kwargs}
     return VllmGenerationConfig(vllm_cfg=cfg, vllm_kwargs=kwargs)
 

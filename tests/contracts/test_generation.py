@@ -18,7 +18,7 @@ from tests.contracts.test_weight_sync import published
 PROMPTS = [(5, 6, 7), (100,), tuple(range(40, 90)), (5, 6, 8), (299, 0, 1), (7, 7, 7, 7, 7)]
 
 
-@pytest.fixture(params=["hf", "vllm"])
+@pytest.fixture(params=["hf", "vllm", "vllm in process"])
 def engine(request: pytest.FixtureRequest, engines: Any, engine_loop: asyncio.Runner) -> Any:
     """Each test starts from the model's own weights."""
     engine = engines(request.param, "tied")
@@ -172,8 +172,9 @@ def test_calls_that_overlap_are_all_answered(engine_loop, engine):
     assert together[3]["3"].token_ids == alone["3"].token_ids
 
 
-def test_request_without_an_answer_fails_at_its_deadline(engine_loop, engines):
-    engine = engines("vllm", "tied")
+@pytest.mark.parametrize("kind", ["vllm", "vllm in process"])
+def test_request_without_an_answer_fails_at_its_deadline(engine_loop, engines, kind):
+    engine = engines(kind, "tied")
 
     async def main():
         await engine._engine.pause_generation(mode="keep")

@@ -42,16 +42,16 @@ def model(tokenizer: Any) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).float().eval()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[False, True], ids=["own process", "in process"])
 def engine_and_loop(
-    model: Qwen2ForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: Qwen2ForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VllmGeneration, asyncio.Runner]]:
     directory: Path = tmp_path_factory.mktemp("guided")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     with asyncio.Runner() as loop:
         made = EngineModel(str(directory), "float32", MAX_MODEL_LEN, "cpu")
-        engine = loop.run(VllmGeneration.create(section(), made))
+        engine = loop.run(VllmGeneration.create(section(in_process=request.param), made))
         yield engine, loop
         loop.run(engine.close())
 

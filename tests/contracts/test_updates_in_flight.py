@@ -29,7 +29,7 @@ def model_of(weight_version: int) -> Any:
     return MODELS[weight_version % len(MODELS)]
 
 
-@pytest.fixture(params=["hf", "vllm"])
+@pytest.fixture(params=["hf", "vllm", "vllm in process"])
 def engine(request: pytest.FixtureRequest, engines: Any, engine_loop: asyncio.Runner) -> Any:
     """It starts with weights 0."""
     engine = engines(request.param, "tied")

@@ -13,7 +13,7 @@ from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 PROBES = [(5, 6, 7, 8), (250, 3), (11, 12, 13, 14, 15, 16), (1, 99)]
-KINDS = [("hf", "tied"), ("hf", "untied"), ("vllm", "tied"), ("vllm", "untied")]
+KINDS = [("hf", "tied"), ("hf", "untied"), ("vllm", "tied"), ("vllm", "untied"), ("vllm in process", "tied")]
 
 
 def published(

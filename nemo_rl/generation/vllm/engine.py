@@ -1,4 +1,4 @@
-"""vLLM as `interfaces.Generation`: one engine in a process of its own, the same code on a CPU and on CUDA.
+"""vLLM as `interfaces.Generation`: one engine, in a process of its own (CPU and CUDA) or on a thread of this one (CPU).
 
 Prompts go in as token ids; sampled ids and their log-probs come out. Nothing is tokenized here, and text is made only
 for requests with stop strings.
@@ -11,18 +11,19 @@ import math
 import os
 import random
 import secrets
+import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
 from nemo_rl.generation.requests import as_completed, structured_outputs
-from nemo_rl.generation.vllm.entry import VllmGenerationConfig
+from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
 from nemo_rl.interfaces import DeviceWeights, EnginePart, WeightChunks, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from nemo_rl.generation.engines import EngineModel
+    from nemo_rl.generation.vllm.core_thread import InProcessEngine
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +66,19 @@ CPU_ENV = {
 
 
 class VllmGeneration:
-    """Samples with vLLM's AsyncLLM. All calls are made from the event loop that `create` ran in.
+    """Samples with vLLM's AsyncLLM or an InProcessEngine. All calls are made from the event loop that `create` ran in.
 
     A request that vLLM refuses is a FailedRequest; when the engine has died, GenerationError is raised for all running
     and all later requests. The other calls raise it too, also when the engine does not answer them in `control_s`.
     """
 
     def __init__(
-        self, engine: "AsyncLLM", section: VllmGenerationConfig, *, device: str, control_s: float = CONTROL_S
+        self,
+        engine: "AsyncLLM | InProcessEngine",
+        section: VllmGenerationConfig,
+        *,
+        device: str,
+        control_s: float = CONTROL_S,
     ) -> None:
         """Use `create`."""
         from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
@@ -105,14 +112,18 @@ class VllmGeneration:
     ) -> "VllmGeneration":
         """Start the engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start.
 
-        The engine's process is spawned and imports the main module again: scripts need the `__main__` guard.
+        With `vllm_cfg.in_process` it starts on a thread; else its process is spawned and imports the main module again:
+        scripts need the `__main__` guard.
         """
         with importing_vllm(model.device, start_timeout_s):
             engine = start_engine(section, model)
             generation = cls(engine, section, device=model.device)
             try:
                 async with generation._engine_deadline("start"):
-                    await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
+                    if section.vllm_cfg.in_process:
+                        await cast("InProcessEngine", engine).start()
+                    else:
+                        await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
@@ -265,12 +276,14 @@ def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[No
     Environment and global random states are put back at the end: vLLM seeds them.
     """
     added = environment(device, start_timeout_s=start_timeout_s)
+    quiet = warnings.catch_warnings(action="ignore")  # as PYTHONWARNINGS does for a process of its own
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.environ.update(added)
     for logger in ("vllm", "torch.utils.cpp_extension"):
         logging.getLogger(logger).setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     try:
-        yield
+        with quiet:
+            yield
     finally:
         for name in added:
             os.environ.pop(name, None)
@@ -279,12 +292,13 @@ def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[No
         torch.set_rng_state(states[2])
 
 
-def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncLLM":
+def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncLLM | InProcessEngine":
     """Start an engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
 
+    if section.vllm_cfg.in_process and model.device != "cpu":
+        raise ConfigError(IN_PROCESS_KEY, True, f"the device is {model.device}; allowed: false, or policy.device: cpu")
     arguments = engine_arguments(section, model)
     # The sizes of batches that vLLM chooses by the device are those of its offline class, for the highest throughput.
     context = None if model.device == "cpu" else UsageContext.LLM_CLASS
@@ -296,6 +310,12 @@ def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncL
             key, section.vllm_kwargs or section.vllm_cfg.model_dump(), f"vLLM refuses: {error}"
         ) from error
     try:
+        if section.vllm_cfg.in_process:
+            from nemo_rl.generation.vllm.core_thread import InProcessEngine
+
+            return InProcessEngine(config)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except Exception as error:
         raise GenerationError(f"vLLM did not start with {model.model_path}: {error}") from error
@@ -363,7 +383,7 @@ def has_tokenizer(model_path: str) -> bool:
 
 
 def _engine_dead_error() -> GenerationError:
-    return GenerationError("vLLM's engine process has died; its log tells why")
+    return GenerationError("vLLM's engine has died; its log, or the cause of this error, tells why")
 
 
 def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """The engine `vllm`: its section of `policy.generation`, its checks and its start. Loads neither vLLM nor torch."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from nemo_rl.interfaces import Generation
 
 
+IN_PROCESS_KEY = "policy.generation.vllm_cfg.in_process"
+PARALLEL_ARGUMENTS = {  # of vLLM, which may start processes
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+}
+
+
 class VllmConfig(Section):
     """`policy.generation.vllm_cfg`, under NeMo-RL's names."""
 
@@ -32,6 +42,8 @@ class VllmConfig(Section):
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
     enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
     enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
+    # on a thread of the driver's process, CPU only; None: true where it takes turns with the trainer on one CPU
+    in_process: bool | None = None
     seed_requests: bool | None = None  # a seed for each request: repeatable samples; None: true on a CPU, not on CUDA
 
     def seeds_requests(self, device: str) -> bool:
@@ -103,6 +115,27 @@ class VllmGenerationConfig(GenerationConfig):
                 "rollouts are collected during training, and a colocated engine would sleep then; allowed: false, "
                 "or policy.generation.colocated.enabled: false",
             )
+        if self.vllm_cfg.in_process and (layout.device == "cuda" or layout.needs_cluster):
+            problem = f"the engine would run in a worker on {layout.device}; allowed: false, or one process on a CPU"
+            raise ConfigError(IN_PROCESS_KEY, True, problem)
+
+    def for_layout(self, layout: "Layout", *, collects_in_background: bool) -> "VllmGenerationConfig":
+        """Return the section with `vllm_cfg.in_process` set: true where engine and trainer take turns on one CPU.
+
+        vLLM binds the memory of its process to one NUMA node, so a machine with several keeps a process for it.
+        """
+        if self.vllm_cfg.in_process is not None:
+            return self
+        in_process = (
+            layout.device == "cpu"
+            and not layout.needs_cluster
+            and not collects_in_background
+            and not self.in_actor
+            and self.vllm_cfg.tensor_parallel_size == 1
+            and not self.vllm_kwargs.keys() & PARALLEL_ARGUMENTS
+            and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) <= 1
+        )
+        return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"in_process": in_process})})
 
 
 def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConfig") -> None:
@@ -111,6 +144,13 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
     if section.max_model_len is not None and section.max_model_len < total:
         problem = f"must be at least policy.max_total_sequence_length = {total}"
         raise ConfigError(f"{key}.vllm_cfg.max_model_len", section.max_model_len, problem)
+    if not section.vllm_cfg.in_process:
+        return
+    if section.in_actor or (section.num_replicas or 1) > 1 or section.vllm_cfg.tensor_parallel_size > 1:
+        problem = "engines in actors, and several processes of one engine, are not in the driver's; allowed: false"
+        raise ConfigError(IN_PROCESS_KEY, True, problem)
+    if parallel := sorted(section.vllm_kwargs.keys() & PARALLEL_ARGUMENTS):
+        raise ConfigError(IN_PROCESS_KEY, True, f"vllm_kwargs.{parallel[0]} needs processes; allowed: false")
 
 
 async def make_vllm(

@@ -1,6 +1,8 @@
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import engine_arguments, environment, importing_vllm, start_engine
-from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
+from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig, check_vllm
 from tests.contracts.engines import save_tiny_model
 
 
@@ -83,6 +85,49 @@ def test_logits_of_a_cuda_engine_are_float32_unless_the_user_says_otherwise():
     }
     kept = arguments("cuda", vllm_kwargs={"hf_overrides": {"head_dtype": "model"}})
     assert kept["hf_overrides"] == {"head_dtype": "model"}
+
+
+def chosen_process(*, in_background: bool = False, device: str = "cpu", needs_cluster: bool = False, **section):
+    layout: Any = SimpleNamespace(device=device, needs_cluster=needs_cluster)
+    made = VllmGenerationConfig(**section).for_layout(layout, collects_in_background=in_background)
+    return made.vllm_cfg.in_process
+
+
+def test_engine_is_in_the_trainers_process_where_they_take_turns_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "node0"]))
+    assert chosen_process() is True
+    assert chosen_process(device="cuda") is False
+    assert chosen_process(needs_cluster=True) is False
+    assert chosen_process(in_background=True) is False
+    assert chosen_process(in_actor=True) is False
+    assert chosen_process(vllm_kwargs={"data_parallel_size": 2}) is False
+    assert chosen_process(vllm_cfg=VllmConfig(in_process=False)) is False
+    assert chosen_process(vllm_cfg=VllmConfig(in_process=True), in_background=True) is True
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "node0", self / "node1"]))
+    assert chosen_process() is False
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"in_actor": True}, "actors"),
+        ({"num_replicas": 2}, "actors"),
+        ({"vllm_kwargs": {"data_parallel_size": 2}}, "data_parallel_size"),
+    ],
+)
+def test_engine_in_the_trainers_process_is_one(section, named):
+    config: Any = SimpleNamespace(policy=SimpleNamespace(max_total_sequence_length=64))
+    section = VllmGenerationConfig(vllm_cfg=VllmConfig(in_process=True), **section)
+    with pytest.raises(ConfigError, match=rf"vllm_cfg\.in_process.*{named}"):
+        check_vllm("policy.generation", section, config)
+
+
+@pytest.mark.parametrize(("device", "needs_cluster"), [("cuda", False), ("cpu", True)])
+def test_engine_in_the_trainers_process_needs_its_cpu(device: str, needs_cluster: bool):
+    layout: Any = SimpleNamespace(device=device, needs_cluster=needs_cluster, is_split=False)
+    section = VllmGenerationConfig(vllm_cfg=VllmConfig(in_process=True))
+    with pytest.raises(ConfigError, match=r"vllm_cfg\.in_process"):
+        section.check_layout(layout, collects_in_background=False)
 
 
 def test_environment_and_random_states_are_put_back(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,367 @@
+"""vLLM's engine core on a thread of this process, for a CPU that engine and trainer share.
+
+    event loop                           engine thread
+    InProcessEngine.generate  --calls-->  CoreThread: admit, step, collect tokens
+    awaits its queue        <--outputs--  one message a step, only for what somebody waits for
+
+Against AsyncLLM nothing is serialised, a request that nobody streams is told once, at its
+end, and its log-probs are joined there instead of token by token. The death of the core, other than an exception, is
+the death of this process. It imports vLLM: import it inside `importing_vllm`.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.001  # where requests wait for something other than the model, such as the compilation of a grammar
+ResultT = TypeVar("ResultT")
+Call = Callable[[], None]
+Deliver = Callable[[list[tuple["Answer", Any]]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """A request that runs, and the tokens that it has so far; the core's thread fills it."""
+
+    request: EngineCoreRequest
+    outputs: asyncio.Queue[Any]  # RequestOutput or an exception, for the event loop
+    detokenizer: IncrementalDetokenizer | None  # None: the request has no stop strings
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)  # of each step, [tokens, 1]
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # weights, index of their first token
+
+    @property
+    def params(self) -> SamplingParams:
+        assert self.request.sampling_params is not None
+        return self.request.sampling_params
+
+    def add(self, output: EngineCoreOutput, version: str | None) -> tuple[list[int], str | None]:
+        """Add the tokens of a step; return those that are kept, and the stop string that they complete."""
+        new, stop = output.new_token_ids, None
+        if self.detokenizer is not None:
+            before = self.detokenizer.num_output_tokens()
+            stop = self.detokenizer.update(new, output.finish_reason is FinishReason.STOP)
+            if stop is not None:  # of several tokens of one step, those after the stop string are dropped
+                new = new[: self.detokenizer.num_output_tokens() - before]
+        if new and version is not None and (not self.version_starts or self.version_starts[-1][0] != version):
+            self.version_starts.append((version, len(self.token_ids)))
+        self.token_ids += new
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs.logprobs[: len(new)])
+        return new, stop
+
+    def to_output(self, new: Sequence[int], finish_reason: str | None, stop_reason: int | str | None) -> RequestOutput:
+        """Return vLLM's form of what has been sampled; log-probs and versions belong to the finished answer."""
+        is_finished = finish_reason is not None
+        is_delta = self.params.output_kind is RequestOutputKind.DELTA
+        logprobs = np.concatenate(self.logprobs)[:, 0].tolist() if is_finished and self.logprobs else []
+        sampled = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=list(new) if is_delta else list(self.token_ids),
+            cumulative_logprob=None,
+            logprobs=FlatLogprobs(logprobs=logprobs),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            weight_versions=self._spans() if is_finished else None,
+        )
+        name = self.request.external_req_id or self.request.request_id
+        return RequestOutput(name, None, self.request.prompt_token_ids, None, [sampled], is_finished)
+
+    def _spans(self) -> list[WeightVersionSpan]:
+        ends = [*(start for _, start in self.version_starts[1:]), len(self.token_ids)]
+        ends = ends[: len(self.version_starts)]  # an answer without tokens has no span
+        spans = zip(self.version_starts, ends, strict=True)
+        return [WeightVersionSpan(version, start, end) for (version, start), end in spans]
+
+
+class CoreThread:
+    """The loop of the engine: consumes calls, produces messages of (answer, output); waits for calls while idle.
+
+    All of vLLM's core is touched on this thread alone. After an exception of a step it answers every call with
+    EngineDeadError.
+    """
+
+    def __init__(self, config: VllmConfig, deliver: Deliver) -> None:
+        """Start the thread, which starts the core: `call` something to wait for it."""
+        self._config = config
+        self._deliver = deliver
+        self._calls: SimpleQueue[Sequence[Call]] = SimpleQueue()
+        self._running: dict[str, Answer] = {}
+        self._failure: BaseException | None = None
+        self._ends = False
+        num_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, args=(num_threads,), name="vllm", daemon=True)
+        self._thread.start()
+
+    def put(self, calls: Sequence[Call]) -> None:
+        """Have calls made between two steps, in order."""
+        self._calls.put(calls)
+
+    def call(self, function: Callable[[EngineCore], ResultT]) -> "tuple[Future[ResultT], Call]":
+        """Return a future and the call that resolves it with `function` of the core."""
+        future: Future[ResultT] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._failure is not None:
+                    raise self._dead()
+                future.set_result(function(self._core))
+            except BaseException as error:  # of the caller, who awaits the future
+                future.set_exception(error)
+
+        return future, run
+
+    def admit(self, answer: Answer) -> None:
+        """Start a request. On the core's thread."""
+        try:
+            if self._failure is not None:
+                raise self._dead()
+            request, wave = self._core.preprocess_add_request(answer.request)
+            self._core.add_request(request, wave)
+        except EngineDeadError as error:
+            self._deliver([(answer, error)])
+        except Exception as error:  # of this request alone, as a grammar that cannot be compiled
+            refusal = ValueError(f"{type(error).__name__}: {error}")
+            refusal.__cause__ = error
+            self._deliver([(answer, refusal)])
+        else:
+            self._running[answer.request.request_id] = answer
+
+    def abort(self, request_id: str) -> None:
+        """End a request that nobody waits for; one that is unknown is ignored. On the core's thread."""
+        if self._running.pop(request_id, None) is not None and self._failure is None:
+            self._core.abort_requests([request_id])
+
+    def end(self) -> None:
+        """End the loop and the requests that run. On the core's thread."""
+        self._ends = True
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait for the thread; a step that does not end is left to the end of the process."""
+        self._thread.join(timeout_s)
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        torch._dynamo.config.disable = True  # of this thread: compiling takes longer than it saves
+        try:
+            self._core = _start_core(self._config)
+        except BaseException as error:
+            self._fail(error)
+        while not self._ends:
+            self._make_calls()
+            if self._has_work and not self._ends:
+                try:
+                    self._step()
+                except BaseException as error:
+                    logger.exception("vLLM's engine has failed")
+                    self._fail(error)
+        self._fail(self._failure or RuntimeError("the engine is closed"))
+        if hasattr(self, "_core"):
+            _end_core(self._core)
+
+    def _make_calls(self) -> None:
+        """Make all calls that wait; without work for the model, wait for one."""
+        while not self._ends and (not self._has_work or not self._calls.empty()):
+            for call in self._calls.get():
+                call()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._failure is None and (self._core.scheduler.has_requests() or bool(self._core.batch_queue))
+
+    def _step(self) -> None:
+        by_client, was_executed = self._core.step_fn()
+        self._core.post_step(was_executed)
+        for outputs in (by_client or {}).values():
+            self._collect(outputs)
+        if not was_executed and self._core.scheduler.has_requests():
+            time.sleep(IDLE_S)
+
+    def _collect(self, outputs: EngineCoreOutputs) -> None:
+        messages: list[tuple[Answer, Any]] = []
+        stopped: list[str] = []
+        for output in outputs.outputs:
+            answer = self._running.get(output.request_id)
+            if answer is None:  # aborted
+                continue
+            new, stop = answer.add(output, outputs.weight_version)
+            reason = "stop" if stop is not None else None if output.finish_reason is None else str(output.finish_reason)
+            if reason is not None:
+                del self._running[output.request_id]
+                if output.finish_reason is None:
+                    stopped.append(output.request_id)
+            if reason is not None or answer.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                messages.append((answer, answer.to_output(new, reason, stop or output.stop_reason)))
+        if stopped:
+            self._core.abort_requests(stopped)
+        if messages:
+            self._deliver(messages)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        failed, self._running = list(self._running.values()), {}
+        if failed:
+            self._deliver([(answer, self._dead()) for answer in failed])
+
+    def _dead(self) -> EngineDeadError:
+        dead = EngineDeadError()
+        dead.__cause__ = self._failure
+        return dead
+
+
+class InProcessEngine:
+    """As much of vLLM's AsyncLLM as `VllmGeneration` uses, over a `CoreThread`. Use it from one event loop.
+
+    Calls of one turn of the event loop arrive together, so that a step's requests are computed as one batch from their
+    first step on.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        """Start the core's thread; `start` waits for it."""
+        self.vllm_config = config
+        self.output_handler = None  # AsyncLLM's task that receives outputs
+        self.engine_core = self  # AsyncLLM's client of the core
+        self._loop = asyncio.get_running_loop()
+        self._renderer = renderer_from_config(config)
+        self._inputs = InputProcessor(config, self._renderer)
+        self._outbox: list[Call] = []
+        self._unfinished: set[str] = set()  # ids of requests that somebody waits for
+        self._thread = CoreThread(config, self._deliver)
+
+    async def start(self) -> None:
+        """Wait for the core; raises what kept it from starting as the cause of an EngineDeadError."""
+        self._tasks = await self._call(lambda core: core.get_supported_tasks())
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests that somebody waits for."""
+        return len(self._unfinished)
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of a request; closing or cancelling it ends the request.
+
+        Raises ValueError or vLLM's own error for a request that vLLM refuses, EngineDeadError.
+        """
+        request = self._inputs.process_inputs(request_id, prompt, params, self._tasks)
+        self._inputs.assign_request_id(request)
+        tokenizer = self._renderer.tokenizer if params.stop else None
+        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request) if params.stop else None
+        answer = Answer(request, asyncio.Queue(), detokenizer)
+        self._unfinished.add(request.request_id)
+        try:
+            self._post(partial(self._thread.admit, answer))
+            while request.request_id in self._unfinished:
+                output = await answer.outputs.get()
+                is_failure = isinstance(output, BaseException)
+                if is_failure or output.finished:  # before it is yielded: a caller who has it may not come back
+                    self._unfinished.discard(request.request_id)
+                if is_failure:
+                    raise output
+                yield output
+        finally:
+            if request.request_id in self._unfinished:
+                self._unfinished.discard(request.request_id)
+                self._post(partial(self._thread.abort, request.request_id))
+
+    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
+        await self.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        await self._call(lambda core: core.pause_scheduler(mode, clear_cache))  # type: ignore[arg-type]
+
+    async def resume_generation(self) -> None:
+        await self._call(lambda core: core.resume_scheduler())
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        return await self._call(lambda core: core.collective_rpc(method, None, args))
+
+    async def reset_prefix_cache(self) -> bool:
+        return await self._call(lambda core: core.reset_prefix_cache())
+
+    async def update_weight_version(self, version: str) -> None:
+        await self._call(lambda core: core.set_weight_version(version))
+
+    async def sleep(self, *, level: int) -> None:
+        await self._call(lambda core: core.sleep(level))
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self._call(lambda core: core.wake_up(tags))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the thread, in `timeout` seconds; requests that run fail. Blocks; may be called on any thread."""
+        self._thread.put([self._thread.end])
+        self._thread.join(timeout)
+        self._renderer.shutdown()
+
+    async def _call(self, function: Callable[[EngineCore], ResultT]) -> ResultT:
+        future, call = self._thread.call(function)
+        self._post(call)
+        return await asyncio.wrap_future(future)
+
+    def _post(self, call: Call) -> None:
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(call)
+
+    def _flush(self) -> None:
+        calls, self._outbox = self._outbox, []
+        self._thread.put(calls)
+
+    def _deliver(self, messages: list[tuple[Answer, Any]]) -> None:
+        """Hand outputs to the event loop. On the core's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_hand_over, messages)
+
+
+def _hand_over(messages: list[tuple[Answer, Any]]) -> None:
+    for answer, output in messages:
+        answer.outputs.put_nowait(output)
+
+
+def _start_core(config: VllmConfig) -> EngineCore:
+    """Start the core; vLLM's CPU worker replaces torch's function for the number of threads, which others here use."""
+    set_num_threads = torch.set_num_threads
+    try:
+        return EngineCore(config, Executor.get_class(config), log_stats=False)
+    finally:
+        torch.set_num_threads = set_num_threads  # type: ignore[assignment]
+
+
+def _end_core(core: EngineCore) -> None:
+    """Release what the core holds, except for the process group of torch, which the policy of this process is in too.
+
+    `EngineCore.shutdown` would destroy that group.
+    """
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    envs.disable_envs_cache()
+    gc.unfreeze()
