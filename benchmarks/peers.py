@@ -7,6 +7,7 @@ both alike; docs/benchmarks.md has the mapping of their options and the figures.
     uv run benchmarks/peers.py learning --seeds 0 1 2 3 4      held-out accuracy and rewards over 150 steps, a test
     uv run benchmarks/peers.py report                          that test, over all seeds that have been trained
     uv run benchmarks/peers.py throughput --only "8 x 8 x 64"  samples/s of both, and their ratio
+    uv run benchmarks/peers.py quickstart --seeds 0 1 2 3 4    seconds to an accuracy of 0.85, and from the command on
 """
 
 import argparse
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from paired import RECIPE
-from peer_parity import report, trl_arguments
+from peer_parity import LEVEL, report, trl_arguments
 from step_overhead import untrained
 
 from nemo_rl.config.loading import load_config
@@ -281,15 +282,57 @@ def throughput(work: Throughput, python: Path, num_steps: int, warm_up_steps: in
     )
 
 
+# Seconds to an accuracy
+
+
+def race(seed: int, python: Path, num_steps: int) -> dict[str, Any]:
+    """Train the quickstart with one seed, in turns, until both sides have reached LEVEL; return the seconds of each.
+
+    The accuracy is measured every EVALUATION_PERIOD steps, out of the time; a side that is there takes no more steps.
+    `train_s` is None for a side that has not reached it in `num_steps`.
+    """
+    work = asyncio.run(make_work((f"grpo.seed={seed}", f"grpo.max_num_steps={num_steps}"), num_steps))
+    with ExitStack() as stack:
+        sides = open_sides(work, python, stack)
+        result: dict[str, Any] = {
+            name: {"start_s": side.start_s, "steps": 0, "spent_s": 0.0, "train_s": None} for name, side in sides.items()
+        }
+        while sides:
+            for name, side in list(sides.items()):
+                racer = result[name]
+                racer["spent_s"] += ask({name: side}, "step")[name]["seconds"]
+                racer["steps"] += 1
+                if racer["steps"] % EVALUATION_PERIOD:
+                    continue
+                if ask({name: side}, "evaluate")[name]["sampled"] >= LEVEL:
+                    racer["train_s"] = racer["spent_s"]
+                if racer["train_s"] is not None or racer["steps"] >= num_steps:
+                    del sides[name]
+    return result
+
+
+def race_row(seed: int, result: Mapping[str, Any]) -> str:
+    """Return a row of the table: seconds of training and steps, seconds with the start; ratios are ours / TRL's."""
+    own, trl = result["own"], result["trl"]
+    if own["train_s"] is None or trl["train_s"] is None:
+        return f"| {seed} | {own['train_s']} | {trl['train_s']} | never | | | |"
+    whole = {name: side["start_s"] + side["train_s"] for name, side in result.items()}
+    return (
+        f"| {seed} | {own['train_s']:.1f} ({own['steps']}) | {trl['train_s']:.1f} ({trl['steps']}) "
+        f"| {own['train_s'] / trl['train_s']:.3f} | {whole['own']:.1f} | {whole['trl']:.1f} "
+        f"| {whole['own'] / whole['trl']:.3f} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["learning", "report", "throughput"])
+    parser.add_argument("mode", choices=["learning", "report", "throughput", "quickstart"])
     parser.add_argument(
         "--cache", type=Path, default=cache_directory() / "peers", help="of TRL's environment, and curves"
     )
     parser.add_argument("--trl", default=TRL, help="version of TRL")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, help="of each seed (150), or of each work (20)")
+    parser.add_argument("--steps", type=int, help="of each seed (150, at most), or of each work (20)")
     parser.add_argument("--together", action="store_true", help="learn at the same time: curves alone, no timings")
     parser.add_argument("--only", default="", help="works whose name begins so")
     arguments = parser.parse_args()
@@ -308,6 +351,12 @@ def main() -> None:
 
             learn(seed, python, arguments.steps or NUM_STEPS, save, together=arguments.together)
         print("\n".join(report(json.loads(curves.read_text()))))
+        return
+    if arguments.mode == "quickstart":
+        print(f"| seed | s to {LEVEL} (steps) | TRL | ratio | with the start | TRL | ratio |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for seed in arguments.seeds:
+            print(race_row(seed, race(seed, python, arguments.steps or NUM_STEPS)), flush=True)
         return
     print("| work | samples/s | TRL samples/s | ratio, 10% to 90% |\n|---|---|---|---|", flush=True)
     for each in WORKS:

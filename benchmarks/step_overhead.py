@@ -1,6 +1,6 @@
 """Cost of a training step beyond its engine and its optimizer: step / (E + T), paired a step at a time.
 
-E: the bare AsyncLLM on the requests that the step sent, all at once. T: bare torch, forward + backward + AdamW, on the
+E: the bare engine on the requests that the step sent, all at once. T: bare torch, forward + backward + AdamW, on the
 tensors that the step trained on, in the same micro-batches. Both run right after the step that they are compared with,
 in the same process, on the same engine and threads, so that a noisy machine touches all three alike.
 

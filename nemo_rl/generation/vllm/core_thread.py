@@ -37,6 +37,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
 
+from nemo_rl.errors import GenerationError
+
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # where requests wait for something other than the model, such as the compilation of a grammar
@@ -116,13 +118,20 @@ class CoreThread:
         self._running: dict[str, Answer] = {}
         self._failure: BaseException | None = None
         self._ends = False
+        self._has_ended = False
+        self._ending = threading.Lock()  # no call is put to a thread that makes none
         num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="vllm", daemon=True)
         self._thread.start()
 
     def put(self, calls: Sequence[Call]) -> None:
-        """Have calls made between two steps, in order."""
-        self._calls.put(calls)
+        """Have calls made between two steps, in order; after the end of the thread they are made here, and fail."""
+        with self._ending:
+            if not self._has_ended:
+                self._calls.put(calls)
+                return
+        for call in calls:
+            call()
 
     def call(self, function: Callable[[EngineCore], ResultT]) -> "tuple[Future[ResultT], Call]":
         """Return a future and the call that resolves it with `function` of the core."""
@@ -185,6 +194,11 @@ class CoreThread:
                     logger.exception("vLLM's engine has failed")
                     self._fail(error)
         self._fail(self._failure or RuntimeError("the engine is closed"))
+        with self._ending:
+            self._has_ended = True
+        while not self._calls.empty():
+            for call in self._calls.get():
+                call()
         if hasattr(self, "_core"):
             _end_core(self._core)
 
@@ -258,8 +272,12 @@ class InProcessEngine:
         self._thread = CoreThread(config, self._deliver)
 
     async def start(self) -> None:
-        """Wait for the core; raises what kept it from starting as the cause of an EngineDeadError."""
-        self._tasks = await self._call(lambda core: core.get_supported_tasks())
+        """Wait for the core; raises GenerationError from what kept it from starting."""
+        try:
+            self._tasks = await self._call(lambda core: core.get_supported_tasks())
+        except EngineDeadError as error:
+            cause = error.__cause__ or error
+            raise GenerationError(f"vLLM did not start: {type(cause).__name__}: {cause}") from cause
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that somebody waits for."""
