@@ -86,7 +86,7 @@ SCENARIOS = {
         {"driver": 2, "rank": 3, "rank stopped": 1, "ray head": 2, "raylet": 1},
     ),
     "vllm": Scenario(
-        ('++cluster.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING="1"',),
+        ("++policy.generation.vllm_cfg.in_process=false", '++cluster.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING="1"'),
         {"driver": 2, "engine core": 3, "engine core stopped": 1},
         is_exact=False,
     ),
