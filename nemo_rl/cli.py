@@ -37,6 +37,7 @@ VERBS: dict[str, Verb] = {
     "merge": Verb("nemo_rl.collect.commands", "MERGE", "join the shards of a collection"),
     "profile": Verb("nemo_rl.collect.commands", "PROFILE", "statistics of a collection, pass@k, a curriculum"),
     "run": Verb("nemo_rl.launch.supervisor", "RUN", "run a training command, restarted when it dies or hangs"),
+    "replicas": Verb("nemo_rl.launch.replicas", "REPLICAS", "engines of a run that trains: show, add, remove"),
     "submit": Verb("nemo_rl.launch.submission", "SUBMIT", "run a collection or a training command as Slurm jobs"),
     "init": Verb("nemo_rl.launch.project", "INIT", "write a project of your own that trains as it is"),
     "doctor": Verb("nemo_rl.launch.doctor", "DOCTOR", "faults of this machine and of a recipe, with their cures"),

@@ -131,6 +131,29 @@ class HasReplicas(Protocol):
     def replica_names(self) -> Sequence[str]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """Where the engines of a `Resizable` are, by name."""
+
+    wanted: int
+    serving: tuple[str, ...]
+    starting: tuple[str, ...]
+    waiting: tuple[str, ...]  # started: they serve from the next refit on
+    leaving: tuple[str, ...]  # without new requests; they end at a refit at which they have none
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A Generation whose number of engines can change while it works."""
+
+    @property
+    def state(self) -> ReplicaState: ...
+
+    def resize(self, count: int) -> None:
+        """Have `count` engines from the next refit on; raises ValueError for a number that cannot be had."""
+        ...
+
+
 def engine_replicas(generation: Generation) -> Sequence[Generation]:
     """Return the engines that hold weights of their own: those behind a router, else the engine itself."""
     return generation.replicas if isinstance(generation, HasReplicas) else (generation,)

@@ -1,7 +1,10 @@
-"""Several engines as one `interfaces.Generation`: sessions are sticky, and a run survives the death of an engine."""
+"""Several engines as one `interfaces.Generation`: sessions are sticky, a run survives the death of an engine, and
+replicas join and leave while it runs."""
 
 import asyncio
+import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -9,13 +12,14 @@ from typing import Any
 
 from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
 from nemo_rl.errors import GenerationError, summarize_error
-from nemo_rl.interfaces import EnginePart, Generation, Weights, WeightStream
+from nemo_rl.interfaces import EnginePart, Generation, ReplicaState, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 CONTROL_S = 600.0  # for an engine to pause, load weights, sleep or wake
 CLOSE_S = 60.0
+MAX_REPLICAS = 1024
 MAX_DEATHS = 3  # of replicas under one request; then the request is taken to be what kills them
 
 Restart = Callable[[int], Awaitable[Generation]]  # starts the engine of a replica's index
@@ -49,8 +53,8 @@ class ReplicatedGeneration:
 
     A replica that raises GenerationError, or does not pause, resume or load weights in `control_s` seconds, is removed;
     its unanswered requests go to the others, with the same seed. GenerationError is raised only when none is left. With
-    `restart`, which restarts replica number `index`, a removed replica comes back at the next `update_weights`, so that
-    it never serves old weights. All calls are made from one event loop.
+    `restart`, which starts replica number `index`, a removed replica comes back at the next `update_weights`, so that
+    it never serves old weights, and `resize` changes their number. All calls are made from one event loop.
     """
 
     def __init__(
@@ -58,17 +62,21 @@ class ReplicatedGeneration:
         engines: Sequence[Generation],
         *,
         restart: Restart | None = None,
+        max_replicas: int = MAX_REPLICAS,
         control_s: float = CONTROL_S,
         max_sessions: int = MAX_SESSIONS,
     ) -> None:
         if not engines:
             raise ValueError("no engine")
         self._live_engines = dict(enumerate(engines))
-        self._num_replicas = len(engines)
+        self._wanted = set(self._live_engines)  # indices; those that live besides are leaving
+        self._max_replicas = max_replicas
+        self._in_flight: Counter[int] = Counter()
         self._load_balancer = LoadBalancer(self._live_engines, max_sessions=max_sessions)
         self._restart = restart
         self._control_s = control_s
         self._restarted: dict[int, Generation] = {}  # waiting for weights
+        self._starting: dict[int, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._last_death: GenerationError | None = None
         self._closed = False
@@ -82,6 +90,43 @@ class ReplicatedGeneration:
     def replica_names(self) -> tuple[str, ...]:
         """Return the names of `replicas`, in their order."""
         return tuple(map(_name, self._live_engines))
+
+    @property
+    def state(self) -> ReplicaState:
+        """Return which replicas serve, start, wait and leave."""
+        groups = (
+            self._load_balancer.members,
+            self._starting.keys() & self._wanted,
+            self._restarted.keys(),
+            self._live_engines.keys() - self._wanted,
+        )
+        return ReplicaState(len(self._wanted), *(tuple(map(_name, sorted(group))) for group in groups))
+
+    def resize(self, count: int) -> None:
+        """Have `count` replicas: new ones start in the background and serve from the next refit on, and surplus ones
+        get no more requests, answer those that they have, and end at the next refit.
+
+        Raises ValueError for a number that cannot be had; nothing is changed then.
+        """
+        if self._restart is None and count > len(self._live_engines):
+            raise ValueError(f"{count} engine replicas: none can be started; at most {len(self._live_engines)}")
+        if not 1 <= count <= self._max_replicas:
+            raise ValueError(f"{count} engine replicas: must be from 1 to {self._max_replicas}")
+        serving = set(self._load_balancer.members)
+        kept = sorted(self._wanted, key=lambda index: (index not in serving, index))[:count]
+        leaving = sorted(self._live_engines.keys() - self._wanted)
+        unused = (index for index in range(self._max_replicas) if index not in kept and index not in leaving)
+        self._wanted = set(kept)
+        for index in itertools.islice(itertools.chain(leaving, unused), count - len(kept)):
+            self._wanted.add(index)
+        for index in self._starting.keys() - self._wanted:
+            self._starting.pop(index).cancel()
+        for index in serving - self._wanted:
+            self._load_balancer.remove(index)
+        for index in self._wanted & self._live_engines.keys() - serving:
+            self._load_balancer.add(index)  # was leaving, and has loaded all weights
+        for index in self._wanted - self._live_engines.keys() - self._restarted.keys() - self._starting.keys():
+            self._start_in_background(index)
 
     @property
     def is_async(self) -> bool:
@@ -115,6 +160,7 @@ class ReplicatedGeneration:
 
     async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: GenerateCall) -> None:
         """Send `attempts` to `engine`, then replica `index`; those unanswered at its death are dispatched again."""
+        self._in_flight[index] += 1
         waiting = {attempt.request.request_id: attempt for attempt in attempts}
         try:
             async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
@@ -132,6 +178,7 @@ class ReplicatedGeneration:
         except Exception as error:  # a bug: whoever iterates must see it
             call.results.put_nowait(error)
         finally:
+            self._in_flight[index] -= 1
             for attempt in waiting.values():
                 self._load_balancer.release(index)
                 self._load_balancer.forget(attempt.original.session_id)  # cancelled, as a late request is
@@ -161,36 +208,51 @@ class ReplicatedGeneration:
             "removed engine replica %d; %d of %d still serving: %s",
             index,
             len(self._live_engines),
-            self._num_replicas,
+            len(self._wanted),
             summarize_error(error),
         )
-        self._spawn_background(self._replace(index, engine))
+        if self._restart is None or index not in self._wanted:
+            self._spawn_background(close_with_deadline(engine, CLOSE_S))
+        else:
+            self._start_in_background(index, instead_of=engine)
 
-    async def _replace(self, index: int, engine: Generation) -> None:
-        await close_with_deadline(engine, CLOSE_S)
-        if self._restart is None:
-            return
+    def _start_in_background(self, index: int, *, instead_of: Generation | None = None) -> None:
+        task = self._spawn_background(self._start(index, instead_of))
+        self._starting[index] = task
+        task.add_done_callback(lambda _: self._starting.pop(index) if self._starting.get(index) is task else None)
+
+    async def _start(self, index: int, instead_of: Generation | None) -> None:
+        assert self._restart is not None  # the callers looked
+        if instead_of is not None:
+            await close_with_deadline(instead_of, CLOSE_S)
+        what = "start" if instead_of is None else "restart"
         try:
             self._restarted[index] = await self._restart(index)
         except Exception as error:  # the others keep serving without it, whatever kept it from starting
-            logger.warning("cannot restart engine replica %d: %s", index, summarize_error(error))
+            logger.warning("cannot %s engine replica %d: %s", what, index, summarize_error(error))
         else:
-            logger.info("restarted engine replica %d; it serves from the next refit on", index)
+            logger.info("%sed engine replica %d; it serves from the next refit on", what, index)
 
-    def _spawn_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _no_replica_error(self) -> GenerationError:
         if self._closed:
             return GenerationError("the engines are closed")
-        return GenerationError(f"no engine replica is left of {self._num_replicas}; the last: {self._last_death}")
+        return GenerationError(f"no engine replica is left of {len(self._wanted)}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Pause all replicas; restarted ones join here, and load weights with the others before they serve."""
-        self._live_engines.update(self._restarted)
-        self._restarted.clear()
+        """Pause all replicas. Started ones join here, and load weights with the others before they serve; those that
+        leave and are idle end here, so that the members of a refit stay the same."""
+        joined, self._restarted = self._restarted, {}
+        self._live_engines.update(joined)
+        for index in [index for index in self._live_engines.keys() - self._wanted if not self._in_flight[index]]:
+            engine = self._live_engines.pop(index)
+            self._spawn_background(close_with_deadline(engine, CLOSE_S))
+            logger.info("engine replica %d has left; %d are left", index, len(self._live_engines))
         await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
 
     async def resume(self) -> None:
@@ -207,7 +269,7 @@ class ReplicatedGeneration:
             await engine.update_weights(own, weight_version)
 
         await self._for_all_engines(update)
-        for index in self._live_engines.keys() - set(self._load_balancer.members):
+        for index in self._wanted & self._live_engines.keys() - set(self._load_balancer.members):
             self._load_balancer.add(index)
 
     async def sleep(self, *, discards_weights: bool = False) -> None:

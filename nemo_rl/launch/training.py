@@ -39,6 +39,7 @@ from nemo_rl.launch import rollouts
 from nemo_rl.launch import teachers as teacher_setup
 from nemo_rl.launch import workers as worker_setup
 from nemo_rl.launch.models import resolve_model
+from nemo_rl.launch.replicas import follow_requests
 from nemo_rl.launch.workers import Workers, check_engine_build, check_model, engine_dtype, find_layout, open_workers
 from nemo_rl.losses.make import LossContext, make_loss
 from nemo_rl.observability import heartbeat
@@ -211,6 +212,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             log_dir=run_dir / "logs",
             stack=stack,
         )
+        await stack.enter_async_context(follow_requests(workers.generation, run_dir))
         progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)
         stack.callback(progress.close)
         dependencies = await _open_dependencies(config, inputs, parts, workers, run_dir, stack)

@@ -1,6 +1,7 @@
-"""Two real vLLM replicas: one is killed while requests run, all are answered, and refits are right afterwards."""
+"""Real vLLM replicas that are killed, join and leave while requests run: all are answered, and refits are right."""
 
 import asyncio
+import time
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exa
 
 PROMPT = (5, 6, 7)
 LONG = 400  # tokens: runs for seconds
+DEADLINE_S = 300.0
 
 
 def engine_processes() -> list[psutil.Process]:
@@ -73,3 +75,49 @@ def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_model
     for result in after.values():
         assert result.weight_versions == (2, 2)
         check_exact(new, result)
+
+
+def test_a_replica_joins_and_another_leaves_while_requests_run(tiny_models):
+    section = VllmGenerationConfig(in_actor=True, vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16))
+    old, new = tiny_model(tied=True, seed=3), tiny_model(tied=True, seed=4)
+
+    async def main():
+        router = await make_generation(section, EngineModel(str(tiny_models["tied"]), "float32", MAX_MODEL_LEN, "cpu"))
+        assert isinstance(router, ReplicatedGeneration)
+        sync = TransportWeightSync([PROMPT], WeightSyncConfig(verify=True), "float32")
+        try:
+            await publish(router, old, 1, sync)
+            router.resize(2)
+            begun = time.monotonic()
+            first: dict[str, Any] = {}
+            while router.state.starting:  # requests are answered meanwhile
+                assert time.monotonic() - begun < DEADLINE_S
+                first |= await answers(router, [request(f"f{len(first)}", seed=1, max_new_tokens=16)])
+            assert router.state.waiting == ("engine 1",)
+            await publish(router, new, 2, sync)
+            assert router.state.serving == ("engine 0", "engine 1")
+            long = [request(f"l{i}", seed=i, max_new_tokens=LONG) for i in range(2)]  # one for each
+            running = asyncio.create_task(answers(router, long))
+            await asyncio.sleep(0)
+            router.resize(1)
+            late = await answers(router, [request(f"q{i}", seed=i, max_new_tokens=4) for i in range(4)])
+            second = await running | late
+            await publish(router, old, 3, sync)
+            assert router.state.serving == ("engine 0",)
+            assert router.state.leaving == ()
+            third = await answers(router, [request("last", seed=2, max_new_tokens=8)])
+        finally:
+            sync.close()
+            await router.close()
+        return first, second, third
+
+    try:
+        answered = asyncio.run(main())
+    finally:
+        shutdown()
+    assert answered[0]
+    for results, version, model in zip(answered, (1, 2, 3), (old, new, old), strict=True):
+        for result in results.values():
+            assert isinstance(result, Completion)
+            assert result.weight_versions == (version, version)
+            check_exact(model, result)

@@ -156,7 +156,7 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
 async def make_vllm(
     section: VllmGenerationConfig, model: "EngineModel", *, slots: Sequence[Any], start_timeout_s: float
 ) -> "Generation":
-    """Start the engine or its replicas; several are in actors, served by a router.
+    """Start the engine in this process, or its replicas in actors, served by a router.
 
     `model.trust_remote_code` is ignored: vLLM has it among its `vllm_kwargs`. Raises ConfigError for settings that vLLM
     refuses, GenerationError when it does not start.
@@ -173,14 +173,14 @@ async def make_vllm(
     from nemo_rl.generation.vllm.actor import VllmActorGeneration
 
     async def start(index: int) -> "Generation":
-        slot = slots_or_none[index]
+        slot = slots_or_none[index % count]  # a CPU takes more engines than were configured, a GPU none
+        num_replicas = max(count, index + 1)
         return await VllmActorGeneration.create(
-            section, model, slot=slot, num_replicas=count, start_timeout_s=start_timeout_s
+            section, model, slot=slot, num_replicas=num_replicas, start_timeout_s=start_timeout_s
         )
 
-    if count == 1:
-        return await start(0)
-    return ReplicatedGeneration(await start_engines(start, count), restart=start)
+    limit = {"max_replicas": count} if model.device == "cuda" else {}
+    return ReplicatedGeneration(await start_engines(start, count), restart=start, **limit)
 
 
 VLLM = Entry(VllmGenerationConfig, make=make_vllm, check=check_vllm)

@@ -395,3 +395,160 @@ def test_each_request_is_answered_exactly_once_while_an_engine_lives(lives, call
 def test_an_engine_is_needed():
     with pytest.raises(ValueError, match="no engine"):
         ReplicatedGeneration([])
+
+
+class Slow(FakeGeneration):
+    """Answers when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+        await self.go.wait()
+        async for result in super().generate(requests):
+            yield result
+
+
+async def refit(router: ReplicatedGeneration, weight_version: int) -> None:
+    await router.pause()
+    await router.update_weights(MANIFEST, weight_version)
+    await router.resume()
+
+
+async def started(router: ReplicatedGeneration) -> None:
+    while router.state.starting:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0)
+
+
+def test_replicas_join_and_leave_without_a_lost_request():
+    async def main():
+        slow = [Slow(), Slow()]
+        engines: dict[int, FakeGeneration] = dict(enumerate(slow))
+
+        async def start(index: int) -> FakeGeneration:
+            engines[index] = FakeGeneration()
+            return engines[index]
+
+        router = ReplicatedGeneration(slow, restart=start)
+        running = asyncio.create_task(answers(router, several(6)))
+        await asyncio.sleep(0)
+        router.resize(4)
+        assert router.state.starting == ("engine 2", "engine 3")
+        await started(router)
+        assert router.state.waiting == ("engine 2", "engine 3")
+        assert router.state.serving == ("engine 0", "engine 1")
+        await refit(router, 1)
+        assert len(router.state.serving) == 4
+        assert [engines[index].weight_version for index in range(4)] == [1, 1, 1, 1]
+        router.resize(1)
+        assert router.state.serving == ("engine 0",)
+        assert router.state.leaving == ("engine 1", "engine 2", "engine 3")
+        await refit(router, 2)  # the idle ones end
+        assert router.state.leaving == ("engine 1",)
+        assert engines[2].calls[-1] == engines[3].calls[-1] == "close"
+        for engine in slow:
+            engine.go.set()
+        results = await running
+        await refit(router, 3)
+        assert router.state.leaving == ()
+        later = await answers(router, [asked("later", "r1")])  # of a session that was on one that has left
+        await router.close()
+        return results, later, slow
+
+    results, later, slow = run(main())
+    expected = {request.request_id: sample(request, 64).token_ids for request in several(6)}
+    assert {name: result.token_ids for name, result in results.items()} == expected
+    assert isinstance(later["later"], Completion)
+    assert slow[0].requests[-1].request_id == "later"
+    assert len(slow[1].requests) == 3
+    assert slow[1].calls[-1] == "close"
+
+
+def test_a_replica_that_leaves_may_stay_and_one_that_starts_may_be_called_off():
+    async def main():
+        begun: list[int] = []
+
+        async def start(index: int) -> FakeGeneration:
+            begun.append(index)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        first, second = FakeGeneration(), FakeGeneration()
+        router = ReplicatedGeneration([first, second], restart=start)
+        router.resize(1)
+        router.resize(2)
+        assert router.state.serving == ("engine 0", "engine 1")
+        router.resize(3)
+        await asyncio.sleep(0)
+        router.resize(2)
+        await asyncio.sleep(0)
+        assert router.state.starting == ()
+        await answers(router, several(4))
+        await router.close()
+        return begun, first, second
+
+    begun, first, second = run(main())
+    assert begun == [2]
+    assert len(first.requests) == len(second.requests) == 2
+
+
+def test_a_replica_that_dies_while_it_leaves_is_not_started_again():
+    async def main():
+        async def start(index: int) -> FakeGeneration:
+            raise AssertionError(f"replica {index} was started")
+
+        router = ReplicatedGeneration([FakeGeneration(), Mortal(dies_in="pause")], restart=start)
+        router.resize(1)
+        router._in_flight[1] = 1  # it still answers
+        await refit(router, 1)
+        assert router.state.leaving == router.state.starting == ()
+        await router.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "said"), [(0, 8, "must be from 1 to 8"), (9, 8, "must be from 1 to 8"), (-1, 2, "from 1 to 2")]
+)
+def test_a_number_of_replicas_that_cannot_be_had_changes_nothing(count: int, limit: int, said: str):
+    async def start(index: int) -> FakeGeneration:
+        raise AssertionError
+
+    router = ReplicatedGeneration([FakeGeneration(), FakeGeneration()], restart=start, max_replicas=limit)
+    with pytest.raises(ValueError, match=said):
+        router.resize(count)
+    assert router.state.wanted == 2
+    with pytest.raises(ValueError, match="none can be started"):
+        ReplicatedGeneration([FakeGeneration()]).resize(2)
+
+
+@given(counts=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=8), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_requests_are_answered_by_engines_with_new_weights_whatever_the_resizing(
+    counts: list[tuple[int, bool]], seed: int
+) -> None:
+    async def main():
+        async def start(index: int) -> FakeGeneration:
+            return FakeGeneration()
+
+        router = ReplicatedGeneration([FakeGeneration(), FakeGeneration()], restart=start)
+        for version, (count, refits) in enumerate(counts, start=1):
+            running = asyncio.create_task(answers(router, several(7)))
+            await asyncio.sleep(0)
+            router.resize(count)
+            if seed % 2:
+                await started(router)
+            if refits:
+                await refit(router, version)
+            assert len(await running) == 7
+            assert router.state.wanted == count
+        await started(router)
+        await refit(router, 100)
+        await refit(router, 101)
+        state = router.state
+        assert len(state.serving) == counts[-1][0]
+        assert state.leaving == state.waiting == state.starting == ()
+        await router.close()
+
+    run(main())

@@ -1,0 +1,168 @@
+"""`nemo-rl replicas`: the number of engine replicas of a run, read and changed while it trains.
+
+The command and the run meet in two files of the run directory, so that nothing listens: `replicas.json`, which the run
+writes every second, and `replicas.wanted`, a number that the command writes and the run takes away.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.commands import Command, ExitCode
+from nemo_rl.distributed.machine import write_private
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.interfaces import Generation, Resizable
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE, REQUEST_FILE = "replicas.json", "replicas.wanted"
+PERIOD_S = 1.0
+SILENT_S = 60.0  # without a new state after which the run is taken to have ended
+WAIT_S = 600.0
+
+
+@contextlib.asynccontextmanager
+async def follow_requests(generation: Generation, run_dir: Path) -> AsyncIterator[None]:
+    """Do what `nemo-rl replicas` asks for inside the block; nothing for an engine that is no `Resizable`."""
+    if not isinstance(generation, Resizable):
+        yield
+        return
+    task = asyncio.create_task(_follow(generation, run_dir))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        for name in (STATE_FILE, REQUEST_FILE):
+            (run_dir / name).unlink(missing_ok=True)
+
+
+async def _follow(generation: Resizable, run_dir: Path) -> None:
+    problem, beats = "", 0
+    while True:
+        try:
+            if (text := _take_request(run_dir / REQUEST_FILE)) is not None:
+                problem = _resize(generation, text)
+            beats += 1
+            _replace(run_dir / STATE_FILE, json.dumps({**asdict(generation.state), "problem": problem, "beats": beats}))
+        except OSError as error:  # a full disk must not end the run
+            logger.debug("the state of the replicas cannot be written: %s", error)
+        await asyncio.sleep(PERIOD_S)
+
+
+def _take_request(path: Path) -> str | None:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    path.unlink()
+    return text
+
+
+def _resize(generation: Resizable, text: str) -> str:
+    """Change the number of replicas; return why it cannot be."""
+    try:
+        count = int(text)
+        generation.resize(count)
+    except ValueError as error:
+        logger.warning("nemo-rl replicas: %s", error)
+        return str(error)
+    logger.info("nemo-rl replicas: %d engine replicas are wanted", count)
+    return ""
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.tmp")
+    write_private(draft, text)
+    os.replace(draft, path)
+
+
+def _read_state(run_dir: Path) -> dict[str, Any]:
+    """Return the state that the run wrote last. Raises DataError where there is none."""
+    try:
+        return json.loads((run_dir / STATE_FILE).read_text())
+    except FileNotFoundError as error:
+        if not run_dir.is_dir():
+            raise DataError(f"{run_dir}: no such run directory") from error
+        problem = "the run has ended, has not started its engines yet, or has one in its own process"
+        cure = "to change their number, start it with policy.generation.num_replicas of 2 or more, or in_actor: true"
+        raise DataError(f"{run_dir / STATE_FILE}: not there: {problem}; {cure}") from error
+    except ValueError as error:
+        raise DataError(f"{run_dir / STATE_FILE}: is no state of replicas: {error}") from error
+
+
+def _run(parsed: argparse.Namespace) -> ExitCode:
+    before = _read_state(parsed.run_dir)
+    if parsed.count is None:
+        _print(_wait(parsed.run_dir, before, SILENT_S, is_reached=lambda state: True))
+        return ExitCode.DONE
+    if parsed.count < 1:
+        raise ConfigError("COUNT", parsed.count, "must be 1 or more")
+    _replace(parsed.run_dir / REQUEST_FILE, str(parsed.count))
+    state = _wait(parsed.run_dir, before, SILENT_S, is_reached=lambda _: not (parsed.run_dir / REQUEST_FILE).exists())
+    state = _wait(parsed.run_dir, state, SILENT_S, is_reached=lambda _: True)  # written after the request was taken
+    if state["problem"]:
+        raise ConfigError("COUNT", parsed.count, state["problem"])
+    if parsed.wait:
+        state = _wait(parsed.run_dir, state, parsed.wait, is_reached=_is_settled)
+    _print(state)
+    return ExitCode.DONE
+
+
+def _is_settled(state: dict[str, Any]) -> bool:
+    return len(state["serving"]) == state["wanted"] and not state["leaving"]
+
+
+def _wait(run_dir: Path, seen: dict[str, Any], limit_s: float, *, is_reached: Any) -> dict[str, Any]:
+    """Return the first newer state for which `is_reached` holds. Raises DataError at the limit, or when the run is
+    silent."""
+    until, spoke, beats = time.monotonic() + limit_s, time.monotonic(), seen["beats"]
+    while True:
+        state = _read_state(run_dir)
+        if state["beats"] != beats:
+            spoke, beats = time.monotonic(), state["beats"]
+        if beats != seen["beats"] and is_reached(state):
+            return state
+        if time.monotonic() - spoke > SILENT_S:
+            raise DataError(f"{run_dir}: the run has written no state for {SILENT_S:g} s; has it been killed?")
+        if time.monotonic() > until:
+            _print(state)
+            raise DataError(f"{run_dir}: not reached within {limit_s:g} s; the run goes on with the change")
+        time.sleep(PERIOD_S / 4)
+
+
+def _print(state: dict[str, Any]) -> None:
+    sys.stdout.write(f"wanted: {state['wanted']}\n")
+    for group in ("serving", "starting", "waiting", "leaving"):
+        names = ", ".join(state[group])
+        sys.stdout.write(f"{group}: {len(state[group])}{f' ({names})' if names else ''}\n")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run that trains now")
+    parser.add_argument("count", type=int, nargs="?", metavar="COUNT", help="replicas to have; without it: show them")
+    parser.add_argument(
+        "--wait", type=float, nargs="?", const=WAIT_S, metavar="S", help=f"until it has them; at most S ({WAIT_S:g}) s"
+    )
+
+
+REPLICAS = Command(
+    """Show the engine replicas of a training run, or change their number while it trains.
+
+New replicas start beside the others and serve from the next refit on. Replicas that leave get no more requests, answer
+those that they have, and end at the next refit: no request is lost. On GPUs there are at most as many as the run was
+started with (policy.generation.num_replicas), since their devices were set aside then.""",
+    _add_arguments,
+    _run,
+    program="nemo-rl replicas",
+)
