@@ -37,6 +37,7 @@ POLL_S = 1  # Ray wants whole seconds
 PROBE_S = 120.0  # for a node to report its GPUs
 TOKEN, TOKEN_FILE, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"  # Ray's variables
 TOKEN_BYTES = 32
+HEAD_TIMEOUT, HEAD_TIMEOUT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", "15"  # after which a local cluster is given up
 
 
 def node_ip() -> str:
@@ -83,6 +84,7 @@ def connect(
         return
     size = max(OBJECT_STORE_BYTES, object_store_bytes)
     ensure_token()
+    os.environ.setdefault(HEAD_TIMEOUT, HEAD_TIMEOUT_S)  # Ray's own is 60 s, in case the head starts again
     try:
         with _loopback_only():
             ray.init(address="local", num_cpus=num_cpus, object_store_memory=size, include_dashboard=False, **quiet)

@@ -9,6 +9,7 @@ from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.engines import EngineModel, make_generation
+from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.generation.vllm.actor import VllmActorGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import Completion, FailedRequest
@@ -23,7 +24,8 @@ def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
 
     async def main():
         engine = await make_generation(section, EngineModel(str(tiny_models["tied"]), "float32", MAX_MODEL_LEN, "cpu"))
-        assert isinstance(engine, VllmActorGeneration)
+        assert isinstance(engine, ReplicatedGeneration)
+        assert [type(replica) for replica in engine.replicas] == [VllmActorGeneration]
         policy = UntrainedPolicy(model)
         sync = TransportWeightSync([(5, 6, 7)], WeightSyncConfig(verify=True), "float32")
         try:
