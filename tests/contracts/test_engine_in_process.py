@@ -68,7 +68,7 @@ def test_tokens_are_told_in_order_while_they_are_sampled(engine_loop: asyncio.Ru
 
 
 def test_stop_string_ends_a_response(engine_loop: asyncio.Runner, spelling_model: EngineModel) -> None:
-    tokenizer = byte_tokenizer("chatml")
+    tokenizer: Any = byte_tokenizer("chatml")
 
     async def main() -> tuple[Completion, Completion, str]:
         engine = await start(spelling_model)
@@ -86,8 +86,8 @@ def test_stop_string_ends_a_response(engine_loop: asyncio.Runner, spelling_model
     free, stopped, stop = engine_loop.run(main())
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
-    assert stop in tokenizer.decode(stopped.token_ids)
-    assert stop not in tokenizer.decode(stopped.token_ids[:-1])
+    assert stop in tokenizer.decode(list(stopped.token_ids))
+    assert stop not in tokenizer.decode(list(stopped.token_ids[:-1]))
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
