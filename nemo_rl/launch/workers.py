@@ -1,10 +1,12 @@
 """Policy, engines and teachers, in this process or on the nodes and GPUs of a cluster, as the layout requires; and the
 placement plan that --dry-run prints."""
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +96,7 @@ async def open_policy(
     }
     reservation = await _open_cluster(config, layout, stack)
     rank_config = config.model_copy(update={"policy": section})
-    policy, _ = await _open_ranks(rank_config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
-    return policy
+    return await _open_ranks(rank_config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
 
 
 async def open_workers(
@@ -121,8 +122,11 @@ async def open_workers(
     }
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(config, teacher_paths, layout, reservation, log_dir=log_dir, stack=stack)
-    policy, slots = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
-    generation = await _open_generation(config, model_path, layout, slots)
+    slots = [] if reservation is None else [reservation.slot(slot) for slot in layout.engines]
+    start_engines = partial(_open_generation, config, model_path, layout, slots)
+    async with _started(start_engines, at_once=layout.is_split) as starting:
+        policy = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
+        generation = await starting()
     stack.push_async_callback(generation.close)
     teacher_slots = teachers.by_key.values() if teachers else ()
     placement = Placement(
@@ -181,15 +185,15 @@ async def _open_ranks(
     *,
     log_dir: Path,
     stack: AsyncExitStack,
-) -> "tuple[Policy, Sequence[ReservedSlot]]":
-    """Start the policy, in this process or as one worker per rank of a cluster; return it with the engines' slots.
+) -> Policy:
+    """Start the policy, in this process or as one worker per rank of a cluster.
 
     `stack` ends the workers. From here to its end the death of a worker cancels the current task with WorkerError.
     """
     if reservation is None:
         policy = LocalPolicy(config.policy, **arguments)
         stack.push_async_callback(policy.close)
-        return policy, ()
+        return policy
 
     group = await PolicyWorkerGroup.create(
         config.policy.model_copy(update={"device": layout.device}),
@@ -202,7 +206,34 @@ async def _open_ranks(
     await stack.enter_async_context(group.cancel_task_on_worker_death())
     pids = ", ".join(map(str, await group.pids()))
     logger.info("%d policy ranks are ready (processes %s), their output in %s", group.num_ranks, pids, log_dir)
-    return group, [reservation.slot(slot) for slot in layout.engines]
+    return group
+
+
+@asynccontextmanager
+async def _started(
+    start: Callable[[], Coroutine[Any, Any, Generation]], *, at_once: bool
+) -> AsyncIterator[Callable[[], Awaitable[Generation]]]:
+    """Yield a function that returns the engines; with `at_once` they start now, beside what the block does.
+
+    On devices that policy and engines share they start after the policy: each measures the memory that is left. Where
+    the block fails, the start is cancelled, and engines that have started are closed.
+    """
+    if not at_once:
+        yield start
+        return
+    task = asyncio.ensure_future(start())
+
+    async def wait() -> Generation:
+        return await task
+
+    try:
+        yield wait
+    except BaseException:
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(outcome, BaseException):
+            await outcome.close()
+        raise
 
 
 def engine_dtype(config: TrainingRunConfig) -> str:

@@ -1,12 +1,15 @@
 import asyncio
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.loading import load_collect_config, load_eval_config
-from nemo_rl.launch.workers import _takes_turns, collection_placement_plan, placement_plan
+from nemo_rl.errors import GenerationError, WorkerError
+from nemo_rl.launch.workers import _started, _takes_turns, collection_placement_plan, placement_plan
 from nemo_rl.policy.offload import DeviceRoom, MeasureRoom
 from tests.unit.launch.conftest import Recipe
 
@@ -170,3 +173,61 @@ def test_policy_and_engine_take_turns_unless_both_fit(
     layout = make_layout(config, "cuda")
     turns = asyncio.run(_takes_turns(config, layout, policy, has_teachers=has_teachers))  # type: ignore[arg-type]
     assert (turns, policy.num_measured) == expected
+
+
+class StartedEngine:
+    """An engine that notes when it starts and that it was closed."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    async def start(self, *, fails: bool = False) -> Any:
+        self.events.append("started")
+        await asyncio.sleep(0)
+        if fails:
+            raise GenerationError("no room")
+        self.events.append("ready")
+        return self
+
+    async def close(self) -> None:
+        self.events.append("closed")
+
+
+@pytest.mark.parametrize(("at_once", "expected"), [(True, ["started", "ready", "policy"]), (False, ["policy"])])
+def test_engines_on_devices_of_their_own_start_beside_the_policy(at_once: bool, expected: list[str]) -> None:
+    engine = StartedEngine()
+
+    async def main() -> None:
+        async with _started(engine.start, at_once=at_once) as starting:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            engine.events.append("policy")
+            assert engine.events == expected
+            assert await starting() is engine
+
+    asyncio.run(main())
+    assert engine.events == [*expected, *(() if at_once else ("started", "ready"))]
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_engines_end_where_the_policy_does_not_start(turns: int) -> None:
+    engine = StartedEngine()
+
+    async def main() -> None:
+        async with _started(engine.start, at_once=True):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            raise WorkerError("no rank")
+
+    with pytest.raises(WorkerError, match="no rank"):
+        asyncio.run(main())
+    assert engine.events == (["started", "ready", "closed"] if turns else [])
+
+
+def test_engines_that_do_not_start_beside_the_policy_end_the_start() -> None:
+    async def main() -> None:
+        async with _started(partial(StartedEngine().start, fails=True), at_once=True) as starting:
+            await starting()
+
+    with pytest.raises(GenerationError, match="no room"):
+        asyncio.run(main())
