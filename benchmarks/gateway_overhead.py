@@ -1,20 +1,26 @@
 """Cost of the gateway: 64 agents in a process of their own, and the same requests straight to the engine, in turns.
 
-uv run benchmarks/gateway_overhead.py
+uv run benchmarks/gateway_overhead.py                     all tables, on vLLM and on an engine that answers at once
+uv run benchmarks/gateway_overhead.py calls --engine none one table, without vLLM
+uv run benchmarks/gateway_overhead.py --client openai     agents on the official package, whose own time counts too
 
 Server CPU is what this process uses more for a call over the gateway than for the same request asked directly; vLLM's
 half of this process is in both, its engine is a process of its own. An engine that answers at once shows the same
-without vLLM's noise.
+without vLLM's noise. Agents share the processors with engine and server, so by default they send and read plain bytes.
 """
 
+import argparse
 import asyncio
 import json
+import resource
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.config.run import GatewayConfig
@@ -23,6 +29,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.gateway.server import GatewayServer, ServerSettings
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
@@ -31,9 +38,13 @@ from nemo_rl.launch.models import resolve_model
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 NUM_AGENTS, CALLS = 64, 4  # calls of an agent in a round, one after another, each a conversation of its own
-WARM_UP_ROUNDS, ROUNDS = 2, 10
+WARM_UP_ROUNDS = 2
 MAX_MODEL_LEN = 512
-BAR_MS, BAR_RATIO = 1.5, 0.9
+NUM_SESSIONS, SESSION_TOKENS = 10_000, 64
+RATIO_BARS = {64: 0.85, 256: 0.97}  # of direct throughput
+CPU_BAR_MS = 0.8  # a call of 64 tokens
+FIRST_EVENT_BAR_MS = 50.0
+SESSIONS_BAR_GB = 2.0
 
 
 class AnswersAtOnce:
@@ -42,121 +53,254 @@ class AnswersAtOnce:
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         for request in requests:
             length = request.sampling.max_new_tokens
-            yield Completion(request.request_id, (40,) * length, (-1.0,) * length, "length")
+            tokens = (40,) * length
+            if request.on_tokens is not None:
+                for index in range(length):
+                    request.on_tokens(index, tokens[index : index + 1])
+                    await asyncio.sleep(0)
+            yield Completion(request.request_id, tokens, (-1.0,) * length, "length")
 
 
 Engine = VllmGeneration | AnswersAtOnce
 
 
 class Recorded:
-    """The engine, and what the gateway asked of it."""
+    """The engine, what the gateway asked of it, and when each request's first token came."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.asked: dict[str, list[GenerationRequest]] = defaultdict(list)  # by session
+        self.first_token_s: dict[str, list[float]] = defaultdict(list)  # of the monotonic clock, which processes share
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
-        for request in requests:
-            self.asked[request.session_id].append(request)
-        async for result in self.engine.generate(requests):
+        (request,) = requests
+        self.asked[request.session_id].append(request)
+        tell = request.on_tokens
+        if tell is not None:
+
+            def timed(start: int, token_ids: Sequence[int]) -> None:
+                if start == 0:
+                    self.first_token_s[request.session_id].append(time.monotonic())
+                tell(start, token_ids)
+
+            request = replace(request, on_tokens=timed)
+        async for result in self.engine.generate([request]):
             yield result
 
     async def directly(self) -> None:
         """Ask the same again: the agents at once, the calls of each one after another."""
 
+        def ignore(start: int, token_ids: Sequence[int]) -> None:
+            pass
+
         async def agent(requests: Sequence[GenerationRequest]) -> None:
             for request in requests:
-                again = replace(request, request_id=f"{request.request_id}-direct")
+                tell = None if request.on_tokens is None else ignore
+                again = replace(request, request_id=f"{request.request_id}-direct", on_tokens=tell)
                 async for result in self.engine.generate([again]):
                     assert isinstance(result, Completion), result
 
         await asyncio.gather(*(agent(requests) for requests in self.asked.values()))
 
 
-async def agents() -> None:
-    """Run the client process: each line of base URLs is a round, answered with a line of the seconds that it took."""
+# ---- agents ----
+
+
+def question(index: int, call: int) -> list[Any]:
+    content = f"Spell this word backward (example: sun -> nus): {index}a{call}"
+    return [{"role": "user", "content": content}]
+
+
+async def agents(kind: str) -> None:
+    """Run the client process: each line of its input is a round, answered with a line of the seconds that it took.
+
+    A streamed round also tells the time at which the first event of each call came.
+    """
+    import aiohttp
     from openai import AsyncOpenAI
 
-    async with AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0, timeout=600) as client:
+    limits = aiohttp.TCPConnector(limit=0)
+    openai = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0, timeout=600)
+    async with openai, aiohttp.ClientSession(connector=limits) as plain:
 
-        async def agent(base_url: str, index: int) -> None:
-            own = client.with_options(base_url=base_url)
-            for call in range(CALLS):
-                content = f"Spell this word backward (example: sun -> nus): {index}a{call}"
-                await own.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+        async def ask_plainly(url: str, messages: list[Any], stream: bool) -> float:
+            body = {"model": "policy", "messages": messages, "stream": stream}
+            async with plain.post(f"{url}/chat/completions", json=body) as response:
+                await response.content.readany()
+                first = time.monotonic()
+                await response.read()
+                assert response.status == 200
+            return first
+
+        async def ask_by_package(url: str, messages: list[Any], stream: bool) -> float:
+            own, first = openai.with_options(base_url=url), 0.0
+            done: Any = await own.chat.completions.create(model="policy", messages=messages, stream=stream)
+            async for _ in done if stream else nothing():
+                first = first or time.monotonic()
+            return first
+
+        ask = ask_plainly if kind == "plain" else ask_by_package
+
+        async def agent(url: str, index: int, stream: bool, calls: int) -> list[float]:
+            return [await ask(url, question(index, call), stream) for call in range(calls)]
 
         for line in sys.stdin:  # nothing else runs in this loop between rounds
+            order = json.loads(line)
             started = time.perf_counter()
-            await asyncio.gather(*(agent(url, index) for index, url in enumerate(json.loads(line))))
-            print(time.perf_counter() - started, flush=True)
+            waits = (agent(url, i, order["stream"], order["calls"]) for i, url in enumerate(order["urls"]))
+            first = await asyncio.gather(*waits)
+            print(json.dumps({"seconds": time.perf_counter() - started, "first": first}), flush=True)
 
 
-async def over_gateway(manager: GatewayManager, client: asyncio.subprocess.Process, num_tokens: int) -> float:
-    """Seconds of a round of the client."""
-    assert client.stdin is not None
-    assert client.stdout is not None
-    handles = [manager.open_session(seed=index) for index in range(NUM_AGENTS)]
-    client.stdin.write(json.dumps([handle.base_url for handle in handles]).encode() + b"\n")
-    seconds = float(await client.stdout.readline())
-    sampled = 0
-    for handle in handles:
-        finished = await manager.finish(handle)
-        sampled += sum(len(m.token_ids) for chain in finished.chains for m in chain.message_log if m.is_generated)
-    assert sampled == NUM_AGENTS * CALLS * num_tokens
-    return seconds
+async def nothing() -> AsyncIterator[None]:
+    return
+    yield
 
 
-async def measure(engine: Engine, model_path: str, num_tokens: int) -> str:
-    """One line of the table."""
-    recorded = Recorded(engine)
+class Client:
+    """The process of the agents."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, kind: str) -> "Client":
+        pipe, limit = asyncio.subprocess.PIPE, 2**24
+        command = (sys.executable, __file__, "agents", "--client", kind)
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=limit))
+
+    async def round(self, urls: Sequence[str], *, stream: bool, calls: int = CALLS) -> Mapping[str, Any]:
+        """Let each session's agent make its calls; return the seconds and the times of first events."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"urls": urls, "stream": stream, "calls": calls}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        return json.loads(await self._process.stdout.readline())
+
+    async def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+
+# ---- tables ----
+
+
+def codec_and_rules(model_path: str, num_tokens: int) -> tuple[Codec, CompletionRules]:
     codec = Codec(ChatEncoder(load_tokenizer(TokenizerConfig(), model_path)), tool_parser_name="hermes")
     sampling = SamplingParams(num_tokens)  # without stop tokens: all responses are equally long
-    rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, seed=1, max_concurrent_calls=256, timeout_s=600)
+    return codec, CompletionRules("policy", MAX_MODEL_LEN, sampling, seed=1, max_concurrent_calls=256, timeout_s=600)
+
+
+async def measure(engine: Engine, model_path: str, num_tokens: int, *, stream: bool, kind: str, rounds: int) -> str:
+    """Return a row of the first table."""
+    recorded = Recorded(engine)
+    codec, rules = codec_and_rules(model_path, num_tokens)
     manager = await GatewayManager.start(recorded, codec, rules, GatewayConfig())  # type: ignore[arg-type]
-    pipe = asyncio.subprocess.PIPE
-    client = await asyncio.create_subprocess_exec(sys.executable, __file__, "agents", stdin=pipe, stdout=pipe)
+    client = await Client.start(kind)
     figures: list[tuple[float, ...]] = []
+    waits_ms: list[float] = []
     tokens = NUM_AGENTS * CALLS * num_tokens
-    for index in range(WARM_UP_ROUNDS + ROUNDS):
+    for index in range(WARM_UP_ROUNDS + rounds):
         recorded.asked.clear()
+        recorded.first_token_s.clear()
+        handles = [manager.open_session(seed=seed) for seed in range(NUM_AGENTS)]
         cpu = [time.process_time()]
-        seconds = await over_gateway(manager, client, num_tokens)
+        result = await client.round([handle.base_url for handle in handles], stream=stream)
+        cpu.append(time.process_time())
+        sampled = [m for handle in handles for c in (await manager.finish(handle)).chains for m in c.message_log]
+        assert sum(len(m.token_ids) for m in sampled if m.is_generated) == tokens
         cpu.append(time.process_time())
         started = time.perf_counter()
         await recorded.directly()
         direct_s = time.perf_counter() - started
         cpu.append(time.process_time())
-        if index >= WARM_UP_ROUNDS:
-            ms, direct_ms = (1000 * (cpu[i + 1] - cpu[i]) / (NUM_AGENTS * CALLS) for i in (0, 1))
-            speeds = tokens / seconds, tokens / direct_s
-            figures.append((*speeds, direct_s / seconds, ms, direct_ms, ms - direct_ms))
-    assert client.stdin is not None
-    client.stdin.close()
-    await client.wait()
+        if index < WARM_UP_ROUNDS:
+            continue
+        ms, direct_ms = (1000 * (cpu[i + 1] - cpu[i]) / (NUM_AGENTS * CALLS) for i in (0, 2))
+        speeds = tokens / result["seconds"], tokens / direct_s
+        figures.append((*speeds, direct_s / result["seconds"], ms, direct_ms, ms - direct_ms))
+        for handle, seen in zip(handles, result["first"], strict=True):
+            came = recorded.first_token_s[handle.id]
+            waits_ms += [1000 * (b - a) for a, b in zip(came, seen, strict=True)] if stream else []
+    await client.close()
     await manager.close()
     medians = [statistics.median(each) for each in zip(*figures, strict=True)]
     formats = (",.0f", ",.0f", ".3f", ".2f", ".2f", ".2f")
     cells = [format(median, spec) for median, spec in zip(medians, formats, strict=True)]
-    return f"| {' | '.join((type(engine).__name__, str(num_tokens), *cells))} |"
+    waits = sorted(waits_ms) or [float("nan")]
+    cells += [f"{waits[len(waits) // 2]:.1f}, {waits[int(0.99 * len(waits))]:.1f}, {waits[-1]:.1f}"]
+    return f"| {type(engine).__name__} | {num_tokens} | {'yes' if stream else 'no'} | {' | '.join(cells)} |"
 
 
-async def main() -> None:
+async def print_calls(engines: Sequence[Engine], model_path: str, *, kind: str, rounds: int) -> None:
+    bars = ", ".join(f"{bar} at {num_tokens}" for num_tokens, bar in RATIO_BARS.items())
+    print(f"{NUM_AGENTS} agents ({kind}), {CALLS} calls each a round; medians of {rounds} rounds")
+    print("| engine | tokens a call | streamed | gateway tok/s | direct tok/s ", end="")
+    print(f"| ratio [{bars}] | CPU ms a call | direct | difference [{CPU_BAR_MS} at 64] ", end="")
+    print(f"| ms to the first event: median, 99%, longest [{FIRST_EVENT_BAR_MS:.0f}] |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for num_tokens in RATIO_BARS:
+        for stream in (False, True):
+            for engine in engines:
+                row = await measure(engine, model_path, num_tokens, stream=stream, kind=kind, rounds=rounds)
+                print(row, flush=True)
+
+
+async def print_sessions(model_path: str) -> None:
+    """Hold 10,000 sessions of one call each; all memory of this process counts, with the libraries that it imported."""
+    settings = ServerSettings(max_sessions=NUM_SESSIONS)  # a run's manager has no more than the open files allow
+    engine: Any = AnswersAtOnce()
+    server = await GatewayServer.start(engine, *codec_and_rules(model_path, SESSION_TOKENS), settings)
+    client = await Client.start("plain")
+    before = resident_bytes()
+    ids = [server.open_session(seed=seed) for seed in range(NUM_SESSIONS)]
+    urls = [server.session_url(each) for each in ids]
+    for start in range(0, NUM_SESSIONS, 256):
+        await client.round(urls[start : start + 256], stream=False, calls=1)
+    held = resident_bytes()
+    assert server.num_sessions == NUM_SESSIONS
+    assert sum(len(server.close_session(each).chains()) for each in ids) == NUM_SESSIONS
+    await client.close()
+    await server.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"\n| open sessions | process before, GB | with them [{SESSIONS_BAR_GB}] | KB a session | peak |")
+    print("|---|---|---|---|---|")
+    each = (held - before) / NUM_SESSIONS / 1e3
+    print(f"| {NUM_SESSIONS} | {before / 1e9:.2f} | {held / 1e9:.2f} | {each:.1f} | {peak / 1e9:.2f} |", flush=True)
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in fields if line.startswith("VmRSS:"))
+
+
+async def main(arguments: argparse.Namespace) -> None:
     model_path = await resolve_model(QUICKSTART_MODEL)
+    if arguments.what in ("all", "sessions"):  # first: an engine's memory is none of the gateway's
+        await print_sessions(model_path)
+    if arguments.what == "sessions":
+        return
+    settings = {"kind": arguments.client, "rounds": arguments.rounds}
+    if arguments.engine == "none":
+        await print_calls([AnswersAtOnce()], model_path, **settings)
+        return
     section = VllmGenerationConfig(
         vllm_cfg=VllmConfig(max_num_seqs=NUM_AGENTS, enable_prefix_caching=False),
         vllm_kwargs={"hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN}},
     )
     engine = await VllmGeneration.create(section, EngineModel(model_path, "float32", MAX_MODEL_LEN, "cpu"))
-    print(f"{NUM_AGENTS} agents, {CALLS} calls each a round; medians of {ROUNDS} rounds")
-    print(f"| engine | tokens a call | gateway tok/s | direct tok/s | ratio, at 256 [{BAR_RATIO}] ", end="")
-    print(f"| CPU ms a call | direct | difference [{BAR_MS}] |\n|---|---|---|---|---|---|---|---|", flush=True)
     try:
-        for num_tokens in (64, 256):
-            for measured in (engine, AnswersAtOnce()):
-                print(await measure(measured, model_path, num_tokens), flush=True)
+        await print_calls([engine, AnswersAtOnce()], model_path, **settings)
     finally:
         await engine.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(agents() if sys.argv[1:] == ["agents"] else main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["all", "calls", "sessions", "agents"], default="all")
+    parser.add_argument("--engine", choices=["vllm", "none"], default="vllm", help="none: only the one that is none")
+    parser.add_argument("--client", choices=["plain", "openai"], default="plain")
+    parser.add_argument("--rounds", type=int, default=10)
+    parsed = parser.parse_args()
+    asyncio.run(agents(parsed.client) if parsed.what == "agents" else main(parsed))

@@ -5,11 +5,13 @@ python framework_clients.py NAME    with the session's URL in OPENAI_BASE_URL; t
 The frameworks are used as their manuals show them: nothing here knows the gateway but its address.
 """
 
+# pyright: reportMissingImports=false
+
 import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,7 +44,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-TOOLS: Mapping[str, Callable[[int, int], int]] = {"add": add, "multiply": multiply}
+TOOLS: Mapping[str, Callable[..., int]] = {"add": add, "multiply": multiply}
 
 
 async def openai_agents(*, api: str, stream: bool) -> Answers:
@@ -121,7 +123,8 @@ async def pydantic_ai(*, api: str, stream: bool) -> Answers:
             pass
 
     agent = Agent(model, system_prompt=SYSTEM, tools=list(TOOLS.values()))
-    answers, history = [], None
+    answers: Answers = []
+    history: Any = None
     for question in QUESTIONS:
         result = await agent.run(question, message_history=history, event_stream_handler=read if stream else None)
         answers.append(str(result.output))
@@ -191,7 +194,7 @@ async def litellm_responses(*, stream: bool) -> Answers:
     return answers
 
 
-CLIENTS: dict[str, Callable[[], Awaitable[Answers]]] = {
+CLIENTS: dict[str, Callable[[], Coroutine[Any, Any, Answers]]] = {
     f"{run.__name__.replace('_', '-')}:{api}{':stream' if stream else ''}": partial(run, api=api, stream=stream)
     for run, apis in (
         (openai_agents, ("chat", "responses")),

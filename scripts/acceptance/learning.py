@@ -1,12 +1,15 @@
 """Does it learn, and only what it should? Whole runs of the quickstart, minutes each; figures for docs/benchmarks.md.
 
 uv run scripts/acceptance/learning.py               the quickstart on three seeds, models of their own
-uv run scripts/acceptance/learning.py agent         the same through an agent that knows only a base URL
+uv run scripts/acceptance/learning.py agent         the same through an agent that knows only a base URL,
+                                                    in each API; --api messages: in one
 uv run scripts/acceptance/learning.py async         with rollouts in the background (async.yaml)
 uv run scripts/acceptance/learning.py ranks         the same over two policy ranks and two engines, on Ray
 uv run scripts/acceptance/learning.py megatron      on two stages of Megatron-core
 uv run scripts/acceptance/learning.py lora          adapters alone (lora.yaml)
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
+
+`--steps N` ends a run early, to see that it runs at all: then no bar is held.
 """
 
 import argparse
@@ -27,9 +30,13 @@ SEEDS = (0, 1, 2)
 SAMPLED_START_BELOW, SAMPLED_END = 0.35, 0.85
 GREEDY_GAIN, GREEDY_END = 0.2, 0.9
 
+AGENTS = {
+    "chat": "examples.agents.single_turn:ask",
+    "responses": "examples.agents.other_apis:ask_with_responses",
+    "messages": "examples.agents.other_apis:ask_with_messages",
+}
 AGENT = (
     "++env.asker.type=agent",
-    "++env.asker.function=examples.agents.single_turn:ask",
     "++env.asker.scored_by=reasoning_gym",
     "++env.asker.max_concurrency=256",  # a step's rollouts, as without an agent
     "data.default.env_name=asker",
@@ -82,12 +89,16 @@ def run(name: str, *arguments: str) -> Outcome:
     )
 
 
-def learning(seeds: tuple[int, ...], name: str = "quickstart", arguments: tuple[str, ...] = ()) -> bool:
+def learning(
+    seeds: tuple[int, ...], name: str = "quickstart", arguments: tuple[str, ...] = (), *, steps: int | None = None
+) -> bool:
     passed = True
+    if steps is not None:
+        arguments = (*arguments, f"grpo.max_num_steps={steps}", f"grpo.val_period={steps}")
     for seed in seeds:
         model = f"policy.model_name=nemo_rl/quickstart-{seed}"
         outcome = run(f"{name}, seed {seed}", *arguments, f"grpo.seed={seed}", model)
-        verdict = (
+        verdict = steps is not None or (
             outcome.sampled[0] < SAMPLED_START_BELOW
             and outcome.sampled[1] >= SAMPLED_END
             and outcome.greedy[1] - outcome.greedy[0] >= GREEDY_GAIN
@@ -131,20 +142,25 @@ if __name__ == "__main__":
         default="learning",
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
+    parser.add_argument("--api", choices=list(AGENTS), nargs="*", default=list(AGENTS), help="of `agent`")
+    parser.add_argument("--steps", type=int)
     arguments = parser.parse_args()
     print("| run | sampled | greedy | s | as it should |\n|---|---|---|---|---|", flush=True)
     if arguments.what == "controls":
         passed = controls()
     elif arguments.what == "agent":
-        passed = learning(tuple(arguments.seeds), "through an agent", AGENT)
+        passed = True
+        for api in arguments.api:
+            agent = (*AGENT, f"++env.asker.function={AGENTS[api]}")
+            passed &= learning(tuple(arguments.seeds), f"through an agent, {api}", agent, steps=arguments.steps)
     elif arguments.what == "ranks":
-        passed = learning(tuple(arguments.seeds), "two ranks, two engines", RANKS)
+        passed = learning(tuple(arguments.seeds), "two ranks, two engines", RANKS, steps=arguments.steps)
     elif arguments.what == "megatron":
-        passed = learning(tuple(arguments.seeds), "two stages of Megatron", MEGATRON)
+        passed = learning(tuple(arguments.seeds), "two stages of Megatron", MEGATRON, steps=arguments.steps)
     elif arguments.what == "lora":
-        passed = learning(tuple(arguments.seeds), "LoRA", LORA)
+        passed = learning(tuple(arguments.seeds), "LoRA", LORA, steps=arguments.steps)
     elif arguments.what == "async":
-        passed = learning(tuple(arguments.seeds), "async", ASYNC)
+        passed = learning(tuple(arguments.seeds), "async", ASYNC, steps=arguments.steps)
     else:
-        passed = learning(tuple(arguments.seeds))
+        passed = learning(tuple(arguments.seeds), steps=arguments.steps)
     sys.exit(0 if passed else 1)

@@ -1,6 +1,7 @@
 """What dialects share: sessions by header and key, errors, token counts, deltas while tokens are sampled."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import anthropic
@@ -11,7 +12,15 @@ from anthropic import AsyncAnthropic
 
 from nemo_rl.gateway.codec import ReadingRules
 from nemo_rl.gateway.server import SESSION_HEADER, GatewayServer
-from nemo_rl.gateway.streaming import CallDelta, ReasoningDelta, ResponseStream, StreamStart, TextDelta, safe_length
+from nemo_rl.gateway.streaming import (
+    INTERVAL_S,
+    CallDelta,
+    ReasoningDelta,
+    ResponseStream,
+    StreamStart,
+    TextDelta,
+    safe_length,
+)
 from nemo_rl.types import Completion, GenerationRequest
 from tests.unit.gateway.engines import (
     CALL_TEXT,
@@ -132,7 +141,8 @@ def deltas_of(text: str, *, size: int = 1, stop_strings: tuple[str, ...] = (), i
     codec, sent = codec_of("qwen3"), []
     rules = ReadingRules("1", stop_strings, is_thinking=is_thinking)
     ids = tokens_of("qwen3", text)
-    stream = ResponseStream(codec, StreamStart("id", "m", 1), sent.append, rules)
+    times = itertools.count(step=INTERVAL_S)
+    stream = ResponseStream(codec, StreamStart("id", "m", 1), sent.append, rules, clock=lambda: next(times))
     for start in range(0, len(ids), size):
         stream.feed(start, ids[start : start + size])
     response = codec.read(ids, rules)
@@ -178,6 +188,23 @@ def test_no_delta_splits_a_character_or_holds_markup():
     assert len(texts) > 5
     assert "".join(texts) == "Zürich 🦜 <tool"
     assert not any("\ufffd" in text for text in texts)
+
+
+def test_tokens_that_come_fast_share_a_delta_after_the_first():
+    sent: list[Any] = []
+    now = [1.0]
+    ids = tokens_of("qwen3", "abcdefgh")
+    stream = ResponseStream(
+        codec_of("qwen3"), StreamStart("id", "m", 1), sent.append, ReadingRules("1"), clock=lambda: now[0]
+    )
+    for i in range(5):
+        stream.feed(i, ids[i : i + 1])
+    assert [each.text for each in sent[1:]] == ["a"]
+    now[0] += INTERVAL_S
+    stream.feed(5, ids[5:6])
+    assert [each.text for each in sent[1:]] == ["a", "bcdef"]
+    stream.finish(Completion("r", ids, (0.0,) * len(ids), "stop"), codec_of("qwen3").read(ids, ReadingRules("1")))
+    assert [each.text for each in sent[1:]] == ["a", "bcdef", "gh"]
 
 
 def test_text_ends_before_a_stop_string_that_came_in_parts():
