@@ -54,6 +54,7 @@ def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) 
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:
         problem = f"{key}.{DYNAMIC}.enabled is true too: samples are packed or padded; allowed: one of the two"
         raise ConfigError(f"{key}.{PACKING}.enabled", True, problem)
+    _check_shared_prefixes(key, model)
     for section in (PACKING, DYNAMIC):
         values = getattr(model, section)
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
@@ -61,6 +62,26 @@ def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) 
             if values.enabled and tokens is not None and tokens < longest:
                 problem = f"must be at least policy.max_total_sequence_length = {longest}, or null"
                 raise ConfigError(f"{key}.{section}.{name}", tokens, problem)
+
+
+def _check_shared_prefixes(key: str, model: PolicyConfig | TeacherConfig) -> None:
+    """Raise ConfigError for `share_prefixes` where nothing is packed, or nothing that reads it."""
+    packing, section = model.sequence_packing, f"{key}.{PACKING}"
+    if not packing.share_prefixes:
+        return
+    default = type(packing).model_fields["algorithm"].default
+    if not packing.enabled:
+        problem = f"{section}.enabled is false: only packed samples share prefixes; allowed: false, or both true"
+    elif isinstance(model, TeacherConfig) and model.server is not None:
+        problem = f"{key}.server computes its scores itself; allowed: false"
+    elif not model.parallelism.SHARES_PREFIXES:
+        problem = f"the backend {model.parallelism.title or model.backend} does not share prefixes; allowed: false"
+    elif packing.algorithm != default:
+        where, problem = f"{section}.algorithm", f"{section}.share_prefixes packs whole groups; allowed: {default}"
+        raise ConfigError(where, packing.algorithm, problem)
+    else:
+        return
+    raise ConfigError(f"{section}.share_prefixes", True, problem)
 
 
 KEY = "checkpointing.metric_name"
@@ -211,8 +232,8 @@ def check_micro_batch(policy: PolicyConfig) -> None:
         raise ConfigError(
             "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
         )
-    check_batching(policy)
     check_backend(policy, key="policy")
+    check_batching(policy)
 
 
 def _check_groups(config: TrainingRunConfig) -> None:

@@ -42,6 +42,8 @@ class SequencePackingConfig(_TokenBudgetConfig):
     """Samples are concatenated in a micro-batch, without padding."""
 
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"  # how samples are assigned to micro-batches
+    # Compute a prefix that samples of a micro-batch share once; the budgets then count distinct prefixes.
+    share_prefixes: bool = False
 
 
 class DynamicBatchingConfig(_TokenBudgetConfig):
@@ -60,6 +62,7 @@ class BackendConfig(Section):
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
+    SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
 
     backend: str = Field(default="", exclude=True)  # the entry that this section belongs to

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.tree_attention import SharedPrefixes, tree_attention
 
 PACKED_ATTENTION = "nemo_rl_within_sequences"
 
@@ -71,6 +72,35 @@ def check_packed_attention(model: PreTrainedModel, key: str) -> None:
         raise ConfigError(key, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
 
 
+def check_shared_prefixes(model: PreTrainedModel, key: str) -> None:
+    """Raise ConfigError for `key` where tokens of a tree would not have the outputs that they have in their sequences.
+
+    The model's attention is already that of packed sequences (`check_packed_attention`).
+    """
+    config = model.config.get_text_config()
+    kind, allowed = model.config.model_type, ("full_attention", "sliding_attention")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(allowed))
+    if others:
+        problem = f"models of type {kind!r} have layers of {', '.join(others)}, whose state no two sequences share"
+        raise ConfigError(key, True, f"{problem}; allowed: false")
+    sequences = [(0, 1, 2, 3, 4), (0, 1, 2, 5), (0, 1), (6, 7), (0, 1, 2, 5, 3, 1)]
+    rows = [torch.tensor(tokens, device=model.device) % config.vocab_size for tokens in sequences]
+    lengths = [len(row) for row in rows]
+    with torch.no_grad():
+        alone = [model(**_alone(row), use_cache=False).logits[0] for row in rows]
+        token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        pack = SharedPrefixes.of(token_ids, lengths)
+        together = model(**pack.model_inputs(token_ids), use_cache=False).logits[0]
+    for logits, positions, length in zip(alone, pack.row_positions, lengths, strict=True):
+        if not torch.allclose(together[positions[:length]].float(), logits.float(), rtol=1e-4, atol=1e-4):
+            raise ConfigError(key, True, f"models of type {kind!r} compute a prefix from what follows; allowed: false")
+
+
+def _alone(token_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a model with packed attention for one sequence."""
+    return PackedSequences.of((len(token_ids),), len(token_ids), token_ids.device).model_inputs(token_ids.unsqueeze(0))
+
+
 @torch.compiler.disable  # lengths differ in every pack, and each would be compiled again
 def packed_attention_forward(
     module: torch.nn.Module,
@@ -79,14 +109,16 @@ def packed_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    pack: PackedSequences,
+    pack: PackedSequences | SharedPrefixes,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return attention that is causal within each sequence, as transformers calls it.
+    """Return attention that is causal within each sequence, or along each path of a tree, as transformers calls it.
 
     From [1, heads, N, width] to [1, N, heads, width].
     """
+    if isinstance(pack, SharedPrefixes):
+        return tree_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     if has_varlen_kernel(query, value):
         return varlen_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)

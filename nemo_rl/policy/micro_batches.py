@@ -19,6 +19,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Normalizer
+from nemo_rl.policy.prefix_tree import pack_trees
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.types import TrainingBatch
 
@@ -113,6 +114,19 @@ class PackedTokens:
         return pack_for_ranks(lengths, self.tokens, self.algorithm, num_ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedTrees(PackedTokens):
+    """Packs of at most `tokens` distinct prefixes (`policy.sequence_packing.share_prefixes`)."""
+
+    def parts_of(self, batch: TrainingBatch, num_ranks: int) -> list[list[list[int]]]:
+        """Return the packs of each rank; raises ConfigError for a sample that is longer than one."""
+        lengths = batch[keys.LENGTHS].tolist()
+        _check_longest(lengths, self.tokens, self.key)
+        groups = batch[keys.GROUP_ID].tolist() if keys.GROUP_ID in batch else range(len(lengths))
+        sized = pack_trees(batch[keys.TOKEN_IDS].cpu().numpy(), lengths, groups, self.tokens, num_ranks)
+        return deal(sized, num_ranks)
+
+
 def training_micro_batching(policy: PolicyConfig) -> MicroBatching:
     """Return the micro-batching of training."""
     return _micro_batching_from_config(
@@ -141,8 +155,12 @@ def micro_batches(
     """
     if isinstance(batching, int):
         batching = SampleCount(batching)
-    lengths = batch[keys.LENGTHS][rows].tolist()
-    for indices in batching.parts(lengths, layout.data_parallel_size)[layout.data_parallel_rank]:
+    if isinstance(batching, PackedTrees):
+        known = (keys.TOKEN_IDS, keys.LENGTHS, keys.GROUP_ID)
+        parts = batching.parts_of(batch.select(*known, strict=False)[rows], layout.data_parallel_size)
+    else:
+        parts = batching.parts(batch[keys.LENGTHS][rows].tolist(), layout.data_parallel_size)
+    for indices in parts[layout.data_parallel_rank]:
         part = rows[indices]
         yield part, trim(batch[part], batching.length_multiple) if indices else _empty_micro_batch()
 
@@ -196,10 +214,15 @@ def pack_for_ranks(lengths: Sequence[int], capacity: int, algorithm: str, num_ra
     packs = balance(lengths, number)
     if any(_tokens(pack, lengths) > capacity for pack in packs):
         packs = split_packs(number, fitted, lengths)
-    packs.sort(key=lambda pack: _tokens(pack, lengths), reverse=True)
+    return deal([(pack, _tokens(pack, lengths)) for pack in packs], num_ranks)
+
+
+def deal(packs: Sequence[tuple[list[int], int]], num_ranks: int) -> list[Packs]:
+    """Return the packs of each rank, the same number for all, so that those computed at once have similar tokens."""
+    largest_first = [pack for pack, _ in sorted(packs, key=itemgetter(1), reverse=True)]
     ranks: list[Packs] = [[] for _ in range(num_ranks)]
-    for start in range(0, number, num_ranks):
-        together = packs[start : start + num_ranks]
+    for start in range(0, len(packs), num_ranks):
+        together = largest_first[start : start + num_ranks]
         for rank, pack in enumerate(together if start // num_ranks % 2 == 0 else reversed(together)):
             ranks[rank].append(pack)
     return ranks
@@ -303,7 +326,8 @@ def _micro_batching_from_config(
     default = num_samples * longest
     if packing.enabled:
         key = f"{section}.sequence_packing.{name}"
-        return PackedTokens(getattr(packing, name) or default, key, packing.algorithm)
+        kind = PackedTrees if packing.share_prefixes else PackedTokens
+        return kind(getattr(packing, name) or default, key, packing.algorithm)
     if dynamic.enabled:
         key = f"{section}.dynamic_batching.{name}"
         return PaddedTokens(getattr(dynamic, name) or default, key, dynamic.sequence_length_round)

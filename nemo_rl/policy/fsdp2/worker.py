@@ -33,6 +33,7 @@ from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batch
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.saving import copy_weights_to_cpu, load_optimizer
+from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
@@ -112,13 +113,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         adapters = None if seed is None else Adapters(model, section.lora_cfg, base=model_path)
         if not is_frozen:
             self._num_matmul_parameters = hf_model.matmul_parameters(model)
-        module = CausalLogprobs(
-            model,
-            temperature=temperature,
-            chunk_size=config.logprob_chunk_size,
-            packing_key="policy.sequence_packing.enabled" if config.sequence_packing.enabled else None,
-            probe_device=self.device,
-        )
+        module = make_module(model, config, section="policy", temperature=temperature, device=self.device)
         module.truncation = self.truncation
         if is_frozen:
             module.requires_grad_(False)
@@ -180,13 +175,7 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
             check_tensor_parallel(layout.tensor_parallel_size, model_config, key=f"{section}.dtensor_cfg")
         self._model = hf_model.empty_model(model_path, config.hf_config_overrides, section=section)
         tensors = hf_model.open_tensors(model_path, self._model, config.hf_config_overrides, section=section)
-        module = CausalLogprobs(
-            self._model,
-            temperature=temperature,
-            chunk_size=config.logprob_chunk_size,
-            packing_key=f"{section}.sequence_packing.enabled" if config.sequence_packing.enabled else None,
-            probe_device=self.device,
-        )
+        module = make_module(self._model, config, section=section, temperature=temperature, device=self.device)
         self.module = module.requires_grad_(False)
         if config.precision == "bfloat16":
             sharding.cast_frozen(module)
@@ -198,6 +187,27 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
     def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
         if part == "weights":
             yield from sharding.module_tensors(self.module)
+
+
+def make_module(
+    model: PreTrainedModel,
+    config: PolicyConfig | TeacherConfig,
+    *,
+    section: str,
+    temperature: float,
+    device: torch.device,
+) -> CausalLogprobs:
+    """Return the model as a scorer of padded or packed sequences; raises ConfigError where packing would change it."""
+    packing, key = config.sequence_packing, f"{section}.sequence_packing"
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "chunk_size": config.logprob_chunk_size,
+        "packing_key": f"{key}.enabled" if packing.enabled else None,
+        "probe_device": device,
+    }
+    if packing.share_prefixes:
+        return SharedPrefixLogprobs(model, sharing_key=f"{key}.share_prefixes", **options)
+    return CausalLogprobs(model, **options)
 
 
 def named_weights(
@@ -252,7 +262,7 @@ def score_micro_batches(
     keeps_unsharded: bool = False,
 ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
     """Yield (rows, scores) of this rank's rows, a micro-batch of `size` at a time; `module` is a `CausalLogprobs`."""
-    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, strict=False)
     with sharding.kept_unsharded(module, is_enabled=keeps_unsharded):
         for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
             lengths = part[keys.LENGTHS].tolist()

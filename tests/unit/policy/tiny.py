@@ -231,3 +231,18 @@ def over_shards(function: Callable[..., ResultT], logits: torch.Tensor, sizes: S
     shards = [ThreadShard(first, rank, barrier, board) for rank, first in enumerate(firsts)]
     with ThreadPoolExecutor(len(sizes)) as threads:
         return list(threads.map(function, logits.split(tuple(sizes), dim=1), shards))
+
+
+def make_sharing_batch(lengths: list[int], *, group_size: int = 4, seed: int = 1) -> TensorDict:
+    """Return `make_batch` in which the rows of a group share a prompt, and some of them sampled tokens too.
+
+    Row i of a group has the tokens of its first row in the first 3, 7 or 2 columns, or in all of them.
+    """
+    batch = make_batch(lengths, group_size=group_size, seed=seed)
+    token_ids = batch["token_ids"]
+    for row, length in enumerate(lengths):
+        leader = row - row % group_size
+        shared = min((3, 7, 2, length)[row % 4], length, lengths[leader])
+        token_ids[row, :shared] = token_ids[leader, :shared]
+    token_ids[:, 0] = 4  # as a chat template begins
+    return batch
