@@ -122,8 +122,8 @@ class PackedTrees(PackedTokens):
         """Return the packs of each rank; raises ConfigError for a sample that is longer than one."""
         lengths = batch[keys.LENGTHS].tolist()
         _check_longest(lengths, self.tokens, self.key)
-        groups = batch[keys.GROUP_ID].tolist() if keys.GROUP_ID in batch else range(len(lengths))
-        sized = pack_trees(batch[keys.TOKEN_IDS].cpu().numpy(), lengths, groups, self.tokens, num_ranks)
+        group_id = batch.get(keys.GROUP_ID, torch.arange(len(lengths)))
+        sized = pack_trees(batch[keys.TOKEN_IDS].cpu().numpy(), lengths, group_id.tolist(), self.tokens, num_ranks)
         return deal(sized, num_ranks)
 
 

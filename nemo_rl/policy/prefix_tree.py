@@ -8,6 +8,7 @@ branch after branch. Pure data in NumPy; S sequences of at most T tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def sort_by_prefix(token_ids: np.ndarray, lengths: Sequence[int]) -> tuple[np.nd
     rows = np.ascontiguousarray(token_ids, dtype=">u4")  # whose bytes compare as the numbers do
     order = sorted(range(len(rows)), key=lambda i: rows[i, : lengths[i]].tobytes(), reverse=True)
     shared = [0]
-    for one, other in zip(order, order[1:], strict=False):
+    for one, other in pairwise(order):
         length = min(lengths[one], lengths[other])
         differs = np.flatnonzero(rows[one, :length] != rows[other, :length])
         shared.append(int(differs[0]) if len(differs) else length)

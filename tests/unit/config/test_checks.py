@@ -48,6 +48,29 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             "required: the tokens of one forward pass",
         ),
         (
+            ["policy.sequence_packing.share_prefixes=true"],
+            "policy.sequence_packing.share_prefixes",
+            r"policy\.sequence_packing\.enabled is false: .* allowed: false, or both true",
+        ),
+        (
+            [
+                "policy.sequence_packing.enabled=true",
+                "policy.sequence_packing.share_prefixes=true",
+                "policy.sequence_packing.algorithm=concatenative",
+            ],
+            "policy.sequence_packing.algorithm",
+            r"share_prefixes packs whole groups; allowed: modified_first_fit_decreasing",
+        ),
+        (
+            [
+                "policy.sequence_packing.enabled=true",
+                "policy.sequence_packing.share_prefixes=true",
+                "policy.megatron_cfg.enabled=true",
+            ],
+            "policy.sequence_packing.share_prefixes",
+            r"the backend Megatron.* does not share prefixes; allowed: false",
+        ),
+        (
             ["policy.sequence_packing.algorithm=best_fit"],
             "policy.sequence_packing.algorithm",
             "modified_first_fit_decreasing",

@@ -64,6 +64,11 @@ REFUSALS = [
         "policy.sequence_packing.enabled=true policy.max_total_sequence_length=512 "
         "policy.sequence_packing.train_mb_tokens=511",
     ),
+    (
+        "packing.md",
+        "policy.sequence_packing.enabled=true policy.sequence_packing.share_prefixes=true "
+        "policy.megatron_cfg.enabled=true",
+    ),
     ("policy.md", "policy.train_global_batch_size=100"),
     ("policy.md", "policy.train_micro_batch_size=7"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.tensor_parallel_size=2"),
@@ -117,7 +122,7 @@ NEED_MORE = {
         "policy.megatron_cfg.tensor_model_parallel_size",
         "policy.megatron_cfg.pipeline_model_parallel_size",
     },
-    "packing.md": {"policy.sequence_packing.enabled"},
+    "packing.md": {"policy.sequence_packing.enabled", "policy.sequence_packing.share_prefixes"},
     "policy.md": {
         "policy.optimizer.kwargs.lrr",
         "policy.optimizer.name",
