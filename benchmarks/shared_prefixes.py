@@ -52,7 +52,8 @@ class Sample:
 
 def quickstart_samples(seed: int = 0) -> list[Sample]:
     tokenizer, draw = make_tokenizer(), random.Random(seed)
-    prompts = random.Random(seed).sample(list(load_quickstart_prompts()[0]), NUM_PROMPTS)
+    train = load_quickstart_prompts()[0].prompts
+    prompts = [train[index] for index in random.Random(seed).sample(range(len(train)), NUM_PROMPTS)]
     samples = []
     for group, (prompt, word) in enumerate(zip(prompts, extract_words(prompts), strict=True)):
         messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
