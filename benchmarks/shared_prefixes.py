@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,8 @@ def quickstart_samples(seed: int = 0) -> list[Sample]:
     samples = []
     for group, (prompt, word) in enumerate(zip(prompts, extract_words(prompts), strict=True)):
         messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        context = tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        context = tuple(encoded)
         for _ in range(NUM_GENERATIONS):
             spelling = sample_spelling(word, draw, right_share=student(0).right_share)
             answer = (*tokenizer.encode(spelling, add_special_tokens=False), tokenizer.eos_token_id)

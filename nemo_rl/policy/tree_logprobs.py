@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
-from nemo_rl.policy.attention import check_shared_prefixes
+from nemo_rl.policy.attention import PACKED_ATTENTION, check_shared_prefixes
 from nemo_rl.policy.hf_model import small_model
 from nemo_rl.policy.logprobs import (
     CPU,
@@ -49,7 +49,7 @@ class SharedPrefixLogprobs(CausalLogprobs):
     ) -> None:
         super().__init__(model, probe_device=probe_device, **options)
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
-        probe.set_attn_implementation(self.model.config._attn_implementation)
+        probe.set_attn_implementation(PACKED_ATTENTION)
         check_shared_prefixes(probe, sharing_key)
 
     def forward(

@@ -17,7 +17,10 @@ from tests.unit.policy.test_logprobs import LargestTensor
 from tests.unit.policy.tiny import MODELS, SIZES, make_batch, make_sharing_batch
 
 LENGTHS = [9, 5, 12, 3, 12, 9, 7, 12]
-KEYS = {"packing_key": "policy.sequence_packing.enabled", "sharing_key": "policy.sequence_packing.share_prefixes"}
+KEYS: dict[str, Any] = {
+    "packing_key": "policy.sequence_packing.enabled",
+    "sharing_key": "policy.sequence_packing.share_prefixes",
+}
 
 
 def scores_and_gradients(model: PreTrainedModel, *, shares: bool, **options: Any) -> tuple[Any, ...]:
@@ -91,7 +94,7 @@ def test_head_is_computed_once_for_each_position_that_predicts() -> None:
 def test_model_and_head_see_each_distinct_prefix_once() -> None:
     torch.manual_seed(0)
     module = SharedPrefixLogprobs(MODELS["llama"](), temperature=1.0, chunk_size=4, **KEYS)
-    rows = {"embedded": [], "logits": []}  # type: dict[str, list[int]]
+    rows: dict[str, list[int]] = {"embedded": [], "logits": []}
     embeddings, head = module.model.get_input_embeddings(), module.model.get_output_embeddings()
     assert isinstance(embeddings, torch.nn.Module)
     assert isinstance(head, torch.nn.Module)
