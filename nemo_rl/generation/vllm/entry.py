@@ -1,5 +1,6 @@
 """The engine `vllm`: its section of `policy.generation`, its checks and its start. Loads neither vLLM nor torch."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -133,6 +134,7 @@ class VllmGenerationConfig(GenerationConfig):
             and not self.in_actor
             and self.vllm_cfg.tensor_parallel_size == 1
             and not self.vllm_kwargs.keys() & PARALLEL_ARGUMENTS
+            and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "1"
             and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) <= 1
         )
         return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"in_process": in_process})})

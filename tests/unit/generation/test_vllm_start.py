@@ -94,6 +94,7 @@ def chosen_process(*, in_background: bool = False, device: str = "cpu", needs_cl
 
 
 def test_engine_is_in_the_trainers_process_where_they_take_turns_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "node0"]))
     assert chosen_process() is True
     assert chosen_process(device="cuda") is False
@@ -103,6 +104,9 @@ def test_engine_is_in_the_trainers_process_where_they_take_turns_on_a_cpu(monkey
     assert chosen_process(vllm_kwargs={"data_parallel_size": 2}) is False
     assert chosen_process(vllm_cfg=VllmConfig(in_process=False)) is False
     assert chosen_process(vllm_cfg=VllmConfig(in_process=True), in_background=True) is True
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert chosen_process() is False
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "node0", self / "node1"]))
     assert chosen_process() is False
 
