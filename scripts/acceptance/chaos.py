@@ -30,7 +30,7 @@ import psutil
 from supervised_run import Run, is_alive
 from survival import Fault, Result, compare, final_weights, format_results, read_results, trained_steps
 
-STALL_TIMEOUT_S = 60.0
+STALL_TIMEOUT_S = 20.0  # of a rollout without progress, and of a call of the policy
 END_DEADLINE_S = 1800.0  # for the reference, and for the steps after the last fault
 SAVE_DEADLINE_S = 60.0  # for a save to begin, where a fault waits for one
 DAY_S = 86400
@@ -108,7 +108,7 @@ def find(processes: Sequence[psutil.Process], *names: str) -> list[psutil.Proces
 def victims(run: Run, kind: str, choice: random.Random) -> list[psutil.Process]:
     """Return the process that a fault of this kind hits; empty where it is not there now."""
     titles = {
-        "rank": ("ray::",),
+        "rank": ("ray::_ActorHost",),
         "ray head": ("gcs_server",),
         "raylet": ("raylet/raylet",),
         "engine core": ("EngineCore",),
