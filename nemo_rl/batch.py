@@ -19,6 +19,9 @@ TRUNCATED = "truncated"  # [B] bool; the rollout was cut
 
 PREV_LOGPROBS = "prev_logprobs"  # [B, T] float32; of the training backend before the first optimizer step
 REFERENCE_LOGPROBS = "reference_logprobs"  # [B, T] float32
+PREFERENCE = (
+    "preference"  # [B] float32; 1: the chosen answer of a pair, -1: the rejected; a pair is a group, kept whole
+)
 ADVANTAGE_OVERRIDE = "advantage_override"  # [B, T] float32; in place of the estimator's, NaN elsewhere; gone after it
 ADVANTAGES = "advantages"  # [B, T] float32
 

@@ -28,6 +28,7 @@ VERBS: dict[str, Verb] = {
     "grpo": Verb("nemo_rl.launch.commands", "GRPO", "train a model with GRPO or a relative of it"),
     "distill": Verb("nemo_rl.launch.commands", "DISTILL", "distil a teacher into a model, on the model's own samples"),
     "sft": Verb("nemo_rl.launch.commands", "SFT", "train a model on conversations"),
+    "dpo": Verb("nemo_rl.launch.commands", "DPO", "train a model on preferences, without a reward model"),
     "rm": Verb("nemo_rl.launch.commands", "RM", "train a reward model on preferences"),
     "eval": Verb("nemo_rl.launch.commands", "EVAL", "pass@k of a model, optionally compared with another"),
     "collect": Verb("nemo_rl.launch.commands", "COLLECT", "collect rollouts of a model over datasets"),

@@ -24,7 +24,7 @@ class MetricGroup:
 
 OPTIMIZATION = MetricGroup(
     "Optimization",
-    ROLLOUT_ALGORITHMS | {"sft"},
+    ROLLOUT_ALGORITHMS | {"sft", "dpo"},
     {
         "train/loss": "the minimised loss, summed over the micro-batches of an optimizer step",
         "train/grad_norm": "norm of the gradient before clipping",
@@ -174,24 +174,50 @@ VALIDATION = MetricGroup(
         "validation/<dataset>/<metric>": "each of these for one of several validation datasets",
     },
 )
+PREFERENCES = MetricGroup(
+    "Preferences (run_dpo.py, run_rm.py)",
+    frozenset({"dpo", "rm"}),
+    {
+        "train/accuracy": "share of the step's pairs whose chosen answer has the higher reward; a tie counts as wrong",
+        "train/rewards_chosen_mean": "mean reward of the chosen answers: DPO's sum of `lp - lp_reference` without "
+        "`dpo.reference_policy_kl_penalty`, a reward model's score",
+        "train/rewards_rejected_mean": "that of the rejected answers",
+        "train/num_valid_samples": "pairs that contribute to the gradient",
+        "validation/accuracy": "the share over the pairs of the validation set",
+        "validation/rewards_chosen_mean": "the mean over these pairs",
+        "validation/rewards_rejected_mean": "the mean over these pairs",
+        "validation/num_valid_samples": "of run_rm.py: the pairs that were measured",
+        "data/train/num_pairs": "training pairs of run_dpo.py, logged once",
+    },
+)
+DPO = MetricGroup(
+    "Direct preference optimization (run_dpo.py)",
+    frozenset({"dpo"}),
+    {
+        "train/preference_loss": "mean of `-log sigmoid` of the scaled reward difference",
+        "train/sft_loss": "mean negative log-likelihood of the chosen answers, whatever its weight in the loss",
+        "validation/preference_loss": "the mean over the pairs of the validation set",
+        "validation/sft_loss": "the mean over these pairs",
+    },
+)
 REWARD_MODELS = MetricGroup(
     "Reward models (run_rm.py)",
     frozenset({"rm"}),
     {
-        "train/pair_accuracy": "share of the step's pairs whose chosen answer has the higher score",
+        "train/pair_accuracy": "`train/accuracy` under its own name",
         "train/reward_margin": "mean score of the chosen answers minus that of the rejected ones",
         "validation/pair_accuracy": "the share over all validation pairs",
         "validation/reward_margin": "the margin over all validation pairs",
     },
 )
 SUPERVISED = MetricGroup(
-    "Supervised training (run_sft.py)",
-    frozenset({"sft"}),
+    "Supervised training (run_sft.py, run_dpo.py)",
+    frozenset({"sft", "dpo"}),
     {
-        "validation/loss": "mean loss of all trained tokens of the validation set; of run_rm.py, of all pairs",
+        "validation/loss": "mean loss of all trained tokens of the validation set; of preferences, of all pairs",
         "data/train/num_conversations": "training conversations, logged once",
-        "data/train/num_overlong": "conversations with more tokens than `data.max_input_seq_length`",
-        "data/train/num_dropped": "conversations that were dropped because of their length",
+        "data/train/num_overlong": "conversations, or pairs, with more tokens than `data.max_input_seq_length`",
+        "data/train/num_dropped": "those that were dropped because of their length",
         "data/validation/<dataset>/<count>": "the same counts for each validation dataset",
     },
 )
@@ -247,6 +273,8 @@ METRIC_GROUPS = (
     ROLLOUTS,
     BACKGROUND_COLLECTION,
     VALIDATION,
+    PREFERENCES,
+    DPO,
     REWARD_MODELS,
     SUPERVISED,
     SECONDS,

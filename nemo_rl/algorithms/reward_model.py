@@ -1,8 +1,9 @@
 """Training of a reward model on preferences (Bradley and Terry): the better answer learns the higher score.
 
-One process, float32. Made by launch/supervised.py; computes scores as environments/scorers does.
+One process. Made by launch/supervised.py; computes scores as environments/scorers does.
 """
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.supervised import RewardModelRunConfig
 from nemo_rl.environments.scorers.classifier import score_padded
+from nemo_rl.policy.training import make_optimizer, make_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +43,59 @@ def bradley_terry_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.
     return -nn.functional.logsigmoid(chosen - rejected)
 
 
-def train_steps(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    pairs: Sequence[TokenPair],
-    config: RewardModelRunConfig,
-) -> Iterator[StepResult]:
-    """Train, and yield the result of each step, until `max_num_epochs` or `max_num_steps` is reached."""
-    epochs = (batch for epoch in range(config.rm.max_num_epochs) for batch in _batches(pairs, config, epoch))
-    for step, batch in zip(range(1, config.rm.max_num_steps + 1), epochs, strict=False):
-        started_at = time.perf_counter()
-        metrics = train_step(model, optimizer, batch, config)
-        yield StepResult(step, metrics, time.perf_counter() - started_at)
+class RewardModelTrainer:
+    """A model with its optimizer and schedule; weights are float32, and `policy.precision` is that of computation."""
+
+    def __init__(self, model: PreTrainedModel, config: RewardModelRunConfig) -> None:
+        self._model, self._config = model, config
+        self._optimizer = make_optimizer(config.policy, model.parameters())
+        self._scheduler = make_scheduler(config.policy, self._optimizer)
+
+    def train_steps(self, pairs: Sequence[TokenPair]) -> Iterator[StepResult]:
+        """Train, and yield the result of each step, until `max_num_epochs` or `max_num_steps` is reached."""
+        config = self._config
+        epochs = (batch for epoch in range(config.rm.max_num_epochs) for batch in _batches(pairs, config, epoch))
+        for step, batch in zip(range(1, config.rm.max_num_steps + 1), epochs, strict=False):
+            started_at = time.perf_counter()
+            metrics = self.train_step(batch)
+            yield StepResult(step, metrics, time.perf_counter() - started_at)
+
+    def train_step(self, batch: Sequence[TokenPair]) -> dict[str, float]:
+        """Run one optimizer step on the mean loss of the batch; return metrics without a prefix."""
+        self._model.train()
+        self._optimizer.zero_grad()
+        size, lr = self._config.policy.train_micro_batch_size, self._optimizer.param_groups[0]["lr"]
+        scores = []
+        for start in range(0, len(batch), size):
+            chosen, rejected = self._scores(batch[start : start + size])
+            loss = bradley_terry_losses(chosen, rejected).sum() / len(batch)
+            loss.backward()
+            scores.append(torch.stack([chosen, rejected]).detach())
+        limit = self._config.policy.max_grad_norm
+        grad_norm = nn.utils.clip_grad_norm_(self._model.parameters(), math.inf if limit is None else limit)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return {**_metrics(torch.cat(scores, dim=1)), "grad_norm": grad_norm.item(), "lr": lr}
+
+    @torch.inference_mode()
+    def evaluate(self, pairs: Sequence[TokenPair]) -> dict[str, float]:
+        """Return loss, accuracy, margin and rewards over the first `rm.val_batches` batches, without a prefix."""
+        self._model.eval()
+        section = self._config.rm
+        if section.val_batches is not None:
+            pairs = pairs[: section.val_batches * section.val_global_batch_size]
+        size, scores = section.val_micro_batch_size or self._config.policy.train_micro_batch_size, []
+        for start in range(0, len(pairs), size):
+            scores.append(torch.stack(self._scores(pairs[start : start + size])))
+        return _metrics(torch.cat(scores, dim=1))
+
+    def _scores(self, pairs: Sequence[TokenPair]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+        is_half = self._config.policy.precision == "bfloat16"
+        with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half):
+            chosen, rejected = score_padded(self._model, rows).float().split(len(pairs))
+        return chosen, rejected
 
 
 def num_steps(num_pairs: int, config: RewardModelRunConfig) -> int:
@@ -61,54 +104,26 @@ def num_steps(num_pairs: int, config: RewardModelRunConfig) -> int:
     return min(config.rm.max_num_steps, num_data_steps)
 
 
-def train_step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Sequence[TokenPair], config: RewardModelRunConfig
-) -> dict[str, float]:
-    """Run one optimizer step on the mean loss of the batch; return metrics without a prefix."""
-    model.train()
-    optimizer.zero_grad()
-    size, margins = config.policy.train_micro_batch_size, []
-    for start in range(0, len(batch), size):
-        chosen, rejected = _scores(model, batch[start : start + size])
-        loss = bradley_terry_losses(chosen, rejected).sum() / len(batch)
-        loss.backward()
-        margins.append((chosen - rejected).detach())
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.policy.max_grad_norm)
-    optimizer.step()
-    lr = optimizer.param_groups[0]["lr"]
-    return {**_metrics(torch.cat(margins)), "grad_norm": grad_norm.item(), "lr": lr}
-
-
-@torch.inference_mode()
-def evaluate(model: PreTrainedModel, pairs: Sequence[TokenPair], *, batch_size: int) -> dict[str, float]:
-    """Return loss, accuracy and margin over all pairs, without a prefix."""
-    model.eval()
-    margins = []
-    for start in range(0, len(pairs), batch_size):
-        chosen, rejected = _scores(model, pairs[start : start + batch_size])
-        margins.append(chosen - rejected)
-    return _metrics(torch.cat(margins))
-
-
-def _scores(model: PreTrainedModel, pairs: Sequence[TokenPair]) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    chosen, rejected = score_padded(model, rows).split(len(pairs))
-    return chosen, rejected
-
-
-def _metrics(margins: torch.Tensor) -> dict[str, float]:
-    losses = bradley_terry_losses(margins, torch.zeros_like(margins))
+def _metrics(scores: torch.Tensor) -> dict[str, float]:
+    """Return the metrics of scores [2, N] of the chosen and the rejected answers."""
+    chosen, rejected = scores
+    accuracy = (chosen > rejected).float().mean().item()  # a tie counts as wrong
     return {
-        "loss": losses.mean().item(),
-        "pair_accuracy": (margins > 0).float().mean().item(),  # a tie counts as wrong
-        "reward_margin": margins.mean().item(),
+        "loss": bradley_terry_losses(chosen, rejected).mean().item(),
+        "accuracy": accuracy,
+        "pair_accuracy": accuracy,
+        "reward_margin": (chosen - rejected).mean().item(),
+        "rewards_chosen_mean": chosen.mean().item(),
+        "rewards_rejected_mean": rejected.mean().item(),
+        "num_valid_samples": float(len(chosen)),
     }
 
 
 def _batches(pairs: Sequence[TokenPair], config: RewardModelRunConfig, epoch: int) -> Iterator[list[TokenPair]]:
-    """Yield all pairs once, shuffled by seed and epoch; the last batch may be smaller."""
+    """Yield all pairs once, with `data.shuffle` in an order of seed and epoch; the last batch may be smaller."""
     order = list(range(len(pairs)))
-    random.Random(f"{config.rm.seed}/{epoch}").shuffle(order)
+    if config.data.shuffle:
+        random.Random(f"{config.rm.seed}/{epoch}").shuffle(order)
     size = config.policy.train_global_batch_size
     for start in range(0, len(order), size):
         yield [pairs[index] for index in order[start : start + size]]

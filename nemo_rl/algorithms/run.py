@@ -19,7 +19,7 @@ from nemo_rl.algorithms.rollout_details import RolloutDetails
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.config.supervised import SFTRunConfig
+from nemo_rl.config.supervised import SupervisedRunConfig
 from nemo_rl.distributed.machine import cancel_tasks, write_private
 from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.experience.assembly import BatchRow
@@ -119,7 +119,7 @@ class Resumable(Protocol):
     """The parts of a run that a checkpoint saves."""
 
     @property
-    def config(self) -> TrainingRunConfig | SFTRunConfig: ...
+    def config(self) -> TrainingRunConfig | SupervisedRunConfig: ...
 
     @property
     def policy(self) -> Policy: ...

@@ -13,7 +13,13 @@ from nemo_rl.config.layout import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
 from nemo_rl.config.registries import ENGINES, PROCESSORS
-from nemo_rl.config.supervised import SFTConfig, SFTRunConfig
+from nemo_rl.config.supervised import (
+    DPORunConfig,
+    RewardModelRunConfig,
+    SFTRunConfig,
+    SupervisedConfig,
+    SupervisedRunConfig,
+)
 from nemo_rl.errors import ConfigError, raise_config_errors, suggest_name
 from nemo_rl.metric_names import ranking_metrics
 
@@ -111,8 +117,8 @@ class RankingMetric(NamedTuple):
 
 
 def _ranking_metric(
-    config: TrainingRunConfig | SFTRunConfig,
-    validation: master.RolloutTrainingConfig | SFTConfig,
+    config: TrainingRunConfig | SupervisedRunConfig,
+    validation: master.RolloutTrainingConfig | SupervisedConfig,
     section: str,
     extra: frozenset[str],
     example: str,
@@ -305,7 +311,7 @@ def _check_layout(config: TrainingRunConfig) -> None:
         make_layout(config, config.policy.device)
 
 
-def check_scheduler(config: TrainingRunConfig | SFTRunConfig) -> None:
+def check_scheduler(config: TrainingRunConfig | SupervisedRunConfig | RewardModelRunConfig) -> None:
     """Require one scheduler, or a sequence with one milestone fewer than schedulers."""
     key, stages = "policy.scheduler", config.policy.scheduler
     if stages is None:
@@ -324,7 +330,7 @@ def check_scheduler(config: TrainingRunConfig | SFTRunConfig) -> None:
         raise ConfigError(key, milestones, "milestones must increase")
 
 
-def check_data(config: RolloutRunConfig | SFTRunConfig) -> None:
+def check_data(config: RolloutRunConfig | SupervisedRunConfig | RewardModelRunConfig) -> None:
     """Raise ConfigError unless each dataset and processor exists, has what it requires, and its files are there."""
     for field in config.data.dataset_fields:
         if getattr(config.data, field) == []:
@@ -333,9 +339,12 @@ def check_data(config: RolloutRunConfig | SFTRunConfig) -> None:
     run_checks(checks, config)
 
 
-def _check_dataset(key: str, own: DatasetConfig, config: RolloutRunConfig | SFTRunConfig) -> None:
-    entry, section = resolve_dataset(own, config.data.default, key=key, supervised=isinstance(config, SFTRunConfig))
-    if entry.open_prompts is not None and isinstance(config, SFTRunConfig):
+def _check_dataset(
+    key: str, own: DatasetConfig, config: RolloutRunConfig | SupervisedRunConfig | RewardModelRunConfig
+) -> None:
+    is_supervised = isinstance(config, SupervisedRunConfig | RewardModelRunConfig)
+    entry, section = resolve_dataset(own, config.data.default, key=key, supervised=is_supervised)
+    if entry.open_prompts is not None and is_supervised:
         problem = "its rows are tasks of agents, without the answers that supervised training needs"
         raise ConfigError(f"{key}.dataset_name", section.dataset_name, problem)
     if entry.check is not None:
@@ -376,29 +385,69 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
 )
 
 
-UNUSED_DATASET_KEYS = ("env_name", "agent_name", "processor")  # dataset keys that only rollouts read
+PAIR_KEYS = ("chosen_key", "rejected_key")  # dataset keys that only preference pairs read
+ROLLOUT_KEYS = ("env_name", "agent_name", "processor")  # those that only rollouts read
 
 
-def check_sft(config: SFTRunConfig) -> None:
+def check_supervised(config: SupervisedRunConfig) -> None:
     """Raise ConfigError for the combinations that cannot run, all at once; files are only looked for."""
-    checks = (check_scheduler, check_data, _check_unused_keys, _check_sft_lengths, _check_sft_metric, _check_sft_policy)
+    checks: list[Callable[[Any], None]] = [check_scheduler, check_data, _check_unused_keys, _check_data_length]
+    checks += [_check_supervised_metric, _check_supervised_policy]
+    if isinstance(config, DPORunConfig):
+        checks += [_check_pair_packing, _check_preference_loss]
     run_checks(checks, config)
 
 
-def _check_sft_policy(config: SFTRunConfig) -> None:
+def check_reward_model(config: RewardModelRunConfig) -> None:
+    """Raise ConfigError for the combinations that cannot run, all at once; files are only looked for."""
+    run_checks((check_scheduler, check_data, _check_unused_keys, _check_data_length, _check_pair_batches), config)
+
+
+def _check_supervised_policy(config: SupervisedRunConfig) -> None:
     check_micro_batch(config.policy)
     if config.policy.device != "auto":
         make_policy_layout(config.policy, config.cluster, config.policy.device)
 
 
-def _check_unused_keys(config: SFTRunConfig) -> None:
+def _check_pair_batches(config: RewardModelRunConfig) -> None:
+    batch, micro_batch = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
+    if batch % micro_batch:
+        raise ConfigError(
+            "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
+        )
+    if config.checkpointing.metric_name == "val:loss" and not config.data.validates:
+        raise ConfigError("checkpointing.metric_name", "val:loss", "needs a dataset in data.validation")
+
+
+def _check_pair_packing(config: DPORunConfig) -> None:
+    """Require micro-batches counted in tokens to hold both answers of any pair."""
+    policy, pair = config.policy, 2 * config.max_tokens
+    for name in (PACKING, DYNAMIC):
+        section = getattr(policy, name)
+        if not section.enabled:
+            continue
+        tokens = section.train_mb_tokens or policy.train_micro_batch_size * policy.max_total_sequence_length
+        if tokens < pair:
+            problem = f"the two answers of a pair are trained together: at least {pair} tokens"
+            raise ConfigError(f"policy.{name}.train_mb_tokens", section.train_mb_tokens, problem)
+
+
+def _check_preference_loss(config: DPORunConfig) -> None:
+    if config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
+        raise ConfigError("dpo.preference_loss_weight", 0.0, "there is no loss: this or dpo.sft_loss_weight above 0")
+
+
+def _check_unused_keys(config: SupervisedRunConfig | RewardModelRunConfig) -> None:
+    unused = (*ROLLOUT_KEYS, *PAIR_KEYS) if isinstance(config, SFTRunConfig) else (*ROLLOUT_KEYS, "output_key")
     for section_key, dataset in (*config.data.datasets, ("data.default", config.data.default)):
-        for key in UNUSED_DATASET_KEYS:
+        for key in unused:
             if getattr(dataset, key) is not None:
-                raise ConfigError(f"{section_key}.{key}", getattr(dataset, key), "supervised training does not read it")
+                reader = "training on conversations" if key in PAIR_KEYS else "training on pairs"
+                reader = "supervised training" if key in ROLLOUT_KEYS else reader
+                raise ConfigError(f"{section_key}.{key}", getattr(dataset, key), f"{reader} does not read it")
 
 
-def _check_sft_lengths(config: SFTRunConfig) -> None:
+def _check_data_length(config: SupervisedRunConfig | RewardModelRunConfig) -> None:
     longest, total = config.data.max_input_seq_length, config.policy.max_total_sequence_length
     if longest is not None and longest > total:
         raise ConfigError(
@@ -406,9 +455,9 @@ def _check_sft_lengths(config: SFTRunConfig) -> None:
         )
 
 
-def _check_sft_metric(config: SFTRunConfig) -> None:
+def _check_supervised_metric(config: SupervisedRunConfig) -> None:
     """Check the metric that ranks checkpoints; a name with a slash ("val:<dataset>/loss") is checked at the first
     checkpoint."""
-    metric = _ranking_metric(config, config.sft, "sft", frozenset(), "loss", "null")
-    if metric is not None and metric.name.rpartition("/")[2] == "loss" and config.checkpointing.higher_is_better:
+    metric = _ranking_metric(config, config.algorithm, config.algorithm_key, frozenset(), "loss", "null")
+    if metric is not None and metric.name.rpartition("/")[2].endswith("loss") and config.checkpointing.higher_is_better:
         raise ConfigError("checkpointing.higher_is_better", True, f"{metric.text} is better when it is lower: false")

@@ -18,7 +18,15 @@ nemo-rl config explain KEY                what a key means, its type and default
 nemo-rl config translate FILE             a recipe of NeMo-RL in this project's terms; comments say what was refused
 """
 ALLOW_UNSUPPORTED_HELP = "leave out what is not supported and only concerns layout, scale or speed (NeMo-RL's recipes)"
-VERBS = {"grpo": "grpo", "distillation": "distill", "sft": "sft", "rm": "rm", "eval": "eval", "collect": "collect"}
+VERBS = {
+    "grpo": "grpo",
+    "distillation": "distill",
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "rm",
+    "eval": "eval",
+    "collect": "collect",
+}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +104,7 @@ LOADERS = {  # of config/loading.py
     "grpo": "load_config",
     "distill": "load_distillation_config",
     "sft": "load_sft_config",
+    "dpo": "load_dpo_config",
     "rm": "load_reward_model_config",
     "eval": "load_eval_config",
     "collect": "load_collect_config",

@@ -4,7 +4,7 @@ All datasets share one section, since `data.default` holds keys for every datase
 requires and knows is in its `DatasetEntry` (nemo_rl/data/sources.py, nemo_rl/data/nemo_gym.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,8 @@ class DatasetConfig(Section):
     split: str | None = None  # huggingface; None: "train"
     input_key: str | None = None  # the field with the question; None: "messages" if present, else "input"
     output_key: str | None = None  # the field with the answer; None: "output"
+    chosen_key: str | None = None  # preference pairs: the field with the preferred answer; None: "chosen"
+    rejected_key: str | None = None  # preference pairs: the field with the other answer; None: "rejected"
     task: str | None = None  # reasoning_gym: the name of the task
     task_kwargs: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: options of the task
     kwargs: dict[str, Any] = Field(default_factory=dict)  # options of a dataset of your own
@@ -55,6 +57,7 @@ class DatasetEntry(Entry[DatasetConfig]):
     sft_defaults: DatasetConfig = NO_DEFAULTS  # in supervised training, above `defaults`
     reads_lines: bool = False  # its rows are the lines of `data_path`, which can stay in the file
     has_choices: bool = False  # questions with lettered options; a prompt without {} comes before them
+    make_pairs: Callable[[DatasetConfig, int], Iterable[Any]] | None = None  # rows of pairs; None: those of `make`
     open_prompts: Callable[..., Any] | None = None  # (section, name, key=...): lazy prompts; None: the processor's
 
 

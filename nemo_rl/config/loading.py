@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_origin
 from pydantic import ValidationError
 
 from nemo_rl.config import interpolation
-from nemo_rl.config.checks import check, check_sft
+from nemo_rl.config.checks import check, check_reward_model, check_supervised
 from nemo_rl.config.collect import CollectRunConfig, check_sampled, quote_seeds
 from nemo_rl.config.compatibility import Report, find_cause
 from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation
@@ -36,7 +36,7 @@ from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutR
 from nemo_rl.config.overrides import apply_override, merge_layers
 from nemo_rl.config.recipe_files import names_below, read_layer
 from nemo_rl.config.section import Section
-from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig, check_reward_model
+from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
 from nemo_rl.config.translation import (
     FAMILIES,
     Family,
@@ -97,7 +97,14 @@ def load_distillation_config(
 def load_sft_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> SFTRunConfig:
     """Load the configuration of `examples/run_sft.py`."""
     return read_config(
-        SFTRunConfig, path, overrides, family="sft", check_config=check_sft, allow_unsupported=allow_unsupported
+        SFTRunConfig, path, overrides, family="sft", check_config=check_supervised, allow_unsupported=allow_unsupported
+    )
+
+
+def load_dpo_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> DPORunConfig:
+    """Load the configuration of `examples/run_dpo.py`."""
+    return read_config(
+        DPORunConfig, path, overrides, family="dpo", check_config=check_supervised, allow_unsupported=allow_unsupported
     )
 
 
@@ -150,7 +157,7 @@ def resolved_yaml(config: Section) -> str:
     from omegaconf import OmegaConf  # here: a configuration that is refused needs none
 
     values = config.model_dump()
-    if isinstance(config, RolloutRunConfig | SFTRunConfig):
+    if isinstance(config, RolloutRunConfig | SupervisedRunConfig | RewardModelRunConfig):
         set_values = config.data.model_dump(exclude_unset=True)
         names = (*config.data.dataset_fields, "default")
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
@@ -222,7 +229,7 @@ def translate_recipe(path: Path, overrides: Sequence[str], *, allow_unsupported:
     resolved = interpolation.resolve(_read_raw(GRPORunConfig, path, overrides), path)
     family = find_family(resolved)
     if family is None:
-        found = next((name for name in ("ppo", "dpo") if name in resolved), None)
+        found = "ppo" if "ppo" in resolved else None
         problem = find_cause(found).text if found else f"no algorithm: one of the sections {', '.join(FAMILIES)}"
         raise ConfigError(found or "config", str(path), problem)
     report = Report(allow_unsupported)

@@ -23,6 +23,7 @@ SCHEMAS = {
     "grpo": "nemo_rl.config.master:GRPORunConfig",
     "distill": "nemo_rl.config.master:DistillationRunConfig",
     "sft": "nemo_rl.config.supervised:SFTRunConfig",
+    "dpo": "nemo_rl.config.supervised:DPORunConfig",
     "rm": "nemo_rl.config.supervised:RewardModelRunConfig",
     "eval": "nemo_rl.config.evaluation:EvalRunConfig",
     "collect": "nemo_rl.config.collect:CollectRunConfig",

@@ -117,6 +117,8 @@ DATASETS = Kind(
         "Nemotron-Cascade-2-SFT-Math": "nemo_rl.data.sources:NEMOTRON_CASCADE_MATH",
         "squad": "nemo_rl.data.sources:SQUAD",
         "HelpSteer3": "nemo_rl.data.sources:HELPSTEER3",
+        "Tulu3Preference": "nemo_rl.data.sources:TULU3_PREFERENCE",
+        "spell_backward": "nemo_rl.quickstart.pairs:SPELL_BACKWARD",
         "open_assistant": "nemo_rl.data.sources:OPEN_ASSISTANT",
         "csv": "nemo_rl.data.sources:CSV",
         "mmlu_csv": "nemo_rl.data.sources:MMLU_CSV",

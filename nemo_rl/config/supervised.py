@@ -1,30 +1,32 @@
-"""The whole configurations of supervised runs: of `examples/run_sft.py` and of `examples/run_rm.py`."""
+"""The whole configurations of supervised runs: of `examples/run_sft.py`, `run_dpo.py` and `run_rm.py`."""
 
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.data import DataConfig
-from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig, TokenizerConfig
 from nemo_rl.config.run import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl.config.section import Section
-from nemo_rl.errors import ConfigError
 
 
-class SFTConfig(Section):
-    """`sft`: length of training and validation, under NeMo-RL's names."""
+class SupervisedConfig(Section):
+    """Length of training and validation of `sft` and `dpo`: samples are conversations or pairs."""
 
     max_num_epochs: int = Field(default=1, gt=0)  # passes over the training data
-    max_num_steps: int = Field(default=1_000_000, gt=0)  # of policy.train_global_batch_size conversations each
-    seed: int = 42  # of the order of the conversations
+    max_num_steps: int = Field(default=1_000_000, gt=0)  # of policy.train_global_batch_size samples each
+    seed: int = 42  # of the order of the samples
 
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False  # validate before the first step
     val_at_end: bool = True  # validate after the last step
     val_batches: int | None = Field(default=8, gt=0)  # of each dataset; None: all
-    val_global_batch_size: int = Field(default=32, gt=0)  # conversations of one batch
+    val_global_batch_size: int = Field(default=32, gt=0)  # samples of one batch
     val_micro_batch_size: int | None = Field(default=None, gt=0)  # of one forward; None: policy.train_micro_batch_size
+
+
+class SFTConfig(SupervisedConfig):
+    """`sft`: length of training and validation."""
 
 
 class SFTDataConfig(DataConfig):
@@ -40,17 +42,25 @@ class SFTDataConfig(DataConfig):
     overlong: Literal["drop", "truncate"] = "drop"  # longer conversations; dropped ones are counted
 
 
-class SFTRunConfig(Section):
-    """The configuration of `examples/run_sft.py`."""
+class SupervisedRunConfig(Section):
+    """Base of the configurations of supervised runs of a policy."""
 
-    sft: SFTConfig = SFTConfig.with_defaults()
+    algorithm_key: ClassVar[str]  # of the algorithm's section
+    needs_reference: ClassVar[bool] = False  # whether the loss reads log-probs of the initial weights
+    rows_per_sample: ClassVar[int] = 1  # token sequences of one sample
+
     policy: PolicyConfig
-    data: SFTDataConfig
+    data: DataConfig
     checkpointing: CheckpointingConfig = (
         CheckpointingConfig.with_defaults()
     )  # checkpoints: whether, when, where, and which are kept
     logger: LoggerConfig = LoggerConfig.with_defaults()
     cluster: ClusterConfig = ClusterConfig.with_defaults()
+
+    @property
+    def algorithm(self) -> SupervisedConfig:
+        """Return the algorithm's section."""
+        return getattr(self, self.algorithm_key)
 
     @property
     def max_tokens(self) -> int:
@@ -59,7 +69,46 @@ class SFTRunConfig(Section):
 
     @property
     def val_micro_batch_size(self) -> int:
-        return self.sft.val_micro_batch_size or self.policy.train_micro_batch_size
+        """Return the token sequences of one forward pass without gradients."""
+        samples = self.algorithm.val_micro_batch_size or self.policy.train_micro_batch_size
+        return samples * self.rows_per_sample
+
+
+class SFTRunConfig(SupervisedRunConfig):
+    """The configuration of `examples/run_sft.py`."""
+
+    algorithm_key: ClassVar[str] = "sft"
+
+    sft: SFTConfig = SFTConfig.with_defaults()
+    data: SFTDataConfig
+
+
+class DPOConfig(SupervisedConfig):
+    """`dpo`: length of training and validation, and the terms of the loss."""
+
+    reference_policy_kl_penalty: float = Field(default=0.05, gt=0)  # beta: how far the policy may leave the reference
+    preference_loss_weight: float = Field(default=1.0, ge=0)  # of the preference loss
+    sft_loss_weight: float = Field(default=0.0, ge=0)  # of the negative log-likelihood of the chosen answers
+    preference_average_log_probs: bool = False  # rewards are means over the tokens of an answer, not sums
+    sft_average_log_probs: bool = False  # the same of the supervised term
+
+
+class PreferenceDataConfig(DataConfig):
+    """`data`: pairs of answers to one prompt, one preferred to the other."""
+
+    max_input_seq_length: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
+    default: DatasetConfig = DatasetConfig.with_defaults(dataset_name="jsonl")
+
+
+class DPORunConfig(SupervisedRunConfig):
+    """The configuration of `examples/run_dpo.py`."""
+
+    algorithm_key: ClassVar[str] = "dpo"
+    needs_reference: ClassVar[bool] = True
+    rows_per_sample: ClassVar[int] = 2
+
+    dpo: DPOConfig = DPOConfig.with_defaults()
+    data: PreferenceDataConfig
 
 
 class RewardModelTrainingConfig(Section):
@@ -67,38 +116,36 @@ class RewardModelTrainingConfig(Section):
 
     max_num_epochs: int = Field(default=1, gt=0)  # passes over the training pairs
     max_num_steps: int = Field(default=1000, gt=0)  # optimizer steps
-    val_period: int = Field(default=50, gt=0)  # steps; the last one is always followed by a validation
     seed: int = 42  # of the order of the pairs and of fresh weights
+
+    val_period: int = Field(default=50, ge=0)  # steps, 0: none; the last one is always followed by a validation
+    val_at_start: bool = False  # validate before the first step
+    val_batches: int | None = Field(default=None, gt=0)  # of each dataset; None: all
+    val_global_batch_size: int = Field(default=32, gt=0)  # pairs of one batch
+    val_micro_batch_size: int | None = Field(default=None, gt=0)  # of one forward; None: policy.train_micro_batch_size
 
 
 class RewardModelPolicyConfig(Section):
-    """`policy`: the model, in float32 in this process, and its optimizer."""
+    """`policy`: the model in this process, and its optimizer."""
 
     model_name: str  # a Hugging Face name or a directory; its head is replaced by a fresh one of one label
     tokenizer: TokenizerConfig = TokenizerConfig.with_defaults()  # the tokenizer and its chat template
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is a GPU
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights and optimizer are float32
     train_global_batch_size: int = Field(default=64, gt=0)  # pairs of one optimizer step
     train_micro_batch_size: int = Field(default=16, gt=0)  # pairs of one forward and backward
     max_total_sequence_length: int = Field(default=1024, gt=0)  # tokens; pairs with a longer side are dropped
-    max_grad_norm: float = Field(default=1.0, gt=0)  # gradients of a larger norm are scaled down to it
+    max_grad_norm: float | None = Field(default=1.0, gt=0)  # gradients of a larger norm are scaled down to it
     optimizer: OptimizerConfig = OptimizerConfig.with_defaults()  # the optimizer, by dotted path
-
-
-class PreferenceDatasetConfig(Section):
-    """Pairs of responses to one prompt, one preferred to the other."""
-
-    dataset_name: Literal["jsonl", "spell_backward"] = "jsonl"  # spell_backward: the quickstart's words
-    data_path: str | None = None  # jsonl: a file of rows {prompt or messages, chosen, rejected}
-    size: int | None = Field(default=None, gt=0)  # pairs at most
-
-
-class PreferenceDataConfig(Section):
-    train: PreferenceDatasetConfig
-    validation: PreferenceDatasetConfig | None = None
+    # learning-rate schedule, one or a list that ends with milestones; None: constant
+    scheduler: SchedulerStageConfig | list[SchedulerStageConfig] | None = None
 
 
 class RewardModelCheckpointingConfig(Section):
+    """`checkpointing`: the one directory that is written."""
+
     checkpoint_dir: str | None = None  # the Hugging Face directory to write; None: model/ in the run directory
+    metric_name: Literal["val:pair_accuracy", "val:loss"] = "val:pair_accuracy"  # whose best weights are kept
 
 
 class RewardModelRunConfig(Section):
@@ -111,21 +158,7 @@ class RewardModelRunConfig(Section):
     checkpointing: RewardModelCheckpointingConfig = RewardModelCheckpointingConfig.with_defaults()
     logger: LoggerConfig = LoggerConfig.with_defaults()
 
-
-def check_reward_model(config: RewardModelRunConfig) -> None:
-    """Raise ConfigError for the first combination that cannot run; files are only looked for."""
-    batch, micro_batch = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
-    if batch % micro_batch:
-        raise ConfigError(
-            "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
-        )
-    for name, dataset in (("train", config.data.train), ("validation", config.data.validation)):
-        if dataset is not None and dataset.dataset_name == "jsonl":
-            _check_file(f"data.{name}.data_path", dataset.data_path)
-
-
-def _check_file(key: str, path: str | None) -> None:
-    if path is None:
-        raise ConfigError(key, None, "required by dataset_name: jsonl")
-    if not Path(path).is_file():
-        raise ConfigError(key, path, f"no such file (from {Path.cwd()})")
+    @property
+    def max_tokens(self) -> int:
+        """Return the maximum number of tokens of one side of a pair."""
+        return self.data.max_input_seq_length or self.policy.max_total_sequence_length

@@ -3,10 +3,11 @@
 `translate` runs on a resolved recipe, before the schema reads it; the table of single keys is compatibility.py's.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from nemo_rl.config import counterparts
+from nemo_rl.config import counterparts, reward_models
 from nemo_rl.config.compatibility import (
     Cause,
     Report,
@@ -21,13 +22,14 @@ from nemo_rl.config.keys import at
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.errors import ConfigError
 
-Family = Literal["grpo", "distillation", "sft", "rm", "eval", "collect"]
-FAMILIES: tuple[Family, ...] = ("grpo", "distillation", "sft", "rm", "eval", "collect")
+Family = Literal["grpo", "distillation", "sft", "dpo", "rm", "eval", "collect"]
+FAMILIES: tuple[Family, ...] = ("grpo", "distillation", "sft", "dpo", "rm", "eval", "collect")
+SUPERVISED: tuple[Family, ...] = ("sft", "dpo", "rm")
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "stop_strings")
 SERVER_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 DATASET_FIELDS = ("train", "validation", "input")
 MMLU_FILES = "https://openaipublic.blob.core.windows.net/simple-evals/mmlu_{language}.csv"
-RESPONSE_DATASETS = ("ResponseDataset", "openai_format")
+RESPONSE_DATASETS = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
 ENGINE = Cause("speed", "vLLM samples the same distribution; write policy.generation.backend: vllm")
 FP8 = Cause("speed", "engines and layers compute in bfloat16 or float32")
 NO_TEACHER_LIST = Cause("results", "teachers are named by task: teachers.<task>, or teacher for all")
@@ -46,14 +48,18 @@ def translate(config: dict[str, Any], family: Family, report: Report) -> None:
     choose_backend(config)
     _clip_as_megatron(config)
     _rename(config, family)
+    if family in ("dpo", "rm"):
+        _translate_preferences(config)
+    if family == "rm" and release is not None:
+        reward_models.translate(config, report)
     for step in _STEPS:
         step(config, report)
     apply_rules(config, report)
-    if family not in ("sft", "rm"):
+    if family not in SUPERVISED:
         translate_loss_switches(config)
     _name_datasets(config, family)
-    if family == "sft":
-        _translate_sft(config, is_foreign=release is not None)
+    if family in SUPERVISED:
+        _translate_supervised(config, is_foreign=release is not None)
     if release is not None:
         apply_release_defaults(config, release, report)
 
@@ -360,7 +366,8 @@ def _remove_empty_truncation(config: dict[str, Any], report: Report) -> None:
 def _name_metric(config: dict[str, Any], report: Report) -> None:
     section = config.get("checkpointing")
     metric = section.get("metric_name") if isinstance(section, dict) else None
-    if isinstance(section, dict) and isinstance(metric, str) and (report.release is not None or "sft" in config):
+    is_renamed = report.release is not None or any(family in config for family in SUPERVISED)
+    if isinstance(section, dict) and isinstance(metric, str) and is_renamed:
         section["metric_name"] = load_table("releases")["metrics"].get(metric, metric)
 
 
@@ -424,8 +431,8 @@ def _name_datasets(config: dict[str, Any], family: Family) -> None:
         del default["dataset_name"]
 
 
-def _translate_sft(config: dict[str, Any], *, is_foreign: bool) -> None:
-    """Leave out what supervised training does not read, and rename the metric that ranks its checkpoints."""
+def _translate_supervised(config: dict[str, Any], *, is_foreign: bool) -> None:
+    """Leave out what supervised training does not read."""
     policy, data = config.get("policy"), config.get("data")
     if isinstance(policy, dict):
         policy.pop("generation", None)
@@ -435,6 +442,36 @@ def _translate_sft(config: dict[str, Any], *, is_foreign: bool) -> None:
         for one in _as_list(data.get(name)):
             if isinstance(one, dict):
                 one.pop("env_name", None)
+
+
+def _translate_preferences(config: dict[str, Any]) -> None:
+    """Write the keys of preference data and the metrics of validation sets in this project's terms."""
+    data = config.get("data")
+    if isinstance(data, dict):
+        paths = data.pop("val_data_paths", None)  # by the set's name in metrics
+        if isinstance(paths, dict) and not data.get("validation"):
+            data["validation"] = [{"name": key, "data_path": path} for key, path in paths.items()]
+        name = at(data, ["train", "dataset_name"])
+        if name is not None and at(data, ["default", "dataset_name"]) is None:  # the flat section has one for all
+            for one in _as_list(data.get("validation")):
+                if isinstance(one, dict):
+                    one.setdefault("dataset_name", name)
+        for one in (one for name in (*DATASET_FIELDS, "default") for one in _as_list(data.get(name))):
+            if isinstance(one, dict) and "prompt_key" in one:
+                one.setdefault("input_key", one.pop("prompt_key"))
+    section = config.get("checkpointing")
+    metric = section.get("metric_name") if isinstance(section, dict) else None
+    if isinstance(section, dict) and isinstance(metric, str):
+        section["metric_name"] = PREFERENCE_METRIC.sub(_rename_preference_metric, metric)
+
+
+# NeMo-RL's names: "val:validation-<set>_<metric>", up to 0.3 without "val:"; the set "default" is the only one
+PREFERENCE_METRIC = re.compile(r"(?:val:)?validation-(?P<dataset>.+)_(?P<metric>loss|accuracy)")
+
+
+def _rename_preference_metric(match: re.Match[str]) -> str:
+    dataset, metric = match["dataset"], match["metric"]
+    return f"val:{metric}" if dataset == "default" else f"val:{dataset}/{metric}"
 
 
 def _as_list(sets: object) -> list[object]:

@@ -1,13 +1,30 @@
-"""Preference pairs for reward models: a prompt with a chosen and a rejected answer."""
+"""Preference pairs for DPO and for reward models: a prompt with a chosen and a rejected answer, and their tokens."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
-from nemo_rl.data.rows import read_jsonl
+from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.supervised import PreferenceDataConfig
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
+from nemo_rl.data.rows import Row, convert_rows
+from nemo_rl.data.sources import load_rows
+from nemo_rl.data.supervised import (
+    PROMPT_CACHE_SIZE,
+    Conversation,
+    ExampleSet,
+    PairSample,
+    SupervisedDataset,
+    encode_conversation,
+    load_examples,
+)
 from nemo_rl.errors import DataError
 from nemo_rl.types import Message
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -21,39 +38,145 @@ class Preference:
     rejected: str
 
     @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """Return the messages before the answers."""
+        return self.messages
+
+    @property
     def conversations(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """Return the conversation with the chosen answer and the one with the rejected answer."""
         better, worse = (Message("assistant", answer) for answer in (self.chosen, self.rejected))
         return (*self.messages, better), (*self.messages, worse)
 
 
-def read_preferences(path: Path) -> list[Preference]:
-    """Return the pairs of a JSON Lines file: `prompt` (a text) or `messages` (role and content), `chosen`, `rejected`.
+PreferenceSet: TypeAlias = ExampleSet[Preference]
 
-    Raises DataError naming the file and the row that cannot be read.
+
+def load_preferences(config: PreferenceDataConfig, run_seed: int) -> tuple[PreferenceSet, tuple[PreferenceSet, ...]]:
+    """Return the training blend of pairs and the validation sets, as `load_examples` of supervised.py."""
+    return load_examples(config, run_seed, _load_dataset)
+
+
+def read_preferences(rows: Sequence[Row], section: DatasetConfig, *, key: str) -> list[Preference]:
+    """Return the pairs of rows in one of these shapes; a tie is dropped and counted in the log.
+
+    - `prompt` (or `input_key`) a text or messages, or `messages`; `chosen` and `rejected` texts;
+    - `chosen` and `rejected` whole conversations, of which the last messages are the answers;
+    - `context` a text or messages, and two `completions`, each a message with its `rank`, of which the lower is better;
+    - `context`, `response1`, `response2`, and `overall_preference`, which is below 0 where the first is better.
+
+    Raises DataError naming the dataset and the row that cannot be read.
     """
-    pairs = []
-    for number, row in enumerate(read_jsonl(path), start=1):
-        try:
-            pairs.append(Preference(_prompt(row), _text(row, "chosen"), _text(row, "rejected")))
-        except DataError as error:
-            raise DataError(f"{path}: row {number}: {error}") from error
+    row_format = make_row_format(section, key=key)
+    found = convert_rows(rows, lambda row: _read(row, section, row_format), f"{key} ({section.dataset_name})")
+    pairs = [pair for pair in found if pair is not None]
+    if len(pairs) < len(found):
+        logger.warning("%s: dropped %d of %d pairs without a preference", key, len(found) - len(pairs), len(found))
     return pairs
 
 
-def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    if "messages" not in row:
-        return (Message("user", _text(row, "prompt")),)
-    messages = row["messages"]
-    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+def encode_preferences(encoder: ChatEncoder, loaded: PreferenceSet, *, max_tokens: int) -> SupervisedDataset:
+    """Encode a whole set; a pair with a side of more than `max_tokens` tokens is dropped and counted.
+
+    Only the answers are trained on, whatever the assistant says in the prompt.
+
+    Raises DataError when no pair is left, and ConfigError as `encode_conversation` does.
+    """
+    prompt_ids = lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    samples = []
+    for preference in loaded.examples:
+        sides = (encode_conversation(encoder, Conversation(each), prompt_ids) for each in preference.conversations)
+        chosen, rejected = (side.with_last_answer() for side in sides)
+        if max(len(chosen.token_ids), len(rejected.token_ids)) <= max_tokens:
+            samples.append(PairSample(chosen, rejected))
+    num_overlong = len(loaded.examples) - len(samples)
+    if num_overlong:
+        logger.warning(
+            "%s: dropped %d of %d pairs with more than %d tokens on a side",
+            loaded.name, num_overlong, len(loaded.examples), max_tokens,
+        )  # fmt: skip
+    if not samples:
+        raise DataError(f"{loaded.name}: no pair has at most {max_tokens} tokens on either side")
+    return SupervisedDataset(loaded.name, samples, num_overlong, num_overlong)
+
+
+def _load_dataset(section: DatasetConfig, seed: int, key: str) -> list[Preference]:
+    rows = load_rows(section, seed=seed, key=key, are_pairs=True)
+    pairs = read_preferences(rows, section, key=key)
+    if not pairs:
+        raise DataError(f"{key}: no pairs (of {len(rows)} rows that were read)")
+    return pairs
+
+
+def _read(row: Row, section: DatasetConfig, row_format: RowFormat) -> Preference | None:
+    if "completions" in row:
+        return _read_ranks(row, row_format)
+    if "overall_preference" in row:
+        return _read_helpsteer(row, row_format)
+    chosen, rejected = row[section.chosen_key or "chosen"], row[section.rejected_key or "rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        messages = _messages(chosen)
+        return Preference(
+            _complete(messages[:-1], row_format), _answer(messages[-1:]), _answer(_messages(rejected)[-1:])
+        )
+    prompt = row[section.input_key or ("messages" if "messages" in row else "prompt")]
+    texts = (_text(chosen, section.chosen_key or "chosen"), _text(rejected, section.rejected_key or "rejected"))
+    return Preference(_prompt(prompt, row_format), *texts)
+
+
+def _read_ranks(row: Row, row_format: RowFormat) -> Preference | None:
+    completions = row["completions"]
+    if not isinstance(completions, list) or len(completions) != 2:
+        raise DataError("completions must be a list of two")
+    better, worse = sorted(completions, key=lambda completion: completion["rank"])
+    if better["rank"] == worse["rank"]:
+        return None
+    answers = (_answer(_messages(completion["completion"])) for completion in (better, worse))
+    return Preference(_prompt(row["context"], row_format), *answers)
+
+
+def _read_helpsteer(row: Row, row_format: RowFormat) -> Preference | None:
+    first, second = _text(row["response1"], "response1"), _text(row["response2"], "response2")
+    preference = row["overall_preference"]
+    if preference == 0:
+        return None
+    prompt = _prompt(row["context"], row_format)
+    return Preference(prompt, first, second) if preference < 0 else Preference(prompt, second, first)
+
+
+def _prompt(prompt: Any, row_format: RowFormat) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        return tuple(row_format.messages(prompt))
+    return _complete(_messages(prompt), row_format)
+
+
+def _complete(messages: tuple[Message, ...], row_format: RowFormat) -> tuple[Message, ...]:
+    """Return a prompt of messages with the dataset's system prompt where it has none; raises DataError."""
+    if not messages or messages[-1].role == "assistant":
+        raise DataError("the prompt must end with a message that is not the assistant's")
+    if row_format.prompt_text != PLACEHOLDER:
+        raise DataError("prompt_file is for rows with a text as the prompt, and this one has messages")
+    if row_format.system_prompt is not None and messages[0].role != "system":
+        return (Message("system", row_format.system_prompt), *messages)
+    return messages
+
+
+def _answer(messages: Sequence[Message]) -> str:
+    if len(messages) != 1 or messages[0].role != "assistant":
+        raise DataError("an answer must be one message of the assistant")
+    return messages[0].content
+
+
+def _messages(messages: Any) -> tuple[Message, ...]:
+    if not (isinstance(messages, list) and messages and all(isinstance(message, Mapping) for message in messages)):
         raise DataError("messages must be a list of objects with role and content")
     for message in messages:
         if message.get("role") not in ROLES:
             raise DataError(f"a message's role is {message.get('role')!r}; known: {', '.join(ROLES)}")
-    return tuple(Message(message["role"], _text(message, "content")) for message in messages)
+    return tuple(Message(message["role"], _text(message.get("content"), "content")) for message in messages)
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
-    if not isinstance(row.get(key), str):
-        raise DataError(f"{key} must be a text, not {row.get(key)!r}")
-    return row[key]
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{key} must be a text, not {value!r}")
+    return value

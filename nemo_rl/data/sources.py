@@ -9,6 +9,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_GENERATED_ROWS = 500
 
 
-def load_rows(section: DatasetConfig, *, seed: int, key: str) -> list[Row]:
-    """Return all rows of a resolved dataset, at most `section.size`; `key` is its configuration key, for errors."""
+def load_rows(section: DatasetConfig, *, seed: int, key: str, are_pairs: bool = False) -> list[Row]:
+    """Return all rows of a resolved dataset, at most `section.size`; `key` is its configuration key, for errors.
+
+    With `are_pairs` they are the rows of preference pairs, where the dataset tells those apart.
+    """
     name = section.dataset_name or ""
     entry = find_dataset(name, key=f"{key}.dataset_name")
+    make = entry.make_pairs if are_pairs and entry.make_pairs is not None else entry.make
     try:
-        rows = list(islice(entry.make(section, seed), section.size))
+        rows = list(islice(make(section, seed), section.size))
     except ConfigError as error:  # a dataset knows its own keys, not where they stand
         raise error.under(key) from error
     if not rows:
@@ -288,7 +293,11 @@ GSM8K = _hub(
 TULU3_SFT_MIXTURE = _hub(data_path="allenai/tulu-3-sft-mixture", split="train")
 NEMOTRON_CASCADE_MATH = _hub(data_path="nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split="train")
 SQUAD = _hub(read_squad, data_path="rajpurkar/squad", split="train")
-HELPSTEER3 = _hub(read_helpsteer, data_path="nvidia/HelpSteer3", subset="preference", split="train")
+HELPSTEER3 = replace(
+    _hub(read_helpsteer, data_path="nvidia/HelpSteer3", subset="preference", split="train"),
+    make_pairs=lambda section, seed: load_hub_rows(section, section.subset),  # both responses
+)
+TULU3_PREFERENCE = _hub(data_path="allenai/llama-3.1-tulu-3-8b-preference-mixture", split="train")
 OPEN_ASSISTANT = DatasetEntry(DatasetConfig, make=_load_oasst)
 MMLU = _hub(read_mmlu, data_path="cais/mmlu", subset="all", split="test", choices=True)
 MMLU_CSV = DatasetEntry(

@@ -1,19 +1,22 @@
-"""Supervised data: conversations whose assistant turns are trained on, their tokens, and batches of them."""
+"""Supervised data: conversations whose assistant turns are trained on, their tokens, and batches of them.
+
+Preference pairs (preferences.py) share the sets, the loader and the batches.
+"""
 
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.config.data import DatasetConfig, resolve_dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig, resolve_dataset
 from nemo_rl.config.supervised import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import SEED_STRIDE, check_split, make_unique_name, split_rows
@@ -42,35 +45,62 @@ class Conversation:
         return self.messages[:-1]
 
 
+class Example(Protocol):
+    """What supervised training learns from: a `Conversation`, or a `Preference` (preferences.py)."""
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """Return the messages before the answer."""
+        ...
+
+
+ExampleT = TypeVar("ExampleT", bound=Example)
+
+
 @dataclass(frozen=True, slots=True)
-class ConversationSet:
-    """Conversations that are drawn from, or measured, together."""
+class ExampleSet(Generic[ExampleT]):
+    """Examples that are drawn from, or measured, together."""
 
     name: str  # in metrics
-    conversations: Sequence[Conversation]
+    examples: Sequence[ExampleT]
+
+
+ConversationSet: TypeAlias = ExampleSet[Conversation]
 
 
 def load_conversations(config: SFTDataConfig, run_seed: int) -> tuple[ConversationSet, tuple[ConversationSet, ...]]:
+    """Return the training blend of conversations and the validation sets, as `load_examples`."""
+    return load_examples(config, run_seed, _load_conversations)
+
+
+def load_examples(
+    config: DataConfig, run_seed: int, read: Callable[[DatasetConfig, int, str], list[ExampleT]]
+) -> tuple[ExampleSet[ExampleT], tuple[ExampleSet[ExampleT], ...]]:
     """Return the training blend, named "train", and the validation sets; seeds as in datasets.load_datasets.
 
-    With `config.disjoint`, training conversations whose prompt occurs in a validation set are dropped.
+    `read(section, seed, key)` returns the examples of one dataset. With `config.disjoint`, training examples whose
+    prompt occurs in a validation set are dropped.
     """
-    train: list[ConversationSet] = []
-    held_out: list[ConversationSet] = []
+    train: list[ExampleSet[ExampleT]] = []
+    held_out: list[ExampleSet[ExampleT]] = []
     for index, (key, own) in enumerate(config.datasets):
         loaded = train if key.startswith("data.train") else held_out
         seed, taken = run_seed + SEED_STRIDE * index, {each.name for each in loaded}
-        loaded.append(_load_conversation_set(own, config.default, key=key, seed=seed, taken=taken))
+        section = resolve_dataset(own, config.default, key=key, supervised=True)[1]
+        name = make_unique_name(section.name or str(section.dataset_name), taken)
+        examples = read(section, seed if section.seed is None else section.seed, key)
+        logger.info("%s: loaded %d examples of %s", key, len(examples), name)
+        loaded.append(ExampleSet(name, examples * (section.repeat or 1)))
     train = _split_validation(config, train, held_out, run_seed)
-    blend = [conversation for each in train for conversation in each.conversations]
+    blend = [example for each in train for example in each.examples]
     if config.disjoint:
         blend = _remove_held_out(blend, held_out)
-    return ConversationSet("train", blend), tuple(held_out)
+    return ExampleSet("train", blend), tuple(held_out)
 
 
 def _split_validation(
-    config: SFTDataConfig, train: list[ConversationSet], held_out: list[ConversationSet], run_seed: int
-) -> list[ConversationSet]:
+    config: DataConfig, train: list[ExampleSet[ExampleT]], held_out: list[ExampleSet[ExampleT]], run_seed: int
+) -> list[ExampleSet[ExampleT]]:
     """Return the training sets without their validation splits, which are appended to `held_out`."""
     kept_sets = []
     for (key, own), one in zip(config.datasets_of("train"), train, strict=True):
@@ -79,12 +109,12 @@ def _split_validation(
         if not size:
             kept_sets.append(one)
             continue
-        rows = one.conversations[: len(one.conversations) // repeat]
+        rows = one.examples[: len(one.examples) // repeat]
         kept, taken = split_rows(len(rows), size, run_seed if section.seed is None else section.seed)
         check_split(key, size, len(rows), len(taken))
         name = make_unique_name(one.name, {each.name for each in held_out})
-        held_out.append(ConversationSet(name, [rows[index] for index in taken]))
-        kept_sets.append(ConversationSet(one.name, [rows[index] for index in kept] * repeat))
+        held_out.append(ExampleSet(name, [rows[index] for index in taken]))
+        kept_sets.append(ExampleSet(one.name, [rows[index] for index in kept] * repeat))
     return kept_sets
 
 
@@ -96,15 +126,8 @@ def read_conversations(rows: Sequence[Row], section: DatasetConfig, *, key: str)
     )
 
 
-def _load_conversation_set(
-    own: DatasetConfig, default: DatasetConfig, *, key: str, seed: int, taken: set[str]
-) -> ConversationSet:
-    _, section = resolve_dataset(own, default, key=key, supervised=True)
-    name = make_unique_name(section.name or str(section.dataset_name), taken)
-    rows = load_rows(section, seed=seed if section.seed is None else section.seed, key=key)
-    conversations = read_conversations(rows, section, key=key)
-    logger.info("%s: loaded %d conversations of %s", key, len(conversations), name)
-    return ConversationSet(name, conversations * (section.repeat or 1))
+def _load_conversations(section: DatasetConfig, seed: int, key: str) -> list[Conversation]:
+    return read_conversations(load_rows(section, seed=seed, key=key), section, key=key)
 
 
 def _read_conversation(row: Row, row_format: RowFormat, section: DatasetConfig) -> Conversation:
@@ -154,16 +177,15 @@ def _check_turns(messages: Sequence[Message]) -> None:
         previous = message.role
 
 
-def _remove_held_out(train: list[Conversation], held_out: Sequence[ConversationSet]) -> list[Conversation]:
-    prompt_messages = {conversation.prompt_messages for each in held_out for conversation in each.conversations}
-    kept = [conversation for conversation in train if conversation.prompt_messages not in prompt_messages]
+def _remove_held_out(train: list[ExampleT], held_out: Sequence[ExampleSet[ExampleT]]) -> list[ExampleT]:
+    prompt_messages = {example.prompt_messages for each in held_out for example in each.examples}
+    kept = [example for example in train if example.prompt_messages not in prompt_messages]
     if not kept:
-        raise ConfigError("data.disjoint", True, "every training conversation has a prompt of a validation dataset")
+        raise ConfigError("data.disjoint", True, "every training example has a prompt of a validation dataset")
     if len(kept) < len(train):
+        dropped = len(train) - len(kept)
         logger.info(
-            "dropped %d of %d training conversations whose prompt occurs in a validation dataset",
-            len(train) - len(kept),
-            len(train),
+            "dropped %d of %d training examples whose prompt occurs in a validation dataset", dropped, len(train)
         )
     return kept
 
@@ -178,6 +200,18 @@ class SupervisedSample:
 
     token_ids: np.ndarray  # [T] int32
     token_mask: np.ndarray  # [T] bool; true on the assistant's tokens, including the end of each turn
+
+    @property
+    def rows(self) -> "tuple[SupervisedSample, ...]":
+        """Return the token sequences of the sample."""
+        return (self,)
+
+    def with_last_answer(self) -> "SupervisedSample":
+        """Return the sample in which only the last answer is trained on."""
+        after_context = np.flatnonzero(~self.token_mask)
+        last = np.flatnonzero(self.token_mask)[-1] if self.token_mask.any() else -1
+        start = after_context[after_context < last][-1] + 1 if (after_context < last).any() else 0
+        return SupervisedSample(self.token_ids, self.token_mask & (np.arange(len(self.token_mask)) >= start))
 
     def truncate(self, max_tokens: int) -> "SupervisedSample":
         """Return the first `max_tokens` tokens."""
@@ -200,22 +234,53 @@ class SupervisedSample:
         return SupervisedSample(self.token_ids, mask)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PairSample:
+    """A preference pair: in either conversation only the last answer is trained on."""
+
+    chosen: SupervisedSample
+    rejected: SupervisedSample
+
+    @property
+    def rows(self) -> tuple[SupervisedSample, ...]:
+        """Return the token sequences of the sample."""
+        return self.chosen, self.rejected
+
+
+class Sample(Protocol):
+    """One example as tokens."""
+
+    @property
+    def rows(self) -> tuple[SupervisedSample, ...]:
+        """Return the token sequences of the sample."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SupervisedDataset:
-    """The samples of a ConversationSet, in its order."""
+    """The samples of an ExampleSet, in its order."""
 
     name: str
-    samples: Sequence[SupervisedSample]
-    num_overlong: int = 0  # conversations of too many tokens: dropped or truncated
+    samples: Sequence[Sample]
+    num_overlong: int = 0  # examples of too many tokens: dropped or truncated
     num_dropped: int = 0  # those that were dropped
 
 
-def encode_conversation(encoder: ChatEncoder, conversation: Conversation) -> SupervisedSample:
+EncodePrompt = Callable[[tuple[Message, ...]], tuple[int, ...]]
+
+
+def encode_conversation(
+    encoder: ChatEncoder, conversation: Conversation, encode_prompt: EncodePrompt | None = None
+) -> SupervisedSample:
     """Return the tokens that a rollout of this conversation would have, had the model written the assistant's messages.
+
+    `encode_prompt` encodes a first prompt without tools; None: the encoder does.
 
     Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
     """
-    return _encode(encoder, conversation, lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    return _encode(
+        encoder, conversation, encode_prompt or (lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    )
 
 
 def encode_conversations(
@@ -237,10 +302,10 @@ def encode_conversations(
     """
     prompt_ids = lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
     samples, num_overlong, num_dropped, reported_at = [], 0, 0, time.monotonic()
-    for number, conversation in enumerate(loaded.conversations):
+    for number, conversation in enumerate(loaded.examples):
         if time.monotonic() - reported_at > REPORT_PERIOD_S:
             reported_at = time.monotonic()
-            logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.conversations))
+            logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.examples))
         sample = _encode(encoder, conversation, prompt_ids)
         if train_on_opening:
             sample = sample.with_openings(encoder.num_opening_tokens)
@@ -257,39 +322,47 @@ def encode_conversations(
     if num_overlong:
         logger.warning(
             "%s: %d of %d conversations have more than %d tokens: dropped %d, truncated %d",
-            loaded.name, num_overlong, len(loaded.conversations), max_tokens, num_dropped, num_overlong - num_dropped,
+            loaded.name, num_overlong, len(loaded.examples), max_tokens, num_dropped, num_overlong - num_dropped,
         )  # fmt: skip
     if not samples:
         raise DataError(f"{loaded.name}: no conversation has at most {max_tokens} tokens")
     return SupervisedDataset(loaded.name, samples, num_overlong, num_dropped)
 
 
-def make_supervised_batch(samples: Sequence[SupervisedSample]) -> TrainingBatch:
-    """Return the samples as a right-padded batch, each a group of its own."""
-    lengths = np.array([len(sample.token_ids) for sample in samples])
-    token_ids = np.zeros((len(samples), lengths.max()), dtype=np.int64)
+def make_pair_batch(samples: Sequence[Sample]) -> TrainingBatch:
+    """Return pairs as a right-padded batch: the chosen row of each and then the rejected one, a group for each pair."""
+    batch = make_supervised_batch([row for sample in samples for row in sample.rows])
+    index = torch.arange(len(batch))
+    return batch.update({keys.GROUP_ID: index // 2, keys.PREFERENCE: (1 - 2 * (index % 2)).float()})
+
+
+def make_supervised_batch(samples: Sequence[Sample]) -> TrainingBatch:
+    """Return the samples' token sequences as a right-padded batch, each a group of its own."""
+    rows = [row for sample in samples for row in sample.rows]
+    lengths = np.array([len(row.token_ids) for row in rows])
+    token_ids = np.zeros((len(rows), lengths.max()), dtype=np.int64)
     token_mask = np.zeros(token_ids.shape, dtype=np.float32)
-    for row, sample in enumerate(samples):
-        token_ids[row, : lengths[row]] = sample.token_ids
-        token_mask[row, : lengths[row]] = sample.token_mask
+    for index, row in enumerate(rows):
+        token_ids[index, : lengths[index]] = row.token_ids
+        token_mask[index, : lengths[index]] = row.token_mask
     token_mask[:, 0] = 0.0  # nothing comes before the first token, so nothing predicts it
     return TensorDict(
         {
             keys.TOKEN_IDS: torch.from_numpy(token_ids),
             keys.TOKEN_MASK: torch.from_numpy(token_mask),
             keys.LENGTHS: torch.from_numpy(lengths),
-            keys.SAMPLE_MASK: torch.ones(len(samples)),
-            keys.TRAJECTORY_ID: torch.arange(len(samples)),
-            keys.GROUP_ID: torch.arange(len(samples)),
+            keys.SAMPLE_MASK: torch.ones(len(rows)),
+            keys.TRAJECTORY_ID: torch.arange(len(rows)),
+            keys.GROUP_ID: torch.arange(len(rows)),
         },
-        batch_size=[len(samples)],
+        batch_size=[len(rows)],
     )
 
 
 class SampleLoader:
     """Samples in training order, each once per epoch, a function of seed and epoch; resumable to the exact sample."""
 
-    def __init__(self, samples: Sequence[SupervisedSample], *, shuffle: bool, seed: int, max_epochs: int) -> None:
+    def __init__(self, samples: Sequence[Sample], *, shuffle: bool, seed: int, max_epochs: int) -> None:
         self._samples = samples
         self._shuffle = shuffle
         self._seed = seed
@@ -303,7 +376,7 @@ class SampleLoader:
         """Return whether `take` has nothing left."""
         return self._consumed >= self._end
 
-    def take(self, count: int) -> list[SupervisedSample]:
+    def take(self, count: int) -> list[Sample]:
         """Return the next `count` samples, across epochs; fewer at the end of the last epoch, none after it."""
         stop = min(self._consumed + count, self._end)
         taken = [self._at(position) for position in range(self._consumed, stop)]
@@ -323,7 +396,7 @@ class SampleLoader:
             )
         self._consumed = state["consumed_prompts"]
 
-    def _at(self, position: int) -> SupervisedSample:
+    def _at(self, position: int) -> Sample:
         epoch, offset = divmod(position, len(self._samples))
         if self._order[0] != epoch:
             self._order = (epoch, self._epoch_order(epoch))
@@ -333,7 +406,7 @@ class SampleLoader:
         return epoch_order(len(self._samples), epoch, shuffle=self._shuffle, seed=self._seed)
 
 
-def _encode(encoder: ChatEncoder, conversation: Conversation, prompt_ids: Any) -> SupervisedSample:
+def _encode(encoder: ChatEncoder, conversation: Conversation, prompt_ids: EncodePrompt) -> SupervisedSample:
     tools, parts, waiting = conversation.tools, [], []
     answer: TokenizedMessage | None = None
     for message in conversation.messages:
@@ -353,9 +426,9 @@ def _encode(encoder: ChatEncoder, conversation: Conversation, prompt_ids: Any) -
     return SupervisedSample(token_ids, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
 
 
-def _fingerprint(samples: Sequence[SupervisedSample], *, shuffle: bool, seed: int) -> str:
+def _fingerprint(samples: Sequence[Sample], *, shuffle: bool, seed: int) -> str:
     digest = hashlib.sha256(f"{seed}\n{shuffle}\n{len(samples)}".encode())
-    for sample in samples:
-        digest.update(sample.token_ids.tobytes())
-        digest.update(sample.token_mask.tobytes())
+    for row in (row for sample in samples for row in sample.rows):
+        digest.update(row.token_ids.tobytes())
+        digest.update(row.token_mask.tobytes())
     return digest.hexdigest()[:16]

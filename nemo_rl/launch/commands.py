@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nemo_rl.config.collect import CollectRunConfig
     from nemo_rl.config.evaluation import EvalRunConfig
     from nemo_rl.config.master import TrainingRunConfig
-    from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+    from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 
 OUTPUT_DIRECTORIES = (
     "logger.log_dir",
@@ -143,11 +143,11 @@ def _train_on_rollouts(config: "TrainingRunConfig", command: str) -> ExitCode:
     return _training_exit_code(run_async(run_training(config, command)))
 
 
-def _train_on_conversations(config: "SFTRunConfig", command: str) -> ExitCode:
+def _train_supervised(config: "SupervisedRunConfig", command: str) -> ExitCode:
     from nemo_rl.distributed.machine import run_async
-    from nemo_rl.launch.supervised import run_sft
+    from nemo_rl.launch.supervised import run_supervised
 
-    return _training_exit_code(run_async(run_sft(config, command)))
+    return _training_exit_code(run_async(run_supervised(config, command)))
 
 
 def _training_exit_code(progress: "TrainingProgress") -> ExitCode:
@@ -182,7 +182,7 @@ def _evaluate(config: "EvalRunConfig", command: str) -> ExitCode:
     return ExitCode.DONE if all(result.is_complete for result in results) else ExitCode.FAILED
 
 
-def _plan_training(config: "TrainingRunConfig | SFTRunConfig") -> str:
+def _plan_training(config: "TrainingRunConfig | SupervisedRunConfig") -> str:
     from nemo_rl.launch.memory_report import memory_plan
     from nemo_rl.launch.workers import find_layout, placement_plan
     from nemo_rl.policy.training import check_optimizer
@@ -228,9 +228,18 @@ DISTILLATION_JOB = Job(
 )
 SFT_JOB = Job(
     "sft",
-    _train_on_conversations,
+    _train_supervised,
     _plan_training,
     (*(f"sft.{key}" for key in ("max_num_epochs", "max_num_steps", "val_period", "seed")), *POLICY_KEYS),
+)
+DPO_JOB = Job(
+    "dpo",
+    _train_supervised,
+    _plan_training,
+    (
+        *(f"dpo.{key}" for key in ("max_num_epochs", "max_num_steps", "val_period", "reference_policy_kl_penalty")),
+        *POLICY_KEYS,
+    ),
 )
 REWARD_MODEL_JOB = Job(
     "rm",
@@ -265,6 +274,11 @@ DISTILL = DISTILLATION_JOB.verb_command(
 )
 SFT = SFT_JOB.verb_command(
     "Train a language model on conversations.", "sft_quickstart", "--config sft data.train.data_path=chats.jsonl"
+)
+DPO = DPO_JOB.verb_command(
+    "Train a language model on preferences, by direct preference optimization.",
+    "dpo",
+    "data.train.dataset_name=jsonl data.train.data_path=pairs.jsonl",
 )
 RM = REWARD_MODEL_JOB.verb_command(
     "Train a reward model on preferences.",

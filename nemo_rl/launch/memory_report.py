@@ -13,7 +13,7 @@ from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.layout import Layout, make_layout, make_policy_layout
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.policy import ParallelModelConfig, PolicyConfig, TeacherConfig
-from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.devices import device_memory
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.memory_plan import (
@@ -34,7 +34,7 @@ DEFAULT_CAPACITY = 80 * GB
 CPU_CACHE_BYTES = 2**29  # of vLLM on a CPU: generation/vllm/engine.py, CPU_KV_CACHE_BYTES
 
 
-def memory_plan(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> str:
+def memory_plan(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout) -> str:
     """Return the plan of a training run as comment lines, for the devices of `layout`.
 
     Where the run is on a CPU only because this machine has no GPU, the plan of GPUs follows.
@@ -45,9 +45,10 @@ def memory_plan(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> str
         lines = _describe_cpu(make_run_memory(config, layout, capacity=0), len(layout.ranks), len(layout.engines))
         if config.policy.device != "auto" or config.cluster.gpus_per_node == 0:
             return lines
-        on_gpus = make_policy_layout(config.policy, config.cluster, "cuda") if isinstance(config, SFTRunConfig) else (
-            make_layout(config, "cuda")
-        )  # fmt: skip
+        if isinstance(config, SupervisedRunConfig):
+            on_gpus = make_policy_layout(config.policy, config.cluster, "cuda")
+        else:
+            on_gpus = make_layout(config, "cuda")
         return f"{lines}\n{_describe_gpus(config, on_gpus)}"
     except UnknownShapeError as error:
         return f"# memory\n#   unknown: {error}"
@@ -88,14 +89,16 @@ def sampling_memory_plan(*configs: SampledRunConfig) -> str:
 
 
 def reward_model_memory_plan(config: RewardModelRunConfig) -> str:
-    """Return the plan of a reward model: one process, float32, a pair's two sides in each micro-batch."""
+    """Return the plan of a reward model: one process, float32 weights, a pair's two sides in each micro-batch."""
     policy = config.policy
     try:
         shape = find_shape("policy.model_name", policy.model_name)
     except UnknownShapeError as error:
         return f"# memory\n#   unknown: {error}"
     tokens = 2 * policy.train_micro_batch_size * policy.max_total_sequence_length
-    model = RankModel(shape=replace(shape, is_tied=True), compute_bytes=4, train_tokens=tokens)
+    model = RankModel(
+        shape=replace(shape, is_tied=True), compute_bytes=_bytes_of(policy.precision), train_tokens=tokens
+    )
     parts = {
         "weights": model.weights,
         "gradients": model.gradients,
@@ -106,7 +109,7 @@ def reward_model_memory_plan(config: RewardModelRunConfig) -> str:
     return f"# memory: expected peak of the one device, or of the host on a CPU\n#   {Moment('training', parts)}"
 
 
-def _describe_gpus(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> str:
+def _describe_gpus(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout) -> str:
     capacity, source = _capacity(config)
     memory = make_run_memory(config, layout, capacity)
     lines = [f"# memory: expected peaks of each GPU of {capacity / GB:.0f} GB ({source})"]
@@ -139,7 +142,7 @@ def _describe_cpu(memory: RunMemory, num_ranks: int, num_engines: int) -> str:
     return f"# memory: expected peak of the host\n#   {moment}\n#   {fits}"
 
 
-def _capacity(config: TrainingRunConfig | SFTRunConfig | SampledRunConfig) -> tuple[int, str]:
+def _capacity(config: TrainingRunConfig | SupervisedRunConfig | SampledRunConfig) -> tuple[int, str]:
     if config.cluster.gpu_memory_gb is not None:
         return int(config.cluster.gpu_memory_gb * GB), "cluster.gpu_memory_gb"
     detected = device_memory()
@@ -151,13 +154,13 @@ def _capacity(config: TrainingRunConfig | SFTRunConfig | SampledRunConfig) -> tu
 # ---- from a configuration ----
 
 
-def make_run_memory(config: TrainingRunConfig | SFTRunConfig, layout: Layout, capacity: int) -> RunMemory:
+def make_run_memory(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout, capacity: int) -> RunMemory:
     """Return the models of a run on devices of `capacity` bytes; raises UnknownShapeError."""
     policy = config.policy
     shape = find_shape("policy.model_name", policy.model_name, policy.hf_config_overrides)
     model = _policy_model(config, shape, len(layout.ranks), capacity)
     nodes = max(layout.num_nodes, 1)
-    if isinstance(config, SFTRunConfig):
+    if isinstance(config, SupervisedRunConfig):
         return RunMemory(
             capacity=capacity,
             policy=model,
@@ -181,26 +184,28 @@ def make_run_memory(config: TrainingRunConfig | SFTRunConfig, layout: Layout, ca
 
 
 def _policy_model(
-    config: TrainingRunConfig | SFTRunConfig, shape: ModelShape, num_ranks: int, capacity: int
+    config: TrainingRunConfig | SupervisedRunConfig, shape: ModelShape, num_ranks: int, capacity: int
 ) -> RankModel:
     policy, longest = config.policy, config.policy.max_total_sequence_length
     section = policy.parallelism
     dim = getattr(getattr(section, "lora_cfg", None), "dim", None) if section.adapters else None
+    if isinstance(config, SupervisedRunConfig):
+        rows, score_rows = config.rows_per_sample, config.val_micro_batch_size
+    else:
+        rows, score_rows = 1, policy.logprob_batch_size or policy.train_micro_batch_size
     model = RankModel(
         shape=shape,
         **_ranks(policy, num_ranks),
         compute_bytes=_bytes_of(policy.precision),
-        train_tokens=_tokens(policy, policy.train_micro_batch_size, "train_mb_tokens", longest),
-        score_tokens=_tokens(
-            policy, policy.logprob_batch_size or policy.train_micro_batch_size, "logprob_mb_tokens", longest
-        ),
+        train_tokens=_tokens(policy, policy.train_micro_batch_size * rows, "train_mb_tokens", longest),
+        score_tokens=_tokens(policy, score_rows, "logprob_mb_tokens", longest),
         longest=longest,
         chunk=policy.logprob_chunk_size,
         recomputes=getattr(section, "activation_checkpointing", False),
         is_offloaded=getattr(section, "cpu_offload", False),
         adapter_dim=dim,
         optimizer_bytes=OPTIMIZER_BYTES.get(policy.optimizer.name.rpartition(".")[2], ADAM_BYTES),
-        has_reference=isinstance(config, TrainingRunConfig) and config.needs_reference,
+        has_reference=config.needs_reference,
     )
     kept = getattr(section, "keep_unsharded", False)
     if kept == "auto":

@@ -14,7 +14,7 @@ from nemo_rl.config.environment import ModelScorerConfig
 from nemo_rl.config.evaluation import EvalRunConfig
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
-from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.errors import ConfigError
 
@@ -24,7 +24,7 @@ QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # also with "-N";
 _QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
 MODEL_FILE = "config.json"  # every Hugging Face model has it
 
-AnyConfig: TypeAlias = TrainingRunConfig | SFTRunConfig | SampledRunConfig | RewardModelRunConfig
+AnyConfig: TypeAlias = TrainingRunConfig | SupervisedRunConfig | SampledRunConfig | RewardModelRunConfig
 
 
 def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:

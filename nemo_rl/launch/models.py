@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.run import Interrupt, Interrupted
-from nemo_rl.algorithms.sft import SFTRun, train_sft
+from nemo_rl.algorithms.sft import SFTObjective
+from nemo_rl.algorithms.supervised import SupervisedRun, train_supervised
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
 from nemo_rl.config.supervised import SFTConfig, SFTDataConfig, SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.supervised import ConversationSet, SampleLoader, encode_conversations
+from nemo_rl.data.supervised import ExampleSet, SampleLoader, encode_conversations
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.launch.model_files import checkpoint_weights, quickstart_model
 from nemo_rl.observability import heartbeat
@@ -69,7 +70,7 @@ async def _train_model(recipe: quickstart.Recipe, scratch: Path, progress: Progr
     quickstart.make_model(tokenizer, recipe).save_pretrained(scratch / "fresh")
     train, _ = load_quickstart_prompts()
     _check(interrupt)
-    conversation_set = ConversationSet("spellings", quickstart.spellings(train.prompts, recipe))
+    conversation_set = ExampleSet("spellings", quickstart.spellings(train.prompts, recipe))
     encoder = ChatEncoder(tokenizer)
     samples = encode_conversations(encoder, conversation_set, max_tokens=MAX_TOKENS, overlong="truncate").samples
     _check(interrupt)
@@ -84,8 +85,9 @@ async def _train_model(recipe: quickstart.Recipe, scratch: Path, progress: Progr
         tokenizer=tokenizer,
     )
     try:
-        run = SFTRun(
+        run = SupervisedRun(
             config=config,
+            objective=SFTObjective(),
             run_dir=scratch,
             num_steps=recipe.num_steps,
             source=SampleLoader(samples, shuffle=False, seed=recipe.seed, max_epochs=1),
@@ -96,7 +98,7 @@ async def _train_model(recipe: quickstart.Recipe, scratch: Path, progress: Progr
             progress=progress,
             interrupt=interrupt,
         )
-        await train_sft(run)
+        await train_supervised(run)
         _check(interrupt)
         await policy.save(scratch, save_optimizer=False)
         await policy.finish_save()

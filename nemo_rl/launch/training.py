@@ -22,14 +22,14 @@ from nemo_rl.algorithms.grpo import GRPO, RequiredLogprobs, make_penalties
 from nemo_rl.algorithms.loop import TrainingProgress, train
 from nemo_rl.algorithms.rollout_details import DETAILS_FILE, RolloutDetails
 from nemo_rl.algorithms.run import Algorithm, Interrupt, Placement, TrainingRun, cancel_on_sigterm
-from nemo_rl.algorithms.sft import SFTRun
+from nemo_rl.algorithms.supervised import SupervisedRun
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.checks import uses_cross_tokenizer
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutTrainingConfig, TrainingRunConfig
 from nemo_rl.config.run import CheckpointingConfig
-from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.records import RolloutWriter
@@ -62,7 +62,7 @@ def open_console(level: str) -> Console:
 
 
 def open_records(
-    config: TrainingRunConfig | SFTRunConfig | RewardModelRunConfig, stack: ExitStack | AsyncExitStack
+    config: TrainingRunConfig | SupervisedRunConfig | RewardModelRunConfig, stack: ExitStack | AsyncExitStack
 ) -> tuple[Path, Logger]:
     """Create the run directory with the configuration in it, and the metric loggers, closed with `stack`."""
     run_dir = make_run_directory(config.logger.log_dir)
@@ -83,7 +83,7 @@ def make_checkpoint_store(section: CheckpointingConfig, run_dir: Path) -> Checkp
 
 
 def write_summary(
-    run: TrainingRun | SFTRun,
+    run: TrainingRun | SupervisedRun,
     results: Callable[[Path], str],
     command: str,
     resume_overrides: Callable[[int], str | None],

@@ -22,7 +22,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.launch import commands
 from nemo_rl.recipes import find_recipe
 
-JOBS = {job.verb: job for job in (commands.GRPO_JOB, commands.DISTILLATION_JOB, commands.SFT_JOB)}
+JOBS = {job.verb: job for job in (commands.GRPO_JOB, commands.DISTILLATION_JOB, commands.SFT_JOB, commands.DPO_JOB)}
 BASE = "slurm_runs"
 BODY = """
 say() {

@@ -19,7 +19,7 @@ from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.layout import DeviceSlot, Layout, make_layout, make_policy_layout
 from nemo_rl.config.master import DistillationRunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import ParallelModelConfig, PolicyConfig
-from nemo_rl.config.supervised import SFTRunConfig
+from nemo_rl.config.supervised import SupervisedRunConfig
 from nemo_rl.distributed.devices import ALL_DEVICES, choose_device
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.interfaces import Generation, Policy
@@ -46,15 +46,15 @@ class Workers:
     teachers: Teachers | None  # None: the algorithm uses none
 
 
-def find_layout(config: TrainingRunConfig | SFTRunConfig) -> Layout:
+def find_layout(config: TrainingRunConfig | SupervisedRunConfig) -> Layout:
     """Return the layout on the device that the installed engine can use; raises ConfigError.
 
     With `policy.device: cuda` this machine needs no CUDA device where a cluster has them.
     """
-    engine_devices = ALL_DEVICES if isinstance(config, SFTRunConfig) else config.policy.generation.devices
+    engine_devices = ALL_DEVICES if isinstance(config, SupervisedRunConfig) else config.policy.generation.devices
     wanted = config.policy.device
     device = choose_device("auto", engine_devices) if wanted == "auto" else wanted
-    if isinstance(config, SFTRunConfig):
+    if isinstance(config, SupervisedRunConfig):
         layout = make_policy_layout(config.policy, config.cluster, device)
     else:
         layout = make_layout(config, device)
@@ -76,7 +76,7 @@ def check_model(policy: PolicyConfig, model_path: str) -> None:
 
 
 async def open_policy(
-    config: SFTRunConfig,
+    config: SupervisedRunConfig,
     tokenizer: PreTrainedTokenizerBase,
     model_path: str,
     layout: Layout,
@@ -89,9 +89,9 @@ async def open_policy(
     arguments = {
         "model_path": model_path,
         "temperature": 1.0,
-        "needs_reference": False,
+        "needs_reference": config.needs_reference,
         "num_samples_per_step": section.train_global_batch_size,
-        "seed": config.sft.seed,
+        "seed": config.algorithm.seed,
         "tokenizer": tokenizer,
     }
     reservation = await _open_cluster(config, layout, stack)
@@ -139,7 +139,7 @@ async def open_workers(
     return Workers(policy, generation, placement, teachers)
 
 
-def join_cluster(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> None:
+def join_cluster(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout) -> None:
     """Join or start the cluster that the layout needs, with an object store for the batches of a step.
 
     Call it before anything else of the run connects: a cluster that is joined keeps its size.
@@ -152,7 +152,7 @@ def join_cluster(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> No
 
 
 async def _open_cluster(
-    config: TrainingRunConfig | SFTRunConfig, layout: Layout, stack: AsyncExitStack
+    config: TrainingRunConfig | SupervisedRunConfig, layout: Layout, stack: AsyncExitStack
 ) -> "Reservation | None":
     """Join or start a cluster and reserve what the layout needs, released with `stack`; None: one process is enough."""
     if not layout.needs_cluster:
@@ -169,16 +169,18 @@ async def _open_cluster(
     return reservation
 
 
-def _bytes_of_step(config: TrainingRunConfig | SFTRunConfig) -> int:
+def _bytes_of_step(config: TrainingRunConfig | SupervisedRunConfig) -> int:
     """Return what a step's batches and scores take in the cluster's object store."""
-    is_supervised = isinstance(config, SFTRunConfig)
-    num_samples = config.policy.train_global_batch_size if is_supervised else config.algorithm.num_samples_per_step
+    if isinstance(config, SupervisedRunConfig):
+        num_samples = config.policy.train_global_batch_size * config.rows_per_sample
+    else:
+        num_samples = config.algorithm.num_samples_per_step
     topk = config.distillation.topk_logits_k if isinstance(config, DistillationRunConfig) else 0
     return bytes_of_step(num_samples, config.policy.max_total_sequence_length, topk=topk)
 
 
 async def _open_ranks(
-    config: TrainingRunConfig | SFTRunConfig,
+    config: TrainingRunConfig | SupervisedRunConfig,
     layout: Layout,
     reservation: "Reservation | None",
     arguments: dict[str, Any],
@@ -277,12 +279,14 @@ async def _takes_turns(config: TrainingRunConfig, layout: Layout, policy: Policy
     return not fits
 
 
-def placement_plan(config: TrainingRunConfig | SFTRunConfig) -> str:
+def placement_plan(config: TrainingRunConfig | SupervisedRunConfig) -> str:
     """Return one line per part of the run: its name, where it runs, in which precision; raises ConfigError."""
     layout = find_layout(config)
     lines = _policy_lines(config, layout)
     if isinstance(config, TrainingRunConfig):
         lines += _rollout_lines(config, layout)
+    elif config.needs_reference:
+        lines.append(f"#   reference policy: {_describe_reference(config)}")
     return "\n".join(lines)
 
 
@@ -328,7 +332,7 @@ def _environment_lines(config: RolloutRunConfig) -> list[str]:
     ]
 
 
-def _policy_lines(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> list[str]:
+def _policy_lines(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout) -> list[str]:
     model = (
         f"{config.policy.model_name}, {_describe_ranks(config.policy, layout, layout.ranks)}, {config.policy.precision}"
     )
@@ -339,18 +343,18 @@ def _policy_lines(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> l
     ]
 
 
-def _describe_adapters(config: TrainingRunConfig | SFTRunConfig) -> str:
+def _describe_adapters(config: TrainingRunConfig | SupervisedRunConfig) -> str:
     adapters = config.policy.parallelism.adapters
     return f", {adapters}" if adapters else ""
 
 
-def _describe_reference(config: TrainingRunConfig) -> str:
+def _describe_reference(config: TrainingRunConfig | SupervisedRunConfig) -> str:
     if not config.needs_reference:
         return "none (no KL penalty)"
     return "the policy without its adapters" if _describe_adapters(config) else "a frozen copy beside the policy"
 
 
-def _describe_cluster(config: TrainingRunConfig | SFTRunConfig, layout: Layout) -> str:
+def _describe_cluster(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout) -> str:
     gpus = f" with {layout.gpus_per_node} GPUs each" if layout.gpus_per_node else ""
     where = f"Ray at {config.cluster.address}" if config.cluster.address else "Ray, of RAY_ADDRESS or local"
     return f"{where}, {_pluralize(layout.num_nodes, 'node')}{gpus}"

@@ -61,6 +61,10 @@ class MicroBatching(Protocol):
         """
         ...
 
+    def pair_length(self, lengths: Sequence[int]) -> int:
+        """Return the length of a sample that takes as much of a micro-batch as these samples together."""
+        ...
+
     @property
     def length_multiple(self) -> int:
         """Return the number that the padded length of a micro-batch is rounded up to a multiple of."""
@@ -80,6 +84,9 @@ class SampleCount:
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
         return _partition(lengths, num_ranks, lambda longest: self.size)
 
+    def pair_length(self, lengths: Sequence[int]) -> int:
+        return max(lengths)  # `size` counts pairs
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedTokens:
@@ -94,6 +101,9 @@ class PaddedTokens:
         """Return the micro-batches of each rank; raises ConfigError for a sample that is longer than one."""
         _check_longest(lengths, self.tokens, self.key)
         return _partition(lengths, num_ranks, lambda longest: max(1, self.tokens // self._padded(longest)))
+
+    def pair_length(self, lengths: Sequence[int]) -> int:
+        return len(lengths) * self._padded(max(lengths))
 
     def _padded(self, length: int) -> int:
         return -(-max(length, 1) // self.length_multiple) * self.length_multiple
@@ -112,6 +122,9 @@ class PackedTokens:
         """Return the packs of each rank; raises ConfigError for a sample that is longer than one."""
         _check_longest(lengths, self.tokens, self.key)
         return pack_for_ranks(lengths, self.tokens, self.algorithm, num_ranks)
+
+    def pair_length(self, lengths: Sequence[int]) -> int:
+        return sum(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +164,34 @@ def micro_batches(
     """Yield (rows, part) of this rank's rows, each part trimmed to its longest; an int is a number of samples.
 
     Results are summed over parts, so the split does not change them. All ranks get the same number of parts: a rank
-    without samples left gets no rows and a dummy part.
+    without samples left gets no rows and a dummy part. The rows of a preference pair are never separated, and a number
+    of samples is then one of pairs.
     """
     if isinstance(batching, int):
         batching = SampleCount(batching)
+    pairs = None
     if isinstance(batching, PackedTrees):
         known = (keys.TOKEN_IDS, keys.LENGTHS, keys.GROUP_ID)
         parts = batching.parts_of(batch.select(*known, strict=False)[rows], layout.data_parallel_size)
     else:
-        parts = batching.parts(batch[keys.LENGTHS][rows].tolist(), layout.data_parallel_size)
+        lengths = batch[keys.LENGTHS][rows].tolist()
+        if batch.get(keys.PREFERENCE, None) is not None:
+            pairs = _pairs(batch[keys.GROUP_ID][rows].tolist())
+            lengths = [batching.pair_length([lengths[index] for index in pair]) for pair in pairs]
+        parts = batching.parts(lengths, layout.data_parallel_size)
     for indices in parts[layout.data_parallel_rank]:
+        if pairs is not None:
+            indices = [index for number in indices for index in pairs[number]]
         part = rows[indices]
         yield part, trim(batch[part], batching.length_multiple) if indices else _empty_micro_batch()
+
+
+def _pairs(groups: Sequence[int]) -> list[list[int]]:
+    """Return the indices of each group, in the order of its first row."""
+    by_group: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        by_group.setdefault(group, []).append(index)
+    return list(by_group.values())
 
 
 def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:

@@ -28,7 +28,7 @@ Reduction = Literal["sum", "count", "min", "max"]
 SkipCause = Literal["no_valid_tokens", "nonfinite_loss", "nonfinite_gradient"]
 
 
-def check_optimizer(config: PolicyConfig) -> None:
+def check_optimizer(config: PolicyConfig | RewardModelPolicyConfig) -> None:
     """Make optimizer and schedule for a dummy weight.
 
     Raises:
@@ -51,7 +51,7 @@ def make_optimizer(
     return _build(f"{key}.kwargs", config.optimizer.kwargs, cls, parameters, kwargs)
 
 
-def make_scheduler(config: PolicyConfig, optimizer: Optimizer) -> LRScheduler | None:
+def make_scheduler(config: PolicyConfig | RewardModelPolicyConfig, optimizer: Optimizer) -> LRScheduler | None:
     """Make the schedule of `policy.scheduler`; None: the learning rate is constant."""
     section = config.scheduler
     if section is None:

@@ -1,6 +1,6 @@
 """The share of NeMo-RL's public recipes that load: `nemo_rl_recipes.py CHECKOUT [-v]`.
 
-CHECKOUT is a working tree of NeMo-RL. Counted are the recipes of GRPO, distillation, SFT, reward models and evaluation
+CHECKOUT is a working tree of NeMo-RL. Counted are the recipes of GRPO, distillation, SFT, DPO, reward models and evaluation
 in examples/, each alone, without and with --allow-unsupported; a missing data file is no obstacle, and environment
 variables that a recipe reads are set to a directory. A traceback is an error of ours.
 """
@@ -23,6 +23,7 @@ LOADERS = {
     "grpo": loading.load_config,
     "distillation": loading.load_distillation_config,
     "sft": loading.load_sft_config,
+    "dpo": loading.load_dpo_config,
     "rm": loading.load_reward_model_config,
     "eval": loading.load_eval_config,
 }

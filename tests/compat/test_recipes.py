@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.config.data import resolve_dataset
 from nemo_rl.config.loading import (
     format_translation,
     load_config,
     load_distillation_config,
+    load_dpo_config,
     load_eval_config,
+    load_reward_model_config,
     load_sft_config,
 )
 from nemo_rl.errors import CombinedConfigError, ConfigError
@@ -19,7 +22,9 @@ from nemo_rl.errors import CombinedConfigError, ConfigError
 RECIPES = sorted((Path(__file__).parent / "recipes").rglob("*.yaml"))
 LOADERS: dict[str, Callable[..., Any]] = {
     "distillation": load_distillation_config,
+    "dpo": load_dpo_config,
     "eval": load_eval_config,
+    "rm": load_reward_model_config,
     "sft": load_sft_config,
 }
 ENGINE = "policy.generation.vllm_cfg"
@@ -30,7 +35,7 @@ OBSTACLES = {  # by name, in every release
 
 
 def load(path: Path, **options: Any) -> Any:
-    return LOADERS.get(path.stem, load_config)(path, (), **options)
+    return LOADERS.get(path.stem.partition("_")[0], load_config)(path, (), **options)
 
 
 def obstacles(path: Path, **options: Any) -> list[str]:
@@ -77,6 +82,50 @@ def test_values_are_the_recipes_own(release: str) -> None:
     evaluation = load(directory / "eval.yaml")
     assert evaluation.policy.model_name == "org/model"
     assert evaluation.data.input.dataset_name == "AIME2024"
+
+
+@pytest.mark.parametrize("release", ["0.5", "0.6", "0.7", "main"])
+def test_preference_recipes_keep_their_values(release: str) -> None:
+    directory = Path(__file__).parent / "recipes" / release
+    dpo = load(directory / "dpo.yaml")
+    assert (dpo.dpo.reference_policy_kl_penalty, dpo.dpo.preference_loss_weight, dpo.dpo.sft_loss_weight) == (
+        0.05,
+        1,
+        0,
+    )
+    assert (dpo.policy.train_global_batch_size, dpo.val_micro_batch_size) == (128, 2)  # rows of one pair
+    assert (dpo.dpo.val_at_end, dpo.checkpointing.metric_name) == (False, "val:loss")
+    assert (dpo.data.train.dataset_name, dpo.data.validation.split) == ("HelpSteer3", "validation")
+    rm = load(directory / "rm.yaml")
+    assert (rm.rm.val_batches, rm.rm.val_micro_batch_size, rm.policy.precision) == (None, 1, "bfloat16")
+    assert rm.rm.max_num_steps == 1_000_000
+    assert (rm.checkpointing.checkpoint_dir, rm.checkpointing.metric_name) == ("results/rm", "val:loss")
+    assert (rm.data.train.dataset_name, rm.data.validation.split) == ("HelpSteer3", "validation")
+
+
+def test_preference_data_keep_their_fields_and_sets() -> None:
+    binary = load(Path(__file__).parent / "recipes" / "0.5" / "dpo_binary.yaml")
+    (_, train), (_, held_out) = binary.data.datasets
+    assert (train.data_path, train.split, held_out.data_path, held_out.split) == (
+        "org/train", "train", "org/held_out", "test",
+    )  # fmt: skip
+    sections = [resolve_dataset(each, binary.data.default, key="data")[1] for each in (train, held_out)]
+    assert [each.dataset_name for each in sections] == ["huggingface"] * 2
+    assert {(each.input_key, each.chosen_key, each.rejected_key) for each in sections} == {
+        ("question", "better", "worse")
+    }
+    several = load(Path(__file__).parent / "recipes" / "main" / "dpo_pairs.yaml")
+    assert [each.name for _, each in several.data.datasets_of("validation")] == ["first", "second"]
+    assert several.checkpointing.metric_name == "val:second/loss"
+
+
+def test_reward_models_of_several_ranks_are_refused() -> None:
+    path = Path(__file__).parent / "recipes" / "main" / "rm.yaml"
+    with pytest.raises(ConfigError, match=r"policy\.dtensor_cfg\.tensor_parallel_size = 2.*one process"):
+        load_reward_model_config(path, ["policy.dtensor_cfg.tensor_parallel_size=2"])
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_node = 8.*one process"):
+        load_reward_model_config(path, ["cluster.gpus_per_node=8"])
+    assert load_reward_model_config(path, ["cluster.gpus_per_node=8"], allow_unsupported=True)
 
 
 def test_a_translation_loads_without_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

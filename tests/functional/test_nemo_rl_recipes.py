@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import loading
-from nemo_rl.launch.supervised import run_sft
+from nemo_rl.launch.supervised import run_supervised
 from nemo_rl.launch.training import run_training
 from tests.functional.cli import ROOT
 
@@ -78,7 +78,7 @@ def overrides(family: str, model: Path, rows: Path) -> list[str]:
 def train(path: Path, family: str, arguments: list[str]) -> dict[int, dict[str, float]]:
     """Return the metrics of each step that do not depend on the time."""
     config = LOADERS.get(family, loading.load_config)(path, arguments)
-    asyncio.run((run_sft if family == "sft" else run_training)(config, "a test"))
+    asyncio.run((run_supervised if family == "sft" else run_training)(config, "a test"))
     (metrics,) = Path(config.logger.log_dir).glob("exp_*/metrics.jsonl")
     steps: dict[int, dict[str, float]] = {}
     for line in metrics.read_text().splitlines():

@@ -11,7 +11,8 @@ import torch
 
 from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.run import Interrupt
-from nemo_rl.algorithms.sft import SFTRun, train_sft, validate
+from nemo_rl.algorithms.sft import SFTObjective
+from nemo_rl.algorithms.supervised import SupervisedRun, train_supervised, validate
 from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.supervised import SFTRunConfig
@@ -77,8 +78,9 @@ class Runs:
     async def _train(self, config: SFTRunConfig, stop_after: int | None, store: str) -> tuple[TrainingProgress, Any]:
         policy = self.policy(config)
         interrupt = Interrupt()
-        run = SFTRun(
+        run = SupervisedRun(
             config=config,
+            objective=SFTObjective(),
             run_dir=self.directory,
             num_steps=5,
             source=SampleLoader(samples(10), shuffle=True, seed=config.sft.seed, max_epochs=2),
@@ -90,7 +92,7 @@ class Runs:
             interrupt=interrupt,
         )
         try:
-            training = await train_sft(run)
+            training = await train_supervised(run)
             weights = await policy.run_with_weights(lambda weights: {name: each.clone() for name, each in weights})
         finally:
             await policy.close()
@@ -160,6 +162,7 @@ def test_validation_loss_is_over_all_tokens_of_the_first_batches(
         config = runs.config(val_batches=val_batches)
         policy = runs.policy(config)
         run: Any = type("Run", (), {"config": config, "policy": policy, "interrupt": Interrupt(),
+                                    "objective": SFTObjective(),
                                     "validation": (SupervisedDataset("held", held),)})  # fmt: skip
         batch = make_supervised_batch(held[:num_samples])
         try:

@@ -1,6 +1,7 @@
 """Recipes of supervised training: NeMo-RL's keys, and what is refused before a model loads."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from nemo_rl.config.layout import make_policy_layout
-from nemo_rl.config.loading import load_reward_model_config, load_sft_config, resolved_yaml
+from nemo_rl.config.loading import load_dpo_config, load_reward_model_config, load_sft_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "nemo_rl" / "recipes"
@@ -110,7 +111,11 @@ data: {train: {dataset_name: spell_backward}}
         ("data.train.dataset_name=jsonl", "data.train.data_path", "required"),
         ("data.train={dataset_name: jsonl, data_path: absent.jsonl}", "data.train.data_path", "no such file"),
         ("data.train.dataset_name=spel_backward", "data.train.dataset_name", "spell_backward"),
-        ("rm.val_period=0", "rm.val_period", "greater than 0"),
+        ("rm.val_period=-2", "rm.val_period", "greater than or equal to 0"),
+        ("++policy.precision=float16", "policy.precision", "bfloat16"),
+        ("++checkpointing.metric_name=val:loss", "checkpointing.metric_name", "needs a dataset in data.validation"),
+        ("++data.train.env_name=math", "data.train.env_name", "supervised training does not read it"),
+        ("++data.train.output_key=a", "data.train.output_key", "training on pairs does not read it"),
     ],
 )
 def test_bad_input_is_refused_by_its_key(tmp_path: Path, override: str, key: str, said: str) -> None:
@@ -119,3 +124,53 @@ def test_bad_input_is_refused_by_its_key(tmp_path: Path, override: str, key: str
     with pytest.raises(ConfigError, match=said) as caught:
         load_reward_model_config(recipe, [override])
     assert caught.value.key == key
+
+
+DPO = """
+policy: {model_name: m, max_total_sequence_length: 64}
+data: {train: {dataset_name: spell_backward}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        ("++dpo.beta=0.1", "dpo.beta", "unknown key"),
+        ("++dpo.reference_policy_kl_penalty=0", "dpo.reference_policy_kl_penalty", "greater than 0"),
+        ("++dpo.preference_loss_weight=0", "dpo.preference_loss_weight", "there is no loss"),
+        (
+            "++policy.sequence_packing={enabled: true, train_mb_tokens: 100}",
+            "policy.sequence_packing.train_mb_tokens",
+            "at least 128 tokens",
+        ),
+        (
+            "++policy.dynamic_batching.enabled=true ++policy.train_micro_batch_size=1",
+            "policy.dynamic_batching.train_mb_tokens",
+            "two answers of a pair are trained together",
+        ),
+        ("++data.train.output_key=a", "data.train.output_key", "training on pairs does not read it"),
+        ("++data.max_input_seq_length=65", "data.max_input_seq_length", "at most policy.max_total"),
+        ("++checkpointing={enabled: true, metric_name: 'val:loss'}", "checkpointing.metric_name", "data.validation"),
+        ("data.train.dataset_name=nemo_gym", "data.train.dataset_name", "tasks of agents"),
+    ],
+)
+def test_what_dpo_cannot_run_is_refused(overrides: str, key: str, said: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(DPO)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_dpo_config(recipe, re.split(r" (?=\+\+)", overrides))
+    assert caught.value.key == key
+
+
+def test_pair_keys_belong_to_pairs(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train\.chosen_key = 'a': training on conversations does not read it"):
+        load_sft_config(recipe, ["++data.train.chosen_key=a"])
+
+
+def test_accuracy_and_sums_may_rank_checkpoints_of_dpo(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(DPO + "checkpointing: {enabled: true, metric_name: 'val:accuracy'}\n")
+    held_out = "++data.validation={dataset_name: spell_backward, split: validation}"
+    assert load_dpo_config(recipe, [held_out]).checkpointing.metric_name == "val:accuracy"
+    with pytest.raises(ConfigError, match=r"better when it is lower"):
+        load_dpo_config(recipe, [held_out, "++checkpointing.metric_name=val:preference_loss"])

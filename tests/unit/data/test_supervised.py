@@ -14,7 +14,7 @@ from nemo_rl.config.supervised import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.supervised import (
     Conversation,
-    ConversationSet,
+    ExampleSet,
     SampleLoader,
     SupervisedSample,
     encode_conversation,
@@ -110,10 +110,10 @@ def test_what_is_validated_on_is_not_trained_on(tmp_path: Path) -> None:
         "default": {"dataset_name": "jsonl"},
     }
     blend, (one, two) = load_conversations(SFTDataConfig.model_validate(sets), run_seed=0)
-    assert [each.messages[0].content for each in blend.conversations] == ["a", "c", "d", "d"]
+    assert [each.messages[0].content for each in blend.examples] == ["a", "c", "d", "d"]
     assert (blend.name, one.name, two.name) == ("train", "jsonl", "again")
     kept, _ = load_conversations(SFTDataConfig.model_validate({**sets, "disjoint": False}), run_seed=0)
-    assert len(kept.conversations) == 5
+    assert len(kept.examples) == 5
     with pytest.raises(ConfigError, match=r"data\.disjoint"):
         load_conversations(SFTDataConfig.model_validate({**sets, "train": {"data_path": held_out}}), run_seed=0)
 
@@ -221,13 +221,13 @@ def test_a_template_that_hides_what_is_to_be_learnt_is_refused(name: str) -> Non
         encode_conversation(ChatEncoder(byte_tokenizer(name)), TALK)
 
 
-def talks(*answers: str) -> ConversationSet:
-    return ConversationSet("talks", [Conversation((Message("user", "q"), Message("assistant", a))) for a in answers])
+def talks(*answers: str) -> ExampleSet:
+    return ExampleSet("talks", [Conversation((Message("user", "q"), Message("assistant", a))) for a in answers])
 
 
 def test_overlong_conversations_are_left_out_or_cut_and_counted() -> None:
     encoder = ChatEncoder(byte_tokenizer("zephyr"))
-    length = len(encode_conversation(encoder, talks("abc").conversations[0]).token_ids)
+    length = len(encode_conversation(encoder, talks("abc").examples[0]).token_ids)
     dropped = encode_conversations(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="drop")
     assert [len(sample.token_ids) for sample in dropped.samples] == [length, length - 1]
     assert (dropped.num_overlong, dropped.num_dropped) == (1, 1)

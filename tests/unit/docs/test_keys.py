@@ -15,13 +15,14 @@ from nemo_rl.config.kinds import Kind
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
 from nemo_rl.config.section import Section
 from nemo_rl.config.submit import SubmitRunConfig, SubmitTrainingConfig
-from nemo_rl.config.supervised import RewardModelRunConfig, SFTRunConfig
+from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from tests.unit.docs.pages import CODE, WRITTEN, Table, code_spans, fenced_blocks, tables
 
 SCHEMAS = (
     GRPORunConfig,
     DistillationRunConfig,
     SFTRunConfig,
+    DPORunConfig,
     RewardModelRunConfig,
     CollectRunConfig,
     EvalRunConfig,

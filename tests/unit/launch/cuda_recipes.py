@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl.config.layout import make_layout, make_policy_layout
 from nemo_rl.config.loading import load_config, load_distillation_config, load_sft_config
-from nemo_rl.config.supervised import SFTRunConfig
+from nemo_rl.config.supervised import SupervisedRunConfig
 from nemo_rl.launch.memory_plan import GB, RunMemory
 from nemo_rl.launch.memory_report import make_run_memory
 from tests.fakes.model_configs import MODEL_CONFIGS
@@ -42,7 +42,7 @@ def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_memory(recipe: str, gigabytes: int) -> RunMemory:
     files = [f"data.{name}.data_path={__file__}" for name in ("train", "validation") if "nemo_gym" in recipe]
     config: Any = CUDA_RECIPES[recipe](ROOT / recipe, files)  # of their data only the existence is checked
-    if isinstance(config, SFTRunConfig):
+    if isinstance(config, SupervisedRunConfig):
         layout = make_policy_layout(config.policy, config.cluster, "cuda")
     else:
         layout = make_layout(config, "cuda")

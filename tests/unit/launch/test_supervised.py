@@ -30,6 +30,7 @@ policy:
   train_global_batch_size: 4
   train_micro_batch_size: 2
 data:
+  disjoint: false
   train: {{data_path: {tmp_path}/pairs.jsonl}}
   validation: {{data_path: {tmp_path}/pairs.jsonl, size: 4}}
 checkpointing: {{checkpoint_dir: {tmp_path}/trained}}

@@ -281,3 +281,39 @@ def test_tokens_of_ranks_are_level_on_heavy_tails() -> None:
     ranks = pack_for_ranks(lengths, 8192, "modified_first_fit_decreasing", 8)
     of_ranks = [sum(tokens(packs, lengths)) for packs in ranks]
     assert max(of_ranks) / min(of_ranks) < 1.01
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=9),
+    num_ranks=st.integers(1, 3),
+    batching=st.sampled_from(
+        [
+            SampleCount(2),
+            PackedTokens(20, "k", "modified_first_fit_decreasing"),
+            PackedTokens(18, "k", "concatenative"),
+            PaddedTokens(24, "k", 4),
+        ]
+    ),
+)
+def test_pairs_are_never_separated(
+    lengths: list[tuple[int, int]], num_ranks: int, batching: SampleCount | PackedTokens | PaddedTokens
+) -> None:
+    batch = make_batch([length for pair in lengths for length in pair])
+    rows = torch.arange(len(batch))
+    batch.update({"group_id": rows // 2, "preference": 1.0 - 2 * (rows % 2)})
+    seen: list[int] = []
+    for rank in range(num_ranks):
+        layout = RankLayout(
+            rank=rank, data_parallel_size=num_ranks, init_method="tcp://127.0.0.1:1" if num_ranks > 1 else None
+        )
+        for own, part in micro_batches(batch, rows, batching, layout):
+            groups = [index // 2 for index in own.tolist()]
+            assert all(groups.count(group) == 2 for group in groups)
+            seen += own.tolist()
+            if isinstance(batching, PackedTokens):
+                assert int(part["lengths"].sum() if len(own) else 0) <= batching.tokens
+            elif isinstance(batching, PaddedTokens):
+                assert len(own) * part["token_ids"].shape[1] <= batching.tokens
+            else:
+                assert len(own) <= 4
+    assert sorted(seen) == rows.tolist()
