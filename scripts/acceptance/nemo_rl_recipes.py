@@ -1,8 +1,8 @@
 """The share of NeMo-RL's public recipes that load: `nemo_rl_recipes.py CHECKOUT [-v]`.
 
-CHECKOUT is a working tree of NeMo-RL. Counted are the recipes of GRPO, distillation, SFT, DPO, reward models and evaluation
-in examples/, each alone, without and with --allow-unsupported; a missing data file is no obstacle, and environment
-variables that a recipe reads are set to a directory. A traceback is an error of ours.
+CHECKOUT is a working tree of NeMo-RL. Counted are the recipes of GRPO, distillation, SFT, DPO, reward models and
+evaluation in examples/, each alone, without and with --allow-unsupported; a missing data file is no obstacle, and
+environment variables that a recipe reads are set to a directory. A traceback is an error of ours.
 """
 
 import argparse
