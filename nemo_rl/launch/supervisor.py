@@ -34,9 +34,10 @@ POLL_S = 0.1
 END_S = 30.0  # for killed processes to disappear
 MAX_BACKOFF_S = 60.0
 # What a restart needs soonest; whatever else the first start has loaded when its training begins comes after it.
-PRELOADED = dict.fromkeys(("grpo", "distill"), ("nemo_rl.launch.training",)) | dict.fromkeys(
-    ("sft", "dpo"), ("nemo_rl.launch.supervised",)
-)
+PRELOADED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("grpo", "distill"), ("nemo_rl.launch.training",)),
+    **dict.fromkeys(("sft", "dpo"), ("nemo_rl.launch.supervised",)),
+}
 CHECKPOINT_DIR_KEY = "checkpointing.checkpoint_dir"
 
 

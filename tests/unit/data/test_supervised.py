@@ -175,7 +175,7 @@ def test_context_is_what_a_rollout_would_hold(name: str) -> None:
         log = (*log, TokenizedMessage(message, answer, (0.0,) * len(answer)))
         log = (*log, *encoder.encode_turn(log, following))
     assert tuple(sample.token_ids) == flat_token_ids(log)
-    generated = np.concatenate([[each.is_generated] * len(each.token_ids) for each in log if each.token_ids])
+    generated = np.concatenate([[each.is_generated] * len(each.rows[0].token_ids) for each in log if each.token_ids])
     assert (sample.token_mask == generated).all()
 
 
@@ -229,10 +229,10 @@ def test_overlong_conversations_are_left_out_or_cut_and_counted() -> None:
     encoder = ChatEncoder(byte_tokenizer("zephyr"))
     length = len(encode_conversation(encoder, talks("abc").examples[0]).token_ids)
     dropped = encode_conversations(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="drop")
-    assert [len(sample.token_ids) for sample in dropped.samples] == [length, length - 1]
+    assert [len(sample.rows[0].token_ids) for sample in dropped.samples] == [length, length - 1]
     assert (dropped.num_overlong, dropped.num_dropped) == (1, 1)
     cut = encode_conversations(encoder, talks("abc", "abcd", "ab"), max_tokens=length, overlong="truncate")
-    assert [len(sample.token_ids) for sample in cut.samples] == [length, length, length - 1]
+    assert [len(sample.rows[0].token_ids) for sample in cut.samples] == [length, length, length - 1]
     assert (cut.num_overlong, cut.num_dropped) == (1, 0)
     with pytest.raises(DataError, match="no conversation has at most 5 tokens"):
         encode_conversations(encoder, talks("abc"), max_tokens=5, overlong="truncate")  # cut before its answer
