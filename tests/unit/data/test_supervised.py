@@ -175,7 +175,7 @@ def test_context_is_what_a_rollout_would_hold(name: str) -> None:
         log = (*log, TokenizedMessage(message, answer, (0.0,) * len(answer)))
         log = (*log, *encoder.encode_turn(log, following))
     assert tuple(sample.token_ids) == flat_token_ids(log)
-    generated = np.concatenate([[each.is_generated] * len(each.rows[0].token_ids) for each in log if each.token_ids])
+    generated = np.concatenate([[each.is_generated] * len(each.token_ids) for each in log if each.token_ids])
     assert (sample.token_mask == generated).all()
 
 
