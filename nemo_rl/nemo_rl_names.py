@@ -4,10 +4,14 @@
 makes the `__getattr__` of modules that exist here with other contents.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 # By the beginning of the module's name; the first that fits.
 REPLACED_MODULES = {
@@ -41,6 +45,7 @@ REPLACED_NAMES = {
     "async_grpo_train": SCRIPTS,
     "distillation_train": SCRIPTS,
     "sft_train": SCRIPTS,
+    "dpo_train": SCRIPTS,
     "RayVirtualCluster": "the section `cluster` of a recipe (docs/clusters.md)",
     "init_ray": "the section `cluster` of a recipe (docs/clusters.md)",
     "create_env": "nemo_rl.environments.registry.make_environment",
@@ -75,3 +80,22 @@ def refuse(module: str) -> Callable[[str], Any]:
         raise ImportError(problem, name=module)
 
     return __getattr__
+
+
+NEMO_RL_ARGUMENTS = frozenset({"policy_generation", "input_batch", "tokenizer", "task_to_env", "max_seq_len"})
+
+
+def refuse_nemo_rl_arguments(function: Callable[P, Awaitable[ResultT]]) -> Callable[P, Awaitable[ResultT]]:
+    """Return `function`, called otherwise than NeMo-RL's function of its name, with a TypeError that says how."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Awaitable[ResultT]:
+        if len(args) > 3 or NEMO_RL_ARGUMENTS & kwargs.keys():
+            raise TypeError(
+                f"{function.__name__} is called with jobs, dependencies and options, not with NeMo-RL's arguments: "
+                "RolloutJob has the prompt, RolloutDependencies the engine, environments and encoder, RolloutOptions "
+                "the limits, and trajectories are returned (docs/rollouts.md, docs/from_nemo_rl.md)"
+            )
+        return function(*args, **kwargs)
+
+    return call

@@ -140,7 +140,10 @@ def _check_exists(config: dict[str, Any], path: list[str], value: object, schema
         node = find_schema_node(path[:depth], config, schema)
         if node is None or not node.is_free:
             continue
-        known = set(node.names) | set(at(config, path[:depth]) or {})
+        found = at(config, path[:depth])
+        if isinstance(found, list):  # of NeMo-RL's recipes, where a mapping stands here; its indices are checked later
+            return
+        known = set(node.names) | set(found or {})
         if node.kind is not None and node.kind.default is None:  # an entry may be named after its kind
             known |= set(node.kind.names)
         if path[depth] not in known:

@@ -27,6 +27,7 @@ from nemo_rl.experience.supervision import FailureLog, StallWatchdog, Supervisio
 from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
 from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
+from nemo_rl.nemo_rl_names import refuse_nemo_rl_arguments
 from nemo_rl.types import Completion, Failure, FailureClass, GenerationRequest, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class RolloutOptions:
     trains: bool = True  # whether the policy is trained on what is sampled
 
 
+@refuse_nemo_rl_arguments
 async def run_async_multi_turn_rollout(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
@@ -94,6 +96,7 @@ async def run_async_multi_turn_rollout(
     return tuple(await run.guard(gather_or_cancel(alone(job) for job in jobs)))
 
 
+@refuse_nemo_rl_arguments
 async def run_multi_turn_rollout_async_generation(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
@@ -116,6 +119,7 @@ async def run_multi_turn_rollout_async_generation(
     return await run.guard(run_all_tasks())
 
 
+@refuse_nemo_rl_arguments
 async def run_multi_turn_rollout(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:

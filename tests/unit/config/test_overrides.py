@@ -43,6 +43,17 @@ def test_items_of_lists_are_named_by_index() -> None:
         applied("policy.scheduler.0.name=x")
 
 
+def test_a_list_where_a_mapping_by_name_is_read_may_be_indexed() -> None:
+    """NeMo-RL's recipes have a list of teachers, which the translation refuses by name."""
+    assert applied("teachers.0.model_name=b", {"teachers": [{"model_name": "a"}]}) == {
+        "teachers": [{"model_name": "b"}]
+    }
+    with pytest.raises(ConfigError, match=r"teachers\.1 .*items are 0 to 0"):
+        applied("teachers.1.model_name=b", {"teachers": [{"model_name": "a"}]})
+    with pytest.raises(ConfigError, match=r"teachers\.0 .*the recipe has no such key"):
+        applied("teachers.0.model_name=b", {"teachers": {"math": {"model_name": "a"}}})
+
+
 def test_mapping_is_merged_and_list_replaced() -> None:
     config = {"policy": {"optimizer": {"kwargs": {"lr": 1, "betas": [1, 2]}}}}
     applied("policy.optimizer.kwargs={betas:[3],eps:4}", config)

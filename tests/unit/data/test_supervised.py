@@ -276,3 +276,33 @@ def test_each_sample_comes_once_an_epoch_and_a_resumed_loader_goes_on_with_the_n
 def test_a_checkpoint_of_other_data_is_refused(other: SampleLoader) -> None:
     with pytest.raises(DataError, match="other training conversations"):
         other.load_state_dict(loader().state_dict())
+
+
+def test_edges_are_written_where_the_template_lacks_them() -> None:
+    """`data.add_bos` and `data.add_eos`: the first token is context, the last one is trained on."""
+    sample = SupervisedSample(np.array([5, 6, 7], np.int32), np.array([False, True, False]))
+    both = sample.with_edges(1, 2)
+    assert both.token_ids.tolist() == [1, 5, 6, 7, 2]
+    assert both.token_mask.tolist() == [False, False, True, False, True]
+    there = sample.with_edges(5, 7)
+    assert (there.token_ids.tolist(), there.token_mask.tolist()) == ([5, 6, 7], [False, True, False])
+    assert sample.with_edges(None, None).token_ids.tolist() == [5, 6, 7]
+
+
+def test_the_edges_of_a_set_are_its_tokenizers() -> None:
+    tokenizer = byte_tokenizer("zephyr")
+    tokenizer.bos_token = "<|user|>" if tokenizer.bos_token is None else tokenizer.bos_token
+    encoder = ChatEncoder(tokenizer)
+    first, last = encoder.edge_token_ids
+
+    def encoded(**edges: bool) -> SupervisedSample:
+        loaded = encode_conversations(encoder, talks("abc"), max_tokens=500, overlong="drop", **edges)
+        return loaded.samples[0].rows[0]
+
+    plain = encoded()
+    expected = plain.with_edges(first, last)
+    found = encoded(add_bos=True, add_eos=True)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.token_mask.tolist() == expected.token_mask.tolist()
+    assert (found.token_ids[0], found.token_ids[-1]) == (first, last)
+    assert encoded(add_bos=True).token_ids.tolist() == plain.with_edges(first, None).token_ids.tolist()
