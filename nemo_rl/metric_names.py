@@ -37,6 +37,15 @@ OPTIMIZATION = MetricGroup(
         "train/skipped_steps/<cause>": "those by cause: no_valid_tokens, nonfinite_loss, nonfinite_gradient",
     },
 )
+SAMPLES = MetricGroup(
+    "Samples and accuracy",
+    ROLLOUT_ALGORITHMS | {"dpo", "rm"},
+    {
+        "train/num_valid_samples": "samples of the batch whose weight is not 0; of run_dpo.py and run_rm.py, pairs",
+        "validation/accuracy": "mean reward at the validation temperature; with several datasets the mean over them; "
+        "of run_dpo.py and run_rm.py, the share of the pairs whose chosen answer has the higher reward",
+    },
+)
 REWARDS = MetricGroup(
     "Batch and rewards",
     ROLLOUT_ALGORITHMS,
@@ -46,7 +55,6 @@ REWARDS = MetricGroup(
         "train/shaped_reward": "mean reward after scaling and shaping",
         "train/reward/<name>": "mean of one named reward, if there are several",
         "train/reward_penalties/<penalty>": "rollouts that lose their reward to one of `reward_penalties`",
-        "train/num_valid_samples": "samples of the batch whose weight is not 0",
         "train/mean_prompt_length": "mean tokens of a prompt",
         "train/avg_trajectory_age": "mean age of a rollout: steps from the weights that sampled it to those it trains",
         "train/max_trajectory_age": "highest age of a rollout",
@@ -166,7 +174,6 @@ VALIDATION = MetricGroup(
     "Validation",
     ROLLOUT_ALGORITHMS,
     {
-        "validation/accuracy": "mean reward at the validation temperature; with several datasets the mean over them",
         "validation/greedy_accuracy": "mean reward at temperature 0 (`grpo.val_greedy`)",
         "validation/avg_length": "mean sampled tokens of a rollout",
         "validation/pass_<k>": "pass@k of the k generations of a prompt",
@@ -182,8 +189,6 @@ PREFERENCES = MetricGroup(
         "train/rewards_chosen_mean": "mean reward of the chosen answers: DPO's sum of `lp - lp_reference` without "
         "`dpo.reference_policy_kl_penalty`, a reward model's score",
         "train/rewards_rejected_mean": "that of the rejected answers",
-        "train/num_valid_samples": "pairs that contribute to the gradient",
-        "validation/accuracy": "the share over the pairs of the validation set",
         "validation/rewards_chosen_mean": "the mean over these pairs",
         "validation/rewards_rejected_mean": "the mean over these pairs",
         "validation/num_valid_samples": "of run_rm.py: the pairs that were measured",
@@ -264,6 +269,7 @@ THROUGHPUT = MetricGroup(
 )
 METRIC_GROUPS = (
     OPTIMIZATION,
+    SAMPLES,
     REWARDS,
     POLICY_GRADIENT,
     ENGINE_MISMATCH,

@@ -184,6 +184,6 @@ def test_the_three_schedulers_have_their_names() -> None:
 def test_schedulers_called_as_nemo_rls_say_how_they_are_called_here(name: str) -> None:
     scheduler: Any = getattr(importlib.import_module("nemo_rl.experience.rollouts"), name)
     with pytest.raises(TypeError, match=rf"{name} is called with jobs, dependencies and options.*docs/rollouts\.md"):
-        scheduler(policy_generation=None, input_batch=BatchedDataDict(), tokenizer=None, task_to_env={}, max_seq_len=8)
+        asyncio.run(scheduler(policy_generation=None, input_batch=BatchedDataDict(), tokenizer=None, task_to_env={}))
     with pytest.raises(TypeError, match="RolloutOptions"):
-        scheduler(None, BatchedDataDict(), None, {}, 8)
+        asyncio.run(scheduler(None, BatchedDataDict(), None, {}, 8))

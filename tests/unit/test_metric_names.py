@@ -16,7 +16,9 @@ def test_no_metric_stands_twice() -> None:
 
 def test_every_plain_train_metric_in_the_table_may_rank_the_checkpoints_of_some_algorithm() -> None:
     plain = {name.removeprefix("train/") for name in NAMES if name.startswith("train/") and name.count("/") == 1}
-    ranking = frozenset[str]().union(*(ranking_metrics("train", a) for a in ("grpo", "distillation", "sft", "rm")))
+    ranking = frozenset[str]().union(
+        *(ranking_metrics("train", a) for a in ("grpo", "distillation", "sft", "dpo", "rm"))
+    )
     assert plain <= ranking
 
 
