@@ -11,7 +11,14 @@ from nemo_rl.environments.single_turn import ReasoningGymEnvironmentConfig
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = REPOSITORY / "nemo_rl" / "recipes"
 REWARD_MODEL = "rm_quickstart.yaml"  # of run_rm.py, which has a schema of its own
-OTHERS = (REWARD_MODEL, "collect", "distillation", "eval", "sft")  # beginnings of recipes with schemas of their own
+OTHERS = (
+    REWARD_MODEL,
+    "collect",
+    "distillation",
+    "dpo",
+    "eval",
+    "sft",
+)  # beginnings of recipes with schemas of their own
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,19 @@ def test_a_recipe_of_nemo_rl_is_read(recipe: Path, caplog: pytest.LogCaptureFixt
     assert not config.sft.val_at_end
 
 
-@pytest.mark.parametrize("recipe_name", ["sft.yaml", "sft_quickstart.yaml"])
-def test_what_is_shown_reads_as_the_same(recipe_name: str, tmp_path: Path) -> None:
-    config = load_sft_config(CONFIGS / recipe_name)
+@pytest.mark.parametrize(
+    ("recipe_name", "load"),
+    [
+        ("sft.yaml", load_sft_config),
+        ("sft_quickstart.yaml", load_sft_config),
+        ("dpo.yaml", load_dpo_config),
+        ("rm_quickstart.yaml", load_reward_model_config),
+    ],
+)
+def test_what_is_shown_reads_as_the_same(recipe_name: str, load: Callable[..., Any], tmp_path: Path) -> None:
+    config = load(CONFIGS / recipe_name)
     (tmp_path / "again.yaml").write_text(resolved_yaml(config))
-    assert load_sft_config(tmp_path / "again.yaml") == config
+    assert load(tmp_path / "again.yaml") == config
     assert "generation:" not in resolved_yaml(config)
 
 
