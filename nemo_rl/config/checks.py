@@ -422,6 +422,9 @@ def _check_pair_batches(config: RewardModelRunConfig) -> None:
 def _check_pair_packing(config: DPORunConfig) -> None:
     """Require micro-batches counted in tokens to hold both answers of any pair."""
     policy, pair = config.policy, 2 * config.max_tokens
+    if policy.sequence_packing.share_prefixes:
+        problem = "packs by prefixes may separate the two answers of a pair; allowed: false"
+        raise ConfigError("policy.sequence_packing.share_prefixes", True, problem)
     for name in (PACKING, DYNAMIC):
         section = getattr(policy, name)
         if not section.enabled:

@@ -157,6 +157,11 @@ data: {train: {dataset_name: spell_backward}}
             "policy.dynamic_batching.train_mb_tokens",
             "two answers of a pair are trained together",
         ),
+        (
+            "++policy.sequence_packing={enabled: true, train_mb_tokens: 128, share_prefixes: true}",
+            "policy.sequence_packing.share_prefixes",
+            "allowed: false",
+        ),
         ("++data.train.output_key=a", "data.train.output_key", "training on pairs does not read it"),
         ("++data.max_input_seq_length=65", "data.max_input_seq_length", "at most policy.max_total"),
         ("++checkpointing={enabled: true, metric_name: 'val:loss'}", "checkpointing.metric_name", "data.validation"),
