@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from nemo_rl.config.compatibility import load_table
 from nemo_rl.metric_names import METRIC_GROUPS, find_undocumented, ranking_metrics, render_metrics_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -36,3 +37,52 @@ def test_names_are_matched_by_word() -> None:
         "train/failures/a/b",
         "loss",
     ]
+
+
+# Names that the functional tests and suites of NeMo-RL's main branch of August 2026 assert on.
+NEMO_RL_NAMES = (
+    "gen_fleet/shards/dead",
+    "ray/node.0.gpu.0.mem_gb",
+    "refit/delta/changed_pct",
+    "refit/transfer/payloads",
+    "refit/transfer/relay_flush_s",
+    "router/serving_backends",
+    "score",
+    "timing/train/generation",
+    "timing/train/policy_training",
+    "timing/train/total_step_time",
+    "train/accuracy",
+    "train/avg_trajectory_age",
+    "train/critic/explained_var",
+    "train/critic/grad_norm",
+    "train/critic/loss",
+    "train/draft_loss",
+    "train/filtered_reward",
+    "train/gen_kl_error",
+    "train/global_valid_seqs",
+    "train/global_valid_toks",
+    "train/grad_norm",
+    "train/kl_loss_t0",
+    "train/kl_loss_t1",
+    "train/loss",
+    "train/max_seq_mult_prob_error",
+    "train/mean_gen_tokens_per_sample",
+    "train/num_masked_seqs_by_logprob_error",
+    "train/num_valid_samples",
+    "train/preference_loss",
+    "train/probs_ratio",
+    "train/probs_ratio_clamped_max",
+    "train/probs_ratio_clamped_min",
+    "train/reward",
+    "train/sampling_importance_ratio",
+    "train/sft_loss",
+    "train/token_mult_prob_error",
+    "validation/accuracy",
+    "validation/kl_loss",
+    "validation/val_loss",
+)
+
+
+def test_every_name_that_nemo_rls_suites_assert_on_exists_or_has_a_replacement() -> None:
+    replaced = {name.strip() for names in load_table("releases")["metric_names"] for name in names.split(",")}
+    assert set(find_undocumented(NEMO_RL_NAMES)) <= replaced

@@ -358,3 +358,23 @@ def test_a_recipe_may_hold_the_whole_section(directory: Path) -> None:
     assert submit(config=directory / "recipe.yaml") == 0
     assert len(calls(directory)) == 1
     assert "#SBATCH --account=me\n" in (directory / "out/slurm/0001/collect.sbatch").read_text()
+
+
+def test_env_vars_of_workers_reach_the_processes_that_a_run_starts(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo-RL's `policy.dtensor_cfg.env_vars` and this project's `cluster.env_vars`."""
+    monkeypatch.setenv("VARIABLE_OF_WORKERS", "of the shell")  # restored after the test
+    monkeypatch.setenv("VARIABLE_OF_ALL", "of the shell")
+    printed: list[bytes] = []
+
+    async def run_training(config: GRPORunConfig, command: str) -> Training:
+        code = "import os; print(os.environ['VARIABLE_OF_WORKERS'], os.environ['VARIABLE_OF_ALL'])"
+        worker = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        printed.append((await worker.communicate())[0].strip())
+        return Training(interrupted=False)
+
+    monkeypatch.setattr(session, "run_training", run_training)
+    variables = ["++policy.dtensor_cfg.env_vars.VARIABLE_OF_WORKERS=a", "++cluster.env_vars.VARIABLE_OF_ALL=b"]
+    assert run_command(GRPO_JOB.command("Train.", recipe), variables) == 0
+    assert printed == [b"a b"]
