@@ -119,6 +119,18 @@ def test_preference_data_keep_their_fields_and_sets() -> None:
     assert several.checkpointing.metric_name == "val:second/loss"
 
 
+OWN = sorted((Path(__file__).parent / "own").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda path: path.stem)
+def test_a_recipe_is_the_configuration_of_one_written_by_hand_in_our_terms(
+    own: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = load(own)
+    assert caplog.text == ""  # nothing is translated
+    assert load(own.parents[1] / "recipes" / "main" / own.name).model_dump() == written.model_dump()
+
+
 def test_reward_models_of_several_ranks_are_refused() -> None:
     path = Path(__file__).parent / "recipes" / "main" / "rm.yaml"
     with pytest.raises(ConfigError, match=r"policy\.dtensor_cfg\.tensor_parallel_size = 2.*one process"):
