@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-SYSTEM = "You are a calculator. Use the tools."
+SYSTEM = os.environ.get("CLIENT_SYSTEM", "You are a calculator. Use the tools.")
 QUESTIONS = ("What is (3 + 4) * 5?", "Double it, and what is 1 + 2?")
 MODEL = "policy"
+MAX_TURNS = 10  # of a loop that is written here
 BASE_URL = os.environ.get("OPENAI_BASE_URL", "")
 KEY = os.environ.get("OPENAI_API_KEY", "unused")
 
@@ -155,7 +156,7 @@ async def litellm(*, api: str, stream: bool) -> Answers:
     answers = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        while True:
+        for _ in range(MAX_TURNS):
             done: Any = await client.acompletion(messages=messages, tools=tools, stream=stream, **target)
             if stream:
                 done = client.stream_chunk_builder([chunk async for chunk in done], messages=messages)
@@ -178,7 +179,7 @@ async def litellm_responses(*, stream: bool) -> Answers:
     previous, answers = None, []
     for question in QUESTIONS:
         items: list[Any] = [{"role": "user", "content": question}]
-        while items:
+        for _ in range(MAX_TURNS):
             done: Any = await client.aresponses(
                 input=items, tools=tools, stream=stream, previous_response_id=previous, **target
             )
@@ -186,6 +187,8 @@ async def litellm_responses(*, stream: bool) -> Answers:
                 done = [event async for event in done][-1].response
             previous = done.id
             calls = [item for item in done.output if item.type == "function_call"]
+            if not calls:
+                break
             items = [
                 {"type": "function_call_output", "call_id": c.call_id, "output": call_tool(c.name, c.arguments)}
                 for c in calls

@@ -2,10 +2,12 @@
 
 uv run scripts/acceptance/frameworks.py                      all of them
 uv run scripts/acceptance/frameworks.py litellm:messages     those whose name begins so: `framework:api[:stream]`
+uv run scripts/acceptance/frameworks.py --engine vllm        some of them on SmolLM2-135M-Instruct; or hf
 
 The script makes an environment for the frameworks, with the versions below, and answers them from a script: a call of
 a tool with thinking, another with text, then two at once in a second question. A session is right where the client
-returned both answers and every history is, token for token, what the engine was given and sampled.
+returned both answers and every history is, token for token, what the engine was given and sampled. A model writes what
+it likes (SmolLM2 calls no tool), so there a session is right where the client ended with two answers.
 """
 
 import argparse
@@ -15,9 +17,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from scripted_policy import calculate, judge, run_client, scripted, serve
+from scripted_policy import Recorded, Session, calculate, judge, run_client, scripted, serve, serve_model
+
+from nemo_rl.gateway.server import GatewayServer
 
 PACKAGES = (
     "openai-agents==0.24.0",
@@ -29,6 +35,20 @@ PACKAGES = (
 )
 CLIENTS = Path(__file__).with_name("framework_clients.py")
 ANSWERS = ["It is 35.", "It is 70, and 3."]
+EXAMPLES = """Answer each question by a call of a tool, as in these examples.
+Question: What is 1 + 2?
+<tool_call>
+{"name": "add", "arguments": {"a": 1, "b": 2}}
+</tool_call>
+Question: What is 6 * 5?
+<tool_call>
+{"name": "multiply", "arguments": {"a": 6, "b": 5}}
+</tool_call>
+Question: What is 7 + 8?
+<tool_call>
+{"name": "add", "arguments": {"a": 7, "b": 8}}
+</tool_call>"""
+ON_MODEL = ("openai-agents:responses", "langgraph:chat", "pydantic-ai:messages", "litellm:chat")
 INSTALL_S, CLIENT_S = 900.0, 240.0
 NAMES = (
     *("openai-agents:chat", "openai-agents:responses", "langgraph:chat", "langgraph:responses", "smolagents:chat"),
@@ -45,35 +65,66 @@ def make_environment(directory: str) -> str:
     return python
 
 
-async def run(name: str, python: str) -> bool:
-    """Run one client, print its row, and return whether it is right."""
-    engine = scripted(calculate)
-    async with serve(engine) as server:
-        session_id = server.open_session(seed=1)
-        url = server.session_url(session_id)
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        environment |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "unused", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        status, output, errors = await run_client([python, str(CLIENTS), name], environment, timeout_s=CLIENT_S)
-        seen = judge(server.close_session(session_id).chains(), engine.sampled)
+async def run_all(names: Sequence[str], python: str) -> bool:
+    """Run clients on scripted answers, and return whether all are right."""
+    passed = True
+    for name in names:
+        engine = scripted(calculate)
+        async with serve(engine) as server:
+            answers, seen = await run(name, python, server, engine)
+        is_right = answers == ANSWERS and seen.is_exact
+        passed &= report(name, answers, seen, is_right)
+    return passed
+
+
+async def run_all_on_model(names: Sequence[str], python: str, engine_name: Literal["hf", "vllm"]) -> bool:
+    """Run clients on a model, one after another, and return whether each has two answers and all tokens are exact."""
+    passed = True
+    with tempfile.TemporaryDirectory() as directory:
+        async with serve_model(engine_name, Path(directory)) as (server, engine):
+            for name in names:
+                engine.sampled.clear()
+                answers, seen = await run(name, python, server, engine, CLIENT_SYSTEM=EXAMPLES)
+                passed &= report(name, answers, seen, seen.is_exact and len(answers) == len(ANSWERS))
+    return passed
+
+
+async def run(
+    name: str, python: str, server: GatewayServer, engine: Recorded, **variables: str
+) -> tuple[list[str], Session]:
+    """Run one client; return its answers, or the last line of its error, and what the gateway recorded."""
+    session_id = server.open_session(seed=1)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"OPENAI_BASE_URL": server.session_url(session_id), "OPENAI_API_KEY": "unused", **variables}
+    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # which it would fetch otherwise
+    status, output, errors = await run_client([python, str(CLIENTS), name], environment, timeout_s=CLIENT_S)
     answers = json.loads(output.splitlines()[-1]) if status == 0 else errors.strip().splitlines()[-1:]
-    passed = answers == ANSWERS and seen.is_exact
-    print(f"| {name} | {seen.num_calls} | {seen.num_histories} | {seen.sampled} | {passed} |", flush=True)
-    if not passed:
-        print(f"{name}: {answers}, {seen}\n{errors[-3000:]}", file=sys.stderr)
+    return answers, judge(server.close_session(session_id).chains(), engine.sampled)
+
+
+def report(name: str, answers: Sequence[str], seen: Session, passed: bool) -> bool:
+    counts = f"{seen.num_calls} | {seen.num_tool_results} | {seen.num_histories} | {seen.sampled}"
+    print(f"| {name} | {counts} | {passed} |", flush=True)
+    print(f"{name}: {answers}{'' if passed else seen}", file=sys.stderr)
     return passed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=[""])
+    parser.add_argument("what", nargs="*")
+    parser.add_argument("--engine", choices=["hf", "vllm"], help="SmolLM2 in place of the script")
     parser.add_argument("--python", help="an interpreter that has the frameworks already")
     arguments = parser.parse_args()
-    names = [name for each in NAMES for name in (each, f"{each}:stream") if name.startswith(tuple(arguments.what))]
+    every = [name for each in NAMES for name in (each, f"{each}:stream")]
+    chosen = arguments.what or (ON_MODEL if arguments.engine else [""])
+    names = [name for name in every if name.startswith(tuple(chosen))]
     with tempfile.TemporaryDirectory() as directory:
         python = arguments.python or make_environment(directory)
-        print("| client | calls | histories | tokens | as it should |\n|---|---|---|---|---|", flush=True)
-        passed = [asyncio.run(run(name, python)) for name in names]
-    return 0 if passed and all(passed) else 1
+        print("| client | calls | tool results | histories | tokens | as it should |", flush=True)
+        print("|---|---|---|---|---|---|", flush=True)
+        model = arguments.engine
+        work = run_all_on_model(names, python, model) if model else run_all(names, python)
+        return 0 if asyncio.run(work) and names else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A gateway over an engine whose answers are written here, for clients that are run beside it as they are.
 
-frameworks.py and harnesses.py import it. Tokens are bytes, the chat template is that of Qwen 3.
+frameworks.py and harnesses.py import it. Tokens are bytes, the chat template is that of Qwen 3. `serve_model` has
+SmolLM2-135M-Instruct in place of the script, with the same template, since its own renders no tools.
 """
 
 import asyncio
@@ -9,15 +10,23 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from nemo_rl.config.policy import TokenizerConfig
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.server import GatewayServer
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
+from tests.templates import template_text
 from tests.unit.gateway.engines import SpeakingGeneration, started
 
 TEMPLATE = "qwen3"
+MODEL_LEN, MODEL_TOKENS = 4096, 512  # of the model: context and longest response
 MAX_MODEL_LEN = 1_000_000  # bytes; a harness's first prompt has some hundred thousand
 
 
@@ -47,6 +56,7 @@ class Session:
 
     num_calls: int
     num_histories: int
+    num_tool_results: int
     sampled: int  # tokens
     untrained: tuple[str, ...] = ()  # requests whose tokens are on no history
     rewritten: tuple[str, ...] = field(default=())  # histories that are not the prompt and response of their last call
@@ -64,6 +74,7 @@ def judge(chains: Sequence[Chain], sampled: Sequence[tuple[GenerationRequest, Co
     return Session(
         len(sampled),
         len(chains),
+        sum(m.message.role == "tool" for chain in chains for m in chain.message_log),
         sum(len(completion.token_ids) for _, completion in sampled),
         tuple(request.request_id for request, completion in sampled if completion.token_ids not in generated),
         tuple(str(i) for i, ids in enumerate(histories) if ids not in whole),
@@ -84,6 +95,41 @@ async def serve(engine: Recorded) -> AsyncIterator[GatewayServer]:
         yield server
     finally:
         await server.close()
+
+
+@asynccontextmanager
+async def serve_model(
+    engine_name: Literal["hf", "vllm"], directory: Path
+) -> AsyncIterator[tuple[GatewayServer, Recorded]]:
+    """Run a gateway over SmolLM2-135M-Instruct, greedy, while the block runs; its files are written to `directory`."""
+    from nemo_rl.generation.engines import EngineModel
+    from nemo_rl.generation.hf import HFGeneration
+    from nemo_rl.generation.vllm.engine import VllmGeneration
+    from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
+    from tests.contracts.smollm2 import save_smollm2
+
+    path = str(save_smollm2(directory))
+    tokenizer = load_tokenizer(TokenizerConfig(), path)
+    tokenizer.chat_template = template_text(TEMPLATE)
+    codec = Codec(ChatEncoder(tokenizer), tool_parser_name="hermes")
+    if engine_name == "hf":
+        engine: Any = HFGeneration(path, max_model_len=MODEL_LEN)
+    else:
+        section = VllmGenerationConfig(vllm_cfg=VllmConfig(max_num_seqs=4))
+        engine = await VllmGeneration.create(section, EngineModel(path, "float32", MODEL_LEN, "cpu"))
+    sampling = SamplingParams(MODEL_TOKENS, temperature=0.0, stop_token_ids=codec.encoder.stop_token_ids)
+    rules = CompletionRules(
+        "policy", MODEL_LEN, sampling, seed=1, max_concurrent_calls=4, timeout_s=300, forced_tool_choice="auto"
+    )
+    recorded = Recorded(engine)
+    try:
+        server = await GatewayServer.start(recorded, codec, rules)  # type: ignore[arg-type]
+        try:
+            yield server, recorded
+        finally:
+            await server.close()
+    finally:
+        await engine.close()
 
 
 async def run_client(

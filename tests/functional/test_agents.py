@@ -1,4 +1,4 @@
-"""An agent written on the `openai` package, trained through the command line: real vLLM, the quickstart's model."""
+"""Agents on the official packages, one an API, trained through the command line: real vLLM, the quickstart's model."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,13 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = run_grpo(tmp_path_factory.mktemp("logs"), *SMALL, *AGENT)
+OTHER_APIS = ("other_apis:ask_with_responses", "other_apis:ask_with_messages")
+
+
+@pytest.fixture(scope="module", params=("single_turn:ask", *OTHER_APIS))
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    function = f"++env.asker.function=examples.agents.{request.param}"
+    run = run_grpo(tmp_path_factory.mktemp("logs"), *SMALL, *AGENT, function)
     assert run.returncode == 0, run.stdout + run.stderr
     return run
 
