@@ -26,7 +26,7 @@ from tests.unit.policy.tiny import Exploding, WeightedNLL, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FSDP2_ALONE_HAS = ("offloaded", "kept whole", "kept in shards")
+FSDP2_ALONE_HAS = ("offloaded", "kept whole", "kept in shards", "sharing prefixes")
 VARIANTS: dict[str, dict[str, Any]] = {
     "one by one": {"train_micro_batch_size": 1},
     "all at once": {"train_micro_batch_size": 8, "logprob_chunk_size": None},
@@ -36,6 +36,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kept in shards": {"train_micro_batch_size": 1, "dtensor_cfg": {"keep_unsharded": False}},
     "packed and recomputed": {**BATCHING["packed"], "dtensor_cfg": {"activation_checkpointing": True}},
     "packed in order": {"sequence_packing": {**BATCHING["packed"]["sequence_packing"], "algorithm": "concatenative"}},
+    "sharing prefixes": {
+        "sequence_packing": {**BATCHING["packed"]["sequence_packing"], "share_prefixes": True},
+        "dtensor_cfg": {"activation_checkpointing": True},
+    },
     "padded by tokens": {
         "dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4},
     },

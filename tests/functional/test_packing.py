@@ -6,7 +6,7 @@ import pytest
 
 from tests.functional.cli import run_grpo
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]  # two whole runs
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]  # three whole runs
 
 SMALL = (
     "grpo.max_num_steps=3",
@@ -18,9 +18,13 @@ SMALL = (
 )
 
 
+PACKED = ("policy.sequence_packing.enabled=true",)
+WAYS = {"padded": (), "packed": PACKED, "sharing": (*PACKED, "policy.sequence_packing.share_prefixes=true")}
+
+
 def test_packed_samples_train_with_the_losses_of_padded_ones(tmp_path: Path) -> None:
     losses = []
-    for name, options in {"padded": (), "packed": ("policy.sequence_packing.enabled=true",)}.items():
+    for name, options in WAYS.items():
         run = run_grpo(tmp_path / name, *SMALL, *options)
         assert run.returncode == 0, run.stdout + run.stderr
         metrics = run.metrics()
@@ -28,3 +32,4 @@ def test_packed_samples_train_with_the_losses_of_padded_ones(tmp_path: Path) -> 
             [value for step in (1, 2, 3) for value in (metrics[step]["train/loss"], metrics[step]["train/grad_norm"])]
         )
     assert losses[1] == pytest.approx(losses[0], abs=1e-5, rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-5, rel=1e-4)
