@@ -4,7 +4,8 @@ Transformers' models look their attention up by name; the one registered here co
 or with PyTorch's kernel for variable lengths where the device has it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.policy.tree_attention import SharedPrefixes, tree_attention
 
 PACKED_ATTENTION = "nemo_rl_within_sequences"
+PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def check_packed_attention(model: PreTrainedModel, key: str) -> None:
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise ConfigError(key, True, f"models of type {kind!r} attend within chunks of a row; allowed: false")
     sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
-    with torch.no_grad():
+    with torch.no_grad(), _short_windows(model):
         alone = torch.cat([model(input_ids=s.unsqueeze(0), use_cache=False).logits[0] for s in sequences])
         model.set_attn_implementation(PACKED_ATTENTION)
         pack = PackedSequences.of((5, 3), 5, model.device)
@@ -81,19 +83,37 @@ def check_shared_prefixes(model: PreTrainedModel, key: str) -> None:
     kind, allowed = model.config.model_type, ("full_attention", "sliding_attention")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(allowed))
     if others:
-        problem = f"models of type {kind!r} have layers of {', '.join(others)}, whose state no two sequences share"
+        problem = f"models of type {kind!r} have layers of {', '.join(others)}, for which prefixes are not shared"
         raise ConfigError(key, True, f"{problem}; allowed: false")
     sequences = [(0, 1, 2, 3, 4), (0, 1, 2, 5), (0, 1), (6, 7), (0, 1, 2, 5, 3, 1)]
     rows = [torch.tensor(tokens, device=model.device) % config.vocab_size for tokens in sequences]
     lengths = [len(row) for row in rows]
-    with torch.no_grad():
+    with torch.no_grad(), _short_windows(model):
         alone = [model(**_alone(row), use_cache=False).logits[0] for row in rows]
         token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         pack = SharedPrefixes.of(token_ids, lengths)
         together = model(**pack.model_inputs(token_ids), use_cache=False).logits[0]
     for logits, positions, length in zip(alone, pack.row_positions, lengths, strict=True):
-        if not torch.allclose(together[positions[:length]].float(), logits.float(), rtol=1e-4, atol=1e-4):
-            raise ConfigError(key, True, f"models of type {kind!r} compute a prefix from what follows; allowed: false")
+        difference = (together[positions[:length]].float() - logits.float()).abs().max().item()
+        if not difference <= 1e-4 * max(1.0, logits.abs().max().item()):  # NaN too
+            problem = f"models of type {kind!r} compute a shared prefix otherwise than in its sequence alone"
+            raise ConfigError(key, True, f"{problem} (logits differ by {difference:.2g}); allowed: false")
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Make the windows of sliding attention PROBE_WINDOW tokens in the block, so that short sequences show whether
+    the attention honours them: models may pass the window to it, or put it into a mask that it is not given."""
+    holders = [model.config, model.config.get_text_config(), *model.modules()]
+    found = {id(holder): holder for holder in holders if type(getattr(holder, "sliding_window", None)) is int}
+    before = [(holder, holder.sliding_window) for holder in found.values()]
+    try:
+        for holder, _ in before:
+            holder.sliding_window = PROBE_WINDOW
+        yield
+    finally:
+        for holder, window in before:
+            holder.sliding_window = window
 
 
 def _alone(token_ids: torch.Tensor) -> dict[str, Any]:

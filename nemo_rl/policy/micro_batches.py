@@ -171,6 +171,8 @@ def micro_batches(
         batching = SampleCount(batching)
     pairs = None
     if isinstance(batching, PackedTrees):
+        if batch.get(keys.PREFERENCE, None) is not None:
+            raise ValueError("packs by shared prefixes would separate preference pairs")
         known = (keys.TOKEN_IDS, keys.LENGTHS, keys.GROUP_ID)
         parts = batching.parts_of(batch.select(*known, strict=False)[rows], layout.data_parallel_size)
     else:

@@ -2,16 +2,19 @@
 
 The queries of a branch and the keys of its whole path are one small attention problem. Problems of nearly the same size
 are gathered into one call with padding, so that many short branches take few calls, and a long branch is cut into
-blocks of queries, so that no mask of all pairs exists. H heads, N tokens of the tree's row.
+blocks of queries. The keys of a path are gathered again in the backward pass, so that none of the copies is kept.
+H heads, N tokens of the tree's row.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nemo_rl.policy.prefix_tree import PrefixTree
 
@@ -96,19 +99,32 @@ def tree_attention(
 ) -> torch.Tensor:
     """Return causal attention along the paths of a tree: from [1, H, N, width] to [1, N, H, width]."""
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [N, heads, width]
-    groups = query.shape[1] // key.shape[1]  # of heads that share keys and values
     parts = []
     for call in pack.calls:
-        q, k, v = (
-            states.index_select(0, at).unflatten(0, (len(call.depths), -1)).transpose(1, 2)
-            for states, at in zip(rows, (call.queries, call.keys, call.keys), strict=True)
-        )
-        if groups > 1:
-            k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
-        mask = call.mask(sliding_window, query.dtype)
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
-        parts.append(result.transpose(1, 2).flatten(0, 1))
+        attend = partial(_attend, call, sliding_window, scaling)
+        is_kept = call.is_causal or not torch.is_grad_enabled()
+        parts.append(attend(*rows) if is_kept else checkpoint(attend, *rows, use_reentrant=False))
     return torch.cat(parts).index_select(0, pack.results).unsqueeze(0)
+
+
+def _attend(
+    call: AttentionCall,
+    sliding_window: int | None,
+    scaling: float | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Return the attention of one call's queries, [J * Q, H, width], from the tree's row [N, heads, width]."""
+    q, k, v = (
+        states.index_select(0, at).unflatten(0, (len(call.depths), -1)).transpose(1, 2)
+        for states, at in zip((query, key, value), (call.queries, call.keys, call.keys), strict=True)
+    )
+    if (groups := query.shape[1] // key.shape[1]) > 1:  # heads that share keys and values
+        k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
+    mask = call.mask(sliding_window, query.dtype)
+    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    return result.transpose(1, 2).flatten(0, 1)
 
 
 def _plan(tree: PrefixTree, device: torch.device) -> tuple[tuple[AttentionCall, ...], np.ndarray]:

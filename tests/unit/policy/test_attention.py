@@ -4,7 +4,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import RequiredScores
@@ -123,3 +131,20 @@ def test_packing_is_refused_where_sequences_are_mixed() -> None:
     )
     with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'mamba'"):
         CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)
+
+
+def test_a_window_that_is_in_the_mask_alone_is_refused_however_long_it_is() -> None:
+    """Qwen 2 MoE does not pass its window to the attention, so a pack would attend to all earlier tokens."""
+    sizes = {
+        **SIZES,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    model = Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**sizes, layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=4096)
+    )
+    with pytest.raises(ConfigError, match="mix the sequences of a pack"):
+        CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)
+    assert model.config.sliding_window == 4096

@@ -123,6 +123,17 @@ def test_attention_of_a_tree_never_holds_all_pairs_of_tokens() -> None:
     assert seen.numel <= 2048 * 48  # the width of the MLP
 
 
+def test_gathered_keys_are_not_kept_for_the_backward_pass() -> None:
+    """32 sequences of 64 shared tokens and one of their own: keys of all paths would be 32 x 65 x 16 numbers."""
+    module = SharedPrefixLogprobs(MODELS["qwen2"](), temperature=1.0, chunk_size=32, **KEYS)
+    token_ids = torch.full((32, 65), 5)
+    token_ids[:, 64] = torch.arange(3, 35)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x):
+        module(token_ids, torch.ones_like(token_ids, dtype=torch.bool), lengths=[65] * 32).logprobs.sum().backward()
+    assert max(kept) < 32 * 65 * 16
+
+
 def test_nothing_needed_has_gradients_of_zero() -> None:
     module = SharedPrefixLogprobs(MODELS["llama"](), temperature=1.0, chunk_size=4, **KEYS)
     batch = make_batch([2])
@@ -140,7 +151,7 @@ def test_sharing_is_refused_where_a_layer_keeps_a_state() -> None:
 def test_sharing_is_refused_where_outputs_depend_on_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose attention ignores the path: here one that sees only the keys of a branch's own tokens."""
     monkeypatch.setattr(tree_attention.PrefixTree, "path", lambda tree, branch: tree.positions[0, : branch.length])
-    with pytest.raises(ConfigError, match="share_prefixes = True: models of type 'qwen2' compute a prefix"):
+    with pytest.raises(ConfigError, match="models of type 'qwen2' compute a shared prefix otherwise"):
         SharedPrefixLogprobs(MODELS["qwen2"](), temperature=1.0, chunk_size=None, **KEYS)
 
 
