@@ -1,6 +1,7 @@
 """Rules across sections that the schema cannot express. They load no model and no torch, and only check that files
 exist."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -430,6 +431,9 @@ def _check_pair_packing(config: DPORunConfig) -> None:
         if not section.enabled:
             continue
         tokens = section.train_mb_tokens or policy.train_micro_batch_size * policy.max_total_sequence_length
+        if name == DYNAMIC:  # each answer is padded
+            multiple = policy.dynamic_batching.sequence_length_round
+            pair = 2 * multiple * math.ceil(config.max_tokens / multiple)
         if tokens < pair:
             problem = f"the two answers of a pair are trained together: at least {pair} tokens"
             raise ConfigError(f"policy.{name}.train_mb_tokens", section.train_mb_tokens, problem)

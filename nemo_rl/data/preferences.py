@@ -116,6 +116,8 @@ def _read(row: Row, section: DatasetConfig, row_format: RowFormat) -> Preference
     chosen, rejected = row[section.chosen_key or "chosen"], row[section.rejected_key or "rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
         messages = _messages(chosen)
+        if _messages(rejected)[:-1] != messages[:-1]:
+            raise DataError("chosen and rejected must be the same conversation up to their last messages")
         return Preference(
             _complete(messages[:-1], row_format), _answer(messages[-1:]), _answer(_messages(rejected)[-1:])
         )

@@ -72,9 +72,9 @@ class LoadBalancer(Generic[MemberT]):
         if member is not None:
             self._num_sessions[member] -= 1
 
-    def add(self, member: MemberT) -> None:
-        """Give work to `member` from here on; one that was removed gets its old position."""
-        self._load[member] = 0
+    def add(self, member: MemberT, *, work: int = 0) -> None:
+        """Give work to `member` from here on, which has `work` in hand; one that was removed gets its old position."""
+        self._load[member] = work
         self._order.setdefault(member, len(self._order))
 
     def remove(self, member: MemberT) -> None:

@@ -71,7 +71,8 @@ class ReplicatedGeneration:
         self._live_engines = dict(enumerate(engines))
         self._wanted = set(self._live_engines)  # indices; those that live besides are leaving
         self._max_replicas = max_replicas
-        self._in_flight: Counter[int] = Counter()
+        self._in_flight_requests: Counter[int] = Counter()  # of each replica, whether it takes more or not
+        self._closing: dict[int, asyncio.Task[None]] = {}
         self._load_balancer = LoadBalancer(self._live_engines, max_sessions=max_sessions)
         self._restart = restart
         self._control_s = control_s
@@ -98,7 +99,7 @@ class ReplicatedGeneration:
             self._load_balancer.members,
             self._starting.keys() & self._wanted,
             self._restarted.keys(),
-            self._live_engines.keys() - self._wanted,
+            (self._live_engines.keys() | self._closing.keys()) - self._wanted,
         )
         return ReplicaState(len(self._wanted), *(tuple(map(_name, sorted(group))) for group in groups))
 
@@ -123,8 +124,8 @@ class ReplicatedGeneration:
             self._starting.pop(index).cancel()
         for index in serving - self._wanted:
             self._load_balancer.remove(index)
-        for index in self._wanted & self._live_engines.keys() - serving:
-            self._load_balancer.add(index)  # was leaving, and has loaded all weights
+        for index in self._wanted.intersection(leaving):  # has loaded all weights
+            self._load_balancer.add(index, work=self._in_flight_requests[index])
         for index in self._wanted - self._live_engines.keys() - self._restarted.keys() - self._starting.keys():
             self._start_in_background(index)
 
@@ -160,12 +161,13 @@ class ReplicatedGeneration:
 
     async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: GenerateCall) -> None:
         """Send `attempts` to `engine`, then replica `index`; those unanswered at its death are dispatched again."""
-        self._in_flight[index] += 1
         waiting = {attempt.request.request_id: attempt for attempt in attempts}
+        self._in_flight_requests[index] += len(waiting)
         try:
             async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
+                    self._in_flight_requests[index] -= 1
                     self._load_balancer.release(index)
                     if isinstance(result, FailedRequest):  # a retry may do better on another replica
                         self._load_balancer.forget(attempt.original.session_id)
@@ -178,7 +180,7 @@ class ReplicatedGeneration:
         except Exception as error:  # a bug: whoever iterates must see it
             call.results.put_nowait(error)
         finally:
-            self._in_flight[index] -= 1
+            self._in_flight_requests[index] -= len(waiting)
             for attempt in waiting.values():
                 self._load_balancer.release(index)
                 self._load_balancer.forget(attempt.original.session_id)  # cancelled, as a late request is
@@ -204,17 +206,25 @@ class ReplicatedGeneration:
         del self._live_engines[index]
         self._load_balancer.remove(index)
         self._last_death = error
+        if not self._load_balancer.members:  # rather one that was to leave than none
+            for other in self._live_engines:
+                self._load_balancer.add(other, work=self._in_flight_requests[other])
         logger.warning(
             "removed engine replica %d; %d of %d still serving: %s",
             index,
-            len(self._live_engines),
+            len(self._load_balancer.members),
             len(self._wanted),
             summarize_error(error),
         )
         if self._restart is None or index not in self._wanted:
-            self._spawn_background(close_with_deadline(engine, CLOSE_S))
+            self._close_in_background(index, engine)
         else:
             self._start_in_background(index, instead_of=engine)
+
+    def _close_in_background(self, index: int, engine: Generation) -> None:
+        task = self._spawn_background(close_with_deadline(engine, CLOSE_S))
+        self._closing[index] = task
+        task.add_done_callback(lambda _: self._closing.pop(index) if self._closing.get(index) is task else None)
 
     def _start_in_background(self, index: int, *, instead_of: Generation | None = None) -> None:
         task = self._spawn_background(self._start(index, instead_of))
@@ -225,13 +235,15 @@ class ReplicatedGeneration:
         assert self._restart is not None  # the callers looked
         if instead_of is not None:
             await close_with_deadline(instead_of, CLOSE_S)
+        if closing := self._closing.get(index):  # its devices are not free before
+            await asyncio.wait([closing])
         what = "start" if instead_of is None else "restart"
         try:
             self._restarted[index] = await self._restart(index)
         except Exception as error:  # the others keep serving without it, whatever kept it from starting
             logger.warning("cannot %s engine replica %d: %s", what, index, summarize_error(error))
         else:
-            logger.info("%sed engine replica %d; it serves from the next refit on", what, index)
+            logger.info("engine replica %d has started; it serves from the next refit on", index)
 
     def _spawn_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -249,9 +261,11 @@ class ReplicatedGeneration:
         leave and are idle end here, so that the members of a refit stay the same."""
         joined, self._restarted = self._restarted, {}
         self._live_engines.update(joined)
-        for index in [index for index in self._live_engines.keys() - self._wanted if not self._in_flight[index]]:
-            engine = self._live_engines.pop(index)
-            self._spawn_background(close_with_deadline(engine, CLOSE_S))
+        kept = self._wanted.union(self._load_balancer.members)
+        for index in self._live_engines.keys() - kept:
+            if self._in_flight_requests[index]:
+                continue
+            self._close_in_background(index, self._live_engines.pop(index))
             logger.info("engine replica %d has left; %d are left", index, len(self._live_engines))
         await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
 

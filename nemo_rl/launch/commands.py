@@ -108,7 +108,12 @@ class Job:
 def _check_restarts(config: object) -> None:
     """Raise ConfigError for training that `nemo-rl run` could only start afresh."""
     section = getattr(config, "checkpointing", None)
-    if heartbeat.is_supervised() and section is not None and not section.enabled:
+    if not heartbeat.is_supervised() or section is None:
+        return
+    enabled = getattr(section, "enabled", None)
+    if enabled is None:
+        raise ConfigError("checkpointing", None, "this command does not resume: start it without nemo-rl run")
+    if not enabled:
         raise ConfigError("checkpointing.enabled", False, "nemo-rl run restarts from checkpoints: must be true")
 
 

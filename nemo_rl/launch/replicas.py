@@ -55,17 +55,19 @@ async def _follow(generation: Resizable, run_dir: Path) -> None:
                 problem = _resize(generation, text)
             beats += 1
             _replace(run_dir / STATE_FILE, json.dumps({**asdict(generation.state), "problem": problem, "beats": beats}))
-        except OSError as error:  # a full disk must not end the run
-            logger.debug("the state of the replicas cannot be written: %s", error)
+        except Exception as error:  # as a full disk: must not end the run
+            logger.debug("the state of the replicas cannot be read or written: %s", error)
         await asyncio.sleep(PERIOD_S)
 
 
 def _take_request(path: Path) -> str | None:
+    taken = path.with_name(f"{path.name}.taken")
     try:
-        text = path.read_text()
+        path.rename(taken)
     except FileNotFoundError:
         return None
-    path.unlink()
+    text = taken.read_text(errors="replace")
+    taken.unlink()
     return text
 
 
@@ -82,7 +84,7 @@ def _resize(generation: Resizable, text: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f"{path.name}.tmp")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     write_private(draft, text)
     os.replace(draft, path)
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder, to_openai_tool_call
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import (
+    MAX_TOOLS,
     ResponseFormat,
     StructuredOutputs,
     ToolChoiceBody,
@@ -179,7 +180,7 @@ class ChatRequest(Body):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
     model: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=1_000)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None

@@ -11,6 +11,8 @@ from pydantic_core import to_json
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Guide, GuideKind
 
+MAX_TOOLS = 1_000  # of a request
+
 TEXT_TYPES = ("text", "input_text", "output_text")
 
 
@@ -114,9 +116,16 @@ class ToolChoice:
     is_forced: bool = False  # a call, or a call of certain tools, is demanded
 
 
+class NamedTool(Body):
+    """A tool by its name, which chat completions nest."""
+
+    name: str | None = None
+    function: dict[str, Any] | None = None
+
+
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ChosenTool(Body):
@@ -126,7 +135,7 @@ class ChosenTool(Body):
     name: str | None = None
     function: dict[str, Any] | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS)] | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -147,14 +156,15 @@ def read_tool_choice(choice: ToolChoiceBody | None, tool_names: Sequence[str]) -
         mode = choice.mode if choice.allowed_tools is None else choice.allowed_tools.mode
         if not tools or mode is None:
             raise make_missing_error("tool_choice.tools" if mode else "tool_choice.mode")
-        names = [(tool.get("function") or tool).get("name") for tool in tools]
+        names = [(tool.function or {}).get("name", tool.name) for tool in tools]
     check_chosen(names, tool_names, "tool_choice")
     return ToolChoice(is_forced=mode == "required" or set(names) != set(tool_names))
 
 
 def check_chosen(names: Sequence[object], tool_names: Sequence[str], field: str) -> None:
     """Raise RequestError for a chosen tool that is not among the request's."""
-    unknown = [name for name in names if name not in tool_names]
+    known = set(tool_names)
+    unknown = [name for name in names if not isinstance(name, str) or name not in known]
     if unknown:
         raise RequestError(400, f"{field}: {unknown[0]!r} is not one of the request's tools", param=field)
 

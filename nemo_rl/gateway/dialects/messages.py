@@ -14,6 +14,7 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import (
+    MAX_TOOLS,
     ResponseFormat,
     check_chosen,
     extra_fields,
@@ -97,7 +98,7 @@ class MessagesRequest(Body):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=10_000)]
     max_tokens: Annotated[int, Field(gt=0)] | None = None
     system: str | list[Block] | None = None
-    tools: Annotated[list[ToolParam], Field(max_length=1_000)] | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None

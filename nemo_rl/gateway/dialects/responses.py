@@ -12,6 +12,7 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import (
+    MAX_TOOLS,
     ResponseFormat,
     StructuredOutputs,
     ToolChoiceBody,
@@ -55,7 +56,7 @@ class FunctionTool(Body):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    tools: "list[FunctionTool] | None" = None
+    tools: Annotated["list[FunctionTool]", Field(max_length=MAX_TOOLS)] | None = None
 
 
 class TextOptions(Body):
@@ -69,7 +70,7 @@ class ResponsesRequest(Body):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=1_000)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(gt=0)] | None = None
@@ -82,6 +83,8 @@ class ResponsesRequest(Body):
         extra = extra_fields(self)
         reject_fields(extra, REJECTED_FIELDS)
         tools = tuple(each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}"))
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(400, f"tools: at most {MAX_TOOLS}, those of namespaces included", param="tools")
         choice = read_tool_choice(self.tool_choice, [tool["function"]["name"] for tool in tools])
         by_format = None
         if self.text is not None and self.text.format is not None:

@@ -15,7 +15,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,6 +103,9 @@ class Answer:
         return [WeightVersionSpan(version, start, end) for (version, start), end in spans]
 
 
+_ONE_AT_A_TIME = threading.RLock()  # vLLM's forward context and current configuration are globals of the process
+
+
 class CoreThread:
     """The loop of the engine: consumes calls, produces messages of (answer, output); waits for calls while idle.
 
@@ -175,24 +178,25 @@ class CoreThread:
         self._ends = True
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait for the thread; a step that does not end is left to the end of the process."""
+        """Wait for the thread; a step that does not end is left to the end of the process, and its requests fail."""
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("vLLM's engine did not end within %g s: it is left to the end of the process", timeout_s)
+            self._fail(RuntimeError("the engine was closed in a step that does not end"))
 
     def _run(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         torch._dynamo.config.disable = True  # of this thread: compiling takes longer than it saves
         try:
-            self._core = _start_core(self._config)
+            with _ONE_AT_A_TIME:
+                self._core = _start_core(self._config)
+                self._rng_state = torch.get_rng_state()  # vLLM has seeded it
         except BaseException as error:
             self._fail(error)
         while not self._ends:
             self._make_calls()
             if self._has_work and not self._ends:
-                try:
-                    self._step()
-                except BaseException as error:
-                    logger.exception("vLLM's engine has failed")
-                    self._fail(error)
+                self._guard(self._step)
         self._fail(self._failure or RuntimeError("the engine is closed"))
         with self._ending:
             self._has_ended = True
@@ -206,19 +210,41 @@ class CoreThread:
         """Make all calls that wait; without work for the model, wait for one."""
         while not self._ends and (not self._has_work or not self._calls.empty()):
             for call in self._calls.get():
-                call()
+                self._guard(call)
+
+    def _guard(self, work: Call) -> None:
+        """Do something with the core; after an exception every call is answered with EngineDeadError."""
+        try:
+            with _ONE_AT_A_TIME:
+                work()
+        except BaseException as error:
+            logger.exception("vLLM's engine has failed")
+            self._fail(error)
 
     @property
     def _has_work(self) -> bool:
         return self._failure is None and (self._core.scheduler.has_requests() or bool(self._core.batch_queue))
 
     def _step(self) -> None:
-        by_client, was_executed = self._core.step_fn()
+        with self._own_random_numbers():
+            by_client, was_executed = self._core.step_fn()
         self._core.post_step(was_executed)
         for outputs in (by_client or {}).values():
             self._collect(outputs)
         if not was_executed and self._core.scheduler.has_requests():
             time.sleep(IDLE_S)
+
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Draw from a state of the engine's own: vLLM draws from torch's global generator, in numbers that depend on
+        how requests meet, and the trainer's checkpoints hold that state."""
+        trainers = torch.get_rng_state()
+        torch.set_rng_state(self._rng_state)
+        try:
+            yield
+        finally:
+            self._rng_state = torch.get_rng_state()
+            torch.set_rng_state(trainers)
 
     def _collect(self, outputs: EngineCoreOutputs) -> None:
         messages: list[tuple[Answer, Any]] = []

@@ -153,6 +153,8 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
         raise ConfigError(IN_PROCESS_KEY, True, problem)
     if parallel := sorted(section.vllm_kwargs.keys() & PARALLEL_ARGUMENTS):
         raise ConfigError(IN_PROCESS_KEY, True, f"vllm_kwargs.{parallel[0]} needs processes; allowed: false")
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1":
+        raise ConfigError(IN_PROCESS_KEY, True, "VLLM_ENABLE_V1_MULTIPROCESSING=1 asks for a process; allowed: false")
 
 
 async def make_vllm(

@@ -153,6 +153,11 @@ data: {train: {dataset_name: spell_backward}}
             "at least 128 tokens",
         ),
         (
+            "++policy.dynamic_batching={enabled: true, train_mb_tokens: 128, sequence_length_round: 48}",
+            "policy.dynamic_batching.train_mb_tokens",
+            "at least 192 tokens",
+        ),
+        (
             "++policy.dynamic_batching.enabled=true ++policy.train_micro_batch_size=1",
             "policy.dynamic_batching.train_mb_tokens",
             "two answers of a pair are trained together",

@@ -42,6 +42,12 @@ def ranked(*ranks: int, context: Any = "q") -> dict[str, Any]:
     return {"context": context, "completions": completions}
 
 
+def test_conversations_that_part_before_their_answers_are_refused() -> None:
+    other = [{"role": "user", "content": "another question"}]
+    with pytest.raises(DataError, match="same conversation up to their last messages"):
+        read({"chosen": [TURNS[0], *said("a")], "rejected": [*other, *said("b")]})
+
+
 def test_a_prompt_is_a_text_or_messages() -> None:
     first, second = read(
         {"prompt": "q", "chosen": "a", "rejected": "b"},

@@ -500,7 +500,7 @@ def test_a_replica_that_dies_while_it_leaves_is_not_started_again():
 
         router = ReplicatedGeneration([FakeGeneration(), Mortal(dies_in="pause")], restart=start)
         router.resize(1)
-        router._in_flight[1] = 1  # it still answers
+        router._in_flight_requests[1] = 1  # it still answers
         await refit(router, 1)
         assert router.state.leaving == router.state.starting == ()
         await router.close()
