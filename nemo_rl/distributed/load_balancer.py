@@ -19,6 +19,7 @@ class LoadBalancer(Generic[MemberT]):
 
     def __init__(self, members: Iterable[MemberT], *, max_sessions: int = MAX_SESSIONS) -> None:
         self._load = dict.fromkeys(members, 0)
+        self._left: dict[MemberT, int] = {}  # work of members that were removed
         self._order = {member: position for position, member in enumerate(self._load)}
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, MemberT] = OrderedDict()
@@ -53,9 +54,14 @@ class LoadBalancer(Generic[MemberT]):
         return member
 
     def release(self, member: MemberT, *, work: int = 1) -> None:
-        """Take finished work off `member`; nothing where it was removed meanwhile."""
-        if member in self._load:
-            self._load[member] -= work
+        """Take finished work off `member`, also where it was removed meanwhile."""
+        loads = self._load if member in self._load else self._left
+        if member in loads:
+            loads[member] -= work
+
+    def work_of(self, member: MemberT) -> int:
+        """Return the work that `member` has in hand, also where it was removed."""
+        return self._load.get(member, self._left.get(member, 0))
 
     @contextlib.contextmanager
     def lease(self, *, work: int = 1, avoid: Collection[MemberT] = ()) -> Iterator[MemberT]:
@@ -72,14 +78,15 @@ class LoadBalancer(Generic[MemberT]):
         if member is not None:
             self._num_sessions[member] -= 1
 
-    def add(self, member: MemberT, *, work: int = 0) -> None:
-        """Give work to `member` from here on, which has `work` in hand; one that was removed gets its old position."""
-        self._load[member] = work
+    def add(self, member: MemberT) -> None:
+        """Give work to `member` from here on; one that was removed gets its old position, and the work that it still
+        has in hand counts."""
+        self._load[member] = self._left.pop(member, 0)
         self._order.setdefault(member, len(self._order))
 
     def remove(self, member: MemberT) -> None:
         """Give `member` no more work; its sessions move with their next work."""
-        self._load.pop(member, None)
+        self._left[member] = self._load.pop(member, self._left.get(member, 0))
         self._num_sessions.pop(member, None)
         for session_id in [session for session, holder in self._sessions.items() if holder == member]:
             del self._sessions[session_id]

@@ -4,10 +4,10 @@ replicas join and leave while it runs."""
 import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
@@ -71,7 +71,6 @@ class ReplicatedGeneration:
         self._live_engines = dict(enumerate(engines))
         self._wanted = set(self._live_engines)  # indices; those that live besides are leaving
         self._max_replicas = max_replicas
-        self._in_flight_requests: Counter[int] = Counter()  # of each replica, whether it takes more or not
         self._closing: dict[int, asyncio.Task[None]] = {}
         self._load_balancer = LoadBalancer(self._live_engines, max_sessions=max_sessions)
         self._restart = restart
@@ -125,7 +124,7 @@ class ReplicatedGeneration:
         for index in serving - self._wanted:
             self._load_balancer.remove(index)
         for index in self._wanted.intersection(leaving):  # has loaded all weights
-            self._load_balancer.add(index, work=self._in_flight_requests[index])
+            self._load_balancer.add(index)
         for index in self._wanted - self._live_engines.keys() - self._restarted.keys() - self._starting.keys():
             self._start_in_background(index)
 
@@ -155,19 +154,26 @@ class ReplicatedGeneration:
         for attempt in attempts:
             parts.setdefault(self._load_balancer.acquire(attempt.original.session_id), []).append(attempt)
         for index, part in parts.items():
-            task = asyncio.create_task(self._serve(index, self._live_engines[index], part, call))
+            waiting = {attempt.request.request_id: attempt for attempt in part}
+            task = asyncio.create_task(self._serve(index, self._live_engines[index], waiting, call))
             call.tasks.add(task)
             task.add_done_callback(call.tasks.discard)
+            task.add_done_callback(partial(self._release_unanswered, index, waiting))
 
-    async def _serve(self, index: int, engine: Generation, attempts: Sequence[Attempt], call: GenerateCall) -> None:
-        """Send `attempts` to `engine`, then replica `index`; those unanswered at its death are dispatched again."""
-        waiting = {attempt.request.request_id: attempt for attempt in attempts}
-        self._in_flight_requests[index] += len(waiting)
+    def _release_unanswered(self, index: int, waiting: Mapping[str, Attempt], _: asyncio.Task[None]) -> None:
+        """Take requests off a replica that died, or whose task was cancelled, as that of a late request is."""
+        for attempt in waiting.values():
+            self._load_balancer.release(index)
+            self._load_balancer.forget(attempt.original.session_id)
+
+    async def _serve(self, index: int, engine: Generation, waiting: dict[str, Attempt], call: GenerateCall) -> None:
+        """Send the attempts in `waiting`, by id, to `engine`, then replica `index`, and take those answered out of it;
+        those unanswered at its death are dispatched again."""
+        attempts = list(waiting.values())
         try:
             async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
-                    self._in_flight_requests[index] -= 1
                     self._load_balancer.release(index)
                     if isinstance(result, FailedRequest):  # a retry may do better on another replica
                         self._load_balancer.forget(attempt.original.session_id)
@@ -179,11 +185,6 @@ class ReplicatedGeneration:
             self._retry(list(waiting.values()), error, call)
         except Exception as error:  # a bug: whoever iterates must see it
             call.results.put_nowait(error)
-        finally:
-            self._in_flight_requests[index] -= len(waiting)
-            for attempt in waiting.values():
-                self._load_balancer.release(index)
-                self._load_balancer.forget(attempt.original.session_id)  # cancelled, as a late request is
 
     def _retry(self, attempts: Sequence[Attempt], error: GenerationError, call: GenerateCall) -> None:
         again = []
@@ -208,7 +209,7 @@ class ReplicatedGeneration:
         self._last_death = error
         if not self._load_balancer.members:  # rather one that was to leave than none
             for other in self._live_engines:
-                self._load_balancer.add(other, work=self._in_flight_requests[other])
+                self._load_balancer.add(other)
         logger.warning(
             "removed engine replica %d; %d of %d still serving: %s",
             index,
@@ -263,7 +264,7 @@ class ReplicatedGeneration:
         self._live_engines.update(joined)
         kept = self._wanted.union(self._load_balancer.members)
         for index in self._live_engines.keys() - kept:
-            if self._in_flight_requests[index]:
+            if self._load_balancer.work_of(index):
                 continue
             self._close_in_background(index, self._live_engines.pop(index))
             logger.info("engine replica %d has left; %d are left", index, len(self._live_engines))

@@ -499,8 +499,9 @@ def test_a_replica_that_dies_while_it_leaves_is_not_started_again():
             raise AssertionError(f"replica {index} was started")
 
         router = ReplicatedGeneration([FakeGeneration(), Mortal(dies_in="pause")], restart=start)
+        router._load_balancer.acquire()
+        router._load_balancer.acquire()  # both still answer
         router.resize(1)
-        router._in_flight_requests[1] = 1  # it still answers
         await refit(router, 1)
         assert router.state.leaving == router.state.starting == ()
         await router.close()
@@ -552,3 +553,68 @@ def test_requests_are_answered_by_engines_with_new_weights_whatever_the_resizing
         await router.close()
 
     run(main())
+
+
+def test_a_replica_that_stays_after_all_keeps_the_count_of_its_requests():
+    async def main():
+        slow = [Slow(), Slow()]
+
+        async def start(index: int) -> FakeGeneration:
+            raise AssertionError
+
+        router = ReplicatedGeneration(slow, restart=start)
+        running = asyncio.create_task(answers(router, several(6)))
+        await asyncio.sleep(0)
+        router.resize(1)
+        router.resize(2)
+        later = asyncio.create_task(answers(router, [asked(f"later{i}") for i in range(4)]))
+        await asyncio.sleep(0)
+        for engine in slow:
+            engine.go.set()
+        await asyncio.gather(running, later)
+        await router.close()
+        return [len(engine.requests) for engine in slow]
+
+    assert run(main()) == [5, 5]
+
+
+def test_a_replica_that_was_to_leave_serves_when_no_other_is_left():
+    async def main():
+        async def start(index: int) -> FakeGeneration:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        dying, leaving = Mortal(answers=1), FakeGeneration()
+        router = ReplicatedGeneration([dying, leaving], restart=start)
+        router.resize(1)
+        results = await answers(router, several(4))
+        await refit(router, 1)
+        assert router.state.serving == ("engine 1",)
+        await router.close()
+        return results
+
+    assert len(run(main())) == 4
+
+
+def test_a_replica_starts_after_the_one_before_it_has_ended():
+    events: list[str] = []
+
+    class Closing(FakeGeneration):
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            events.append("closed")
+
+    async def main():
+        async def start(index: int) -> FakeGeneration:
+            events.append(f"start {index}")
+            return FakeGeneration()
+
+        router = ReplicatedGeneration([FakeGeneration(), Closing()], restart=start)
+        router.resize(1)
+        await refit(router, 1)
+        router.resize(2)
+        await started(router)
+        await router.close()
+
+    run(main())
+    assert events == ["closed", "start 1"]
