@@ -77,6 +77,9 @@ class InOrder:
     def parts(self, lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
         return [[list(range(i, min(i + self.size, len(lengths)))) for i in range(0, len(lengths), self.size)]]
 
+    def pair_length(self, lengths: Sequence[int]) -> int:
+        return max(lengths)
+
 
 class NLL:
     """The mean of -advantage * log-prob."""

@@ -110,7 +110,7 @@ class Codec:
             if rules.is_thinking and not text.lstrip().startswith(THINK_OPEN):
                 text = f"{THINK_OPEN}{text}"
             # A closing tag that was never opened is text: the deltas before it cannot be taken back from a stream.
-            if self.reasoning_parser_name not in REASONING_PARSERS or text.lstrip().startswith(THINK_OPEN):
+            if self.reasoning_parser_name not in TAGGED_REASONING or text.lstrip().startswith(THINK_OPEN):
                 reasoning, text = self._parse_reasoning(text)
         calls: tuple[ToolCall, ...] = ()
         if rules.with_tools:
@@ -216,6 +216,7 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "qwen3_coder": parse_qwen3_coder,
 }
 REASONING_PARSERS: Mapping[str, ReasoningParser] = {"think": parse_think}
+TAGGED_REASONING = frozenset({"think"})  # parsers of <think>...</think>
 
 
 def find_tool_parser(name: str | None, encoder: ChatEncoder | None = None) -> SchemaToolParser | None:

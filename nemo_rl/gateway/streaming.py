@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.gateway.codec import THINK_CLOSE, THINK_OPEN, Codec, ParsedResponse, ReadingRules
+from nemo_rl.gateway.codec import TAGGED_REASONING, THINK_CLOSE, THINK_OPEN, Codec, ParsedResponse, ReadingRules
 from nemo_rl.gateway.schema import EngineError
 from nemo_rl.types import Completion, ToolCall
 
@@ -68,7 +68,6 @@ CALL_MARKUP: Mapping[str, CallMarkup] = {
     "qwen3_coder": CallMarkup(("<tool_call>", "<function="), "</function>"),
     "llama3_json": CallMarkup(("{",), None, only_at_start=True),
 }
-TAGGED_REASONING = frozenset({"think"})  # parsers of <think>...</think>
 
 
 class TokenDecoder:

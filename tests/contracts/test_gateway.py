@@ -11,6 +11,7 @@ from openai import AsyncOpenAI
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.gateway import codec as parsers
+from nemo_rl.gateway import streaming
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import FinishedSession, GatewayManager, SessionHandle
@@ -126,8 +127,9 @@ def test_a_greedy_session_beside_sampled_ones_follows_no_seed(engine_loop, engin
 
 
 @pytest.mark.usefixtures("parse_calls")
-def test_a_stream_of_vllm_samples_what_the_same_call_samples_without_one(engine_loop, engine):
+def test_a_stream_of_vllm_samples_what_the_same_call_samples_without_one(engine_loop, engine, monkeypatch):
     """Deltas come in many events; a session of the same seed without a stream has the same tokens and log-probs."""
+    monkeypatch.setattr(streaming, "INTERVAL_S", 0.0)  # each token by itself, however fast they come
 
     async def main() -> tuple[int, list[FinishedSession]]:
         manager, num_deltas, finished = await manager_of(engine), 0, []
