@@ -234,13 +234,16 @@ def _check_batches(config: TrainingRunConfig) -> None:
 
 
 def check_micro_batch(policy: PolicyConfig) -> None:
-    batch, micro_batch = policy.train_global_batch_size, policy.train_micro_batch_size
+    _check_micro_batch_divides(policy.train_micro_batch_size, policy.train_global_batch_size)
+    check_backend(policy, key="policy")
+    check_batching(policy)
+
+
+def _check_micro_batch_divides(micro_batch: int, batch: int) -> None:
     if batch % micro_batch:
         raise ConfigError(
             "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
         )
-    check_backend(policy, key="policy")
-    check_batching(policy)
 
 
 def _check_groups(config: TrainingRunConfig) -> None:
@@ -411,11 +414,7 @@ def _check_supervised_policy(config: SupervisedRunConfig) -> None:
 
 
 def _check_pair_batches(config: RewardModelRunConfig) -> None:
-    batch, micro_batch = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
-    if batch % micro_batch:
-        raise ConfigError(
-            "policy.train_micro_batch_size", micro_batch, f"must divide policy.train_global_batch_size = {batch}"
-        )
+    _check_micro_batch_divides(config.policy.train_micro_batch_size, config.policy.train_global_batch_size)
     if config.checkpointing.metric_name == "val:loss" and not config.data.validates:
         raise ConfigError("checkpointing.metric_name", "val:loss", "needs a dataset in data.validation")
 
@@ -445,12 +444,14 @@ def _check_preference_loss(config: DPORunConfig) -> None:
 
 
 def _check_unused_keys(config: SupervisedRunConfig | RewardModelRunConfig) -> None:
-    unused = (*ROLLOUT_KEYS, *PAIR_KEYS) if isinstance(config, SFTRunConfig) else (*ROLLOUT_KEYS, "output_key")
+    readers: dict[str, str] = dict.fromkeys(ROLLOUT_KEYS, "supervised training")
+    if isinstance(config, SFTRunConfig):
+        readers |= dict.fromkeys(PAIR_KEYS, "training on conversations")
+    else:
+        readers["output_key"] = "training on pairs"
     for section_key, dataset in (*config.data.datasets, ("data.default", config.data.default)):
-        for key in unused:
+        for key, reader in readers.items():
             if getattr(dataset, key) is not None:
-                reader = "training on conversations" if key in PAIR_KEYS else "training on pairs"
-                reader = "supervised training" if key in ROLLOUT_KEYS else reader
                 raise ConfigError(f"{section_key}.{key}", getattr(dataset, key), f"{reader} does not read it")
 
 

@@ -3,23 +3,22 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.supervised import PreferenceDataConfig
-from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.data.sources import load_rows
 from nemo_rl.data.supervised import (
-    PROMPT_CACHE_SIZE,
     Conversation,
     ExampleSet,
     PairSample,
     SupervisedDataset,
     encode_conversation,
     load_examples,
+    make_prompt_encoder,
 )
 from nemo_rl.errors import DataError
 from nemo_rl.types import Message
@@ -82,10 +81,10 @@ def encode_preferences(encoder: ChatEncoder, loaded: PreferenceSet, *, max_token
 
     Raises DataError when no pair is left, and ConfigError as `encode_conversation` does.
     """
-    prompt_ids = lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    encode_prompt = make_prompt_encoder(encoder)
     samples = []
     for preference in loaded.examples:
-        sides = (encode_conversation(encoder, Conversation(each), prompt_ids) for each in preference.conversations)
+        sides = (encode_conversation(encoder, Conversation(each), encode_prompt) for each in preference.conversations)
         chosen, rejected = (side.with_last_answer() for side in sides)
         if max(len(chosen.token_ids), len(rejected.token_ids)) <= max_tokens:
             samples.append(PairSample(chosen, rejected))

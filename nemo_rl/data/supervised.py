@@ -269,6 +269,11 @@ class SupervisedDataset:
 EncodePrompt = Callable[[tuple[Message, ...]], tuple[int, ...]]
 
 
+def make_prompt_encoder(encoder: ChatEncoder) -> EncodePrompt:
+    """Return a function that encodes first prompts without tools, and keeps the results of recent ones."""
+    return lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+
+
 def encode_conversation(
     encoder: ChatEncoder, conversation: Conversation, encode_prompt: EncodePrompt | None = None
 ) -> SupervisedSample:
@@ -278,9 +283,24 @@ def encode_conversation(
 
     Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
     """
-    return _encode(
-        encoder, conversation, encode_prompt or (lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
-    )
+    encode_prompt = encode_prompt or make_prompt_encoder(encoder)
+    tools, parts, waiting = conversation.tools, [], []
+    answer: TokenizedMessage | None = None
+    for message in conversation.messages:
+        if message.role != "assistant":
+            waiting.append(message)
+            continue
+        if answer is not None:
+            context = flat_token_ids(encoder.encode_turn((answer,), waiting, tools))
+        elif tools:
+            context = flat_token_ids(encoder.encode_prompt(waiting, tools))
+        else:
+            context = encode_prompt(tuple(waiting))
+        answer = TokenizedMessage(message, encoder.encode_answer(message, tools))
+        parts += [(context, False), (answer.token_ids, True)]
+        waiting = []
+    token_ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
+    return SupervisedSample(token_ids, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
 
 
 def encode_conversations(
@@ -300,13 +320,13 @@ def encode_conversations(
 
     Raises DataError when none is left, and as `encode_conversation` does.
     """
-    prompt_ids = lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+    encode_prompt = make_prompt_encoder(encoder)
     samples, num_overlong, num_dropped, reported_at = [], 0, 0, time.monotonic()
     for number, conversation in enumerate(loaded.examples):
         if time.monotonic() - reported_at > REPORT_PERIOD_S:
             reported_at = time.monotonic()
             logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.examples))
-        sample = _encode(encoder, conversation, prompt_ids)
+        sample = encode_conversation(encoder, conversation, encode_prompt)
         if train_on_opening:
             sample = sample.with_openings(encoder.num_opening_tokens)
         if add_bos or add_eos:
@@ -331,7 +351,7 @@ def encode_conversations(
 
 def make_pair_batch(samples: Sequence[Sample]) -> TrainingBatch:
     """Return pairs as a right-padded batch: the chosen row of each and then the rejected one, a group for each pair."""
-    batch = make_supervised_batch([row for sample in samples for row in sample.rows])
+    batch = make_supervised_batch(samples)
     index = torch.arange(len(batch))
     return batch.update({keys.GROUP_ID: index // 2, keys.PREFERENCE: (1 - 2 * (index % 2)).float()})
 
@@ -404,26 +424,6 @@ class SampleLoader:
 
     def _epoch_order(self, epoch: int) -> Sequence[int]:
         return epoch_order(len(self._samples), epoch, shuffle=self._shuffle, seed=self._seed)
-
-
-def _encode(encoder: ChatEncoder, conversation: Conversation, prompt_ids: EncodePrompt) -> SupervisedSample:
-    tools, parts, waiting = conversation.tools, [], []
-    answer: TokenizedMessage | None = None
-    for message in conversation.messages:
-        if message.role != "assistant":
-            waiting.append(message)
-            continue
-        if answer is not None:
-            context = flat_token_ids(encoder.encode_turn((answer,), waiting, tools))
-        elif tools:
-            context = flat_token_ids(encoder.encode_prompt(waiting, tools))
-        else:
-            context = prompt_ids(tuple(waiting))
-        answer = TokenizedMessage(message, encoder.encode_answer(message, tools))
-        parts += [(context, False), (answer.token_ids, True)]
-        waiting = []
-    token_ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
-    return SupervisedSample(token_ids, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
 
 
 def _fingerprint(samples: Sequence[Sample], *, shuffle: bool, seed: int) -> str:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,13 @@ def _read_state(run_dir: Path) -> dict[str, Any]:
 def _run(parsed: argparse.Namespace) -> ExitCode:
     before = _read_state(parsed.run_dir)
     if parsed.count is None:
-        _print(_wait(parsed.run_dir, before, SILENT_S, is_reached=lambda state: True))
+        _print(_wait(parsed.run_dir, before, SILENT_S))
         return ExitCode.DONE
     if parsed.count < 1:
         raise ConfigError("COUNT", parsed.count, "must be 1 or more")
     _replace(parsed.run_dir / REQUEST_FILE, str(parsed.count))
-    state = _wait(parsed.run_dir, before, SILENT_S, is_reached=lambda _: not (parsed.run_dir / REQUEST_FILE).exists())
-    state = _wait(parsed.run_dir, state, SILENT_S, is_reached=lambda _: True)  # written after the request was taken
+    taken = _wait(parsed.run_dir, before, SILENT_S, is_reached=lambda _: not (parsed.run_dir / REQUEST_FILE).exists())
+    state = _wait(parsed.run_dir, taken, SILENT_S)  # written after the request was taken
     if state["problem"]:
         raise ConfigError("COUNT", parsed.count, state["problem"])
     if parsed.wait:
@@ -125,7 +125,13 @@ def _is_settled(state: dict[str, Any]) -> bool:
     return len(state["serving"]) == state["wanted"] and not state["leaving"]
 
 
-def _wait(run_dir: Path, seen: dict[str, Any], limit_s: float, *, is_reached: Any) -> dict[str, Any]:
+def _wait(
+    run_dir: Path,
+    seen: dict[str, Any],
+    limit_s: float,
+    *,
+    is_reached: Callable[[dict[str, Any]], bool] = lambda state: True,
+) -> dict[str, Any]:
     """Return the first newer state for which `is_reached` holds. Raises DataError at the limit, or when the run is
     silent."""
     until, spoke, beats = time.monotonic() + limit_s, time.monotonic(), seen["beats"]

@@ -43,13 +43,14 @@ class ScoreQuery:
     entropy: bool = False
     topk: int = 0
 
+    def part(self, at: slice) -> "ScoreQuery":
+        """Return the query of a range of the distributions."""
+        candidates = None if self.candidate_ids is None else self.candidate_ids[at]
+        return ScoreQuery(self.targets[at], candidates, entropy=self.entropy, topk=self.topk)
+
     def split(self, size: int) -> list["ScoreQuery"]:
         """Split into queries of `size` distributions."""
-        targets = self.targets.split(size)
-        candidates = [None] * len(targets) if self.candidate_ids is None else self.candidate_ids.split(size)
-        return [
-            ScoreQuery(t, c, entropy=self.entropy, topk=self.topk) for t, c in zip(targets, candidates, strict=True)
-        ]
+        return [self.part(slice(start, start + size)) for start in range(0, max(len(self.targets), 1), size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,11 +137,11 @@ class TreeQueries:
         """
         number = len(self.predictors)
         if size is None or len(self.entries) <= size:
-            of_all = _part(score_query, slice(0, number)), _part(score_query, slice(number, None)), self.further
+            of_all = score_query.part(slice(0, number)), score_query.part(slice(number, None)), self.further
             return concatenate_scores(_score_chunk(logits_of, score_logits, hidden, *of_all))
         chunks: list[list[TokenScores]] = []
         for at, further in self._chunks(size):
-            queries = _part(score_query, at), _part(score_query, slice(number + further.start, number + further.stop))
+            queries = score_query.part(at), score_query.part(slice(number + further.start, number + further.stop))
             rows = self.further[further] - at.start
             chunks.append(call_with_recompute(_score_chunk, logits_of, score_logits, hidden[at], *queries, rows))
         return concatenate_scores([*(parts[0] for parts in chunks), *(part for parts in chunks for part in parts[1:])])
@@ -171,11 +171,6 @@ def _score_chunk(
     copies = logits.index_select(0, rows)  # the backward pass of the scores overwrites their logits
     scores = [score_logits(logits, first)]
     return [*scores, score_logits(copies, further)] if len(rows) else scores
-
-
-def _part(query: ScoreQuery, at: slice) -> ScoreQuery:
-    candidates = None if query.candidate_ids is None else query.candidate_ids[at]
-    return ScoreQuery(query.targets[at], candidates, entropy=query.entropy, topk=query.topk)
 
 
 def _first_of_each(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """DPO: preferred answers win, metrics have meanings, and a resumed run equals an uninterrupted one."""
 
-import asyncio
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,11 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.dpo import DPOObjective
-from nemo_rl.algorithms.loop import TrainingProgress
-from nemo_rl.algorithms.run import Interrupt
-from nemo_rl.algorithms.supervised import SupervisedRun, train_supervised
-from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.supervised import DPORunConfig
-from nemo_rl.data.supervised import PairSample, SampleLoader, SupervisedDataset, SupervisedSample
+from nemo_rl.data.supervised import PairSample, SupervisedSample
 from nemo_rl.metric_names import find_undocumented
-from nemo_rl.observability.loggers import JsonlLogger
-from nemo_rl.policy.driver import LocalPolicy
 from tests.contracts.policies import SETTINGS
-from tests.unit.algorithms.test_sft import StopsAfter
+from tests.unit.algorithms.supervised_runs import Runs
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 
 
@@ -43,61 +36,23 @@ def pairs(count: int, *, seed: int = 0) -> list[PairSample]:
     return [PairSample(side(3, half), side(half, VOCABULARY)) for _ in range(count)]
 
 
-class Runs:
-    """Trains a tiny model on ten pairs, four a step, in a directory of its own."""
+def make_config(model: Path, **dpo: Any) -> DPORunConfig:
+    return DPORunConfig.model_validate(
+        {
+            "dpo": {"max_num_epochs": 2, "val_period": 2, "val_global_batch_size": 3, "sft_loss_weight": 0.1, **dpo},
+            "policy": {"model_name": str(model), **SETTINGS, "train_global_batch_size": 4},
+            "data": {"train": {}},
+        }
+    )
 
-    def __init__(self, model: Path, directory: Path) -> None:
-        self.model, self.directory = model, directory
 
-    def config(self, **dpo: Any) -> DPORunConfig:
-        return DPORunConfig.model_validate(
-            {
-                "dpo": {
-                    "max_num_epochs": 2,
-                    "val_period": 2,
-                    "val_global_batch_size": 3,
-                    "sft_loss_weight": 0.1,
-                    **dpo,
-                },
-                "policy": {"model_name": str(self.model), **SETTINGS, "train_global_batch_size": 4},
-                "data": {"train": {}},
-            }
-        )
-
-    def train(self, *, stop_after: int | None = None, store: str = "checkpoints", **dpo: Any) -> Any:
-        return asyncio.run(self._train(self.config(**dpo), stop_after, store))
-
-    async def _train(self, config: DPORunConfig, stop_after: int | None, store: str) -> tuple[TrainingProgress, Any]:
-        policy = LocalPolicy(
-            config.policy, model_path=str(self.model), temperature=1.0, needs_reference=True,
-            num_samples_per_step=4, seed=0, tokenizer=None,
-        )  # fmt: skip
-        interrupt = Interrupt()
-        run = SupervisedRun(
-            config=config,
-            objective=DPOObjective(config.dpo),
-            run_dir=self.directory,
-            num_steps=5,
-            source=SampleLoader(pairs(10), shuffle=True, seed=config.dpo.seed, max_epochs=2),
-            validation=(SupervisedDataset("held", pairs(10)), SupervisedDataset("other", pairs(4, seed=1))),
-            policy=policy,
-            checkpoints=CheckpointStore(CheckpointingConfig(enabled=True, save_period=100), self.directory / store),
-            logger=JsonlLogger(self.directory),
-            progress=StopsAfter(interrupt, stop_after),
-            interrupt=interrupt,
-        )
-        try:
-            training = await train_supervised(run)
-            weights = await policy.run_with_weights(lambda weights: {name: each.clone() for name, each in weights})
-        finally:
-            await policy.close()
-            run.logger.close()
-        return training, weights
+def make_objective(config: DPORunConfig) -> DPOObjective:
+    return DPOObjective(config.dpo)
 
 
 @pytest.fixture
 def runs(model: Path, tmp_path: Path) -> Runs:
-    return Runs(model, tmp_path)
+    return Runs(tmp_path, partial(make_config, model), make_objective, pairs(10), pairs(4, seed=1))
 
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(runs: Runs) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.run import Interrupt
 from nemo_rl.algorithms.sft import SFTObjective
-from nemo_rl.algorithms.supervised import SupervisedRun, train_supervised, validate
-from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.run import CheckpointingConfig
+from nemo_rl.algorithms.supervised import validate
 from nemo_rl.config.supervised import SFTRunConfig
-from nemo_rl.data.supervised import SampleLoader, SupervisedDataset, SupervisedSample, make_supervised_batch
+from nemo_rl.data.supervised import SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
 from nemo_rl.losses.sft import NegativeLogLikelihood
 from nemo_rl.metric_names import find_undocumented
-from nemo_rl.observability.loggers import JsonlLogger
-from nemo_rl.observability.progress import Progress
-from nemo_rl.policy.driver import LocalPolicy
 from tests.contracts.policies import SETTINGS
+from tests.unit.algorithms.supervised_runs import Runs, make_policy
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 
 
@@ -54,74 +50,20 @@ def test_a_step_of_one_learnt_token_is_divided_by_one() -> None:
     assert loss.item() == 3.0
 
 
-class Runs:
-    """Trains a tiny model on ten samples, four a step, in a directory of its own."""
-
-    def __init__(self, model: Path, directory: Path) -> None:
-        self.model, self.directory = model, directory
-
-    def config(self, **sft: Any) -> SFTRunConfig:
-        return SFTRunConfig.model_validate(
-            {
-                "sft": {"max_num_epochs": 2, "val_period": 2, "val_global_batch_size": 3, **sft},
-                "policy": {"model_name": str(self.model), **SETTINGS, "train_global_batch_size": 4,
-                           "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}},
-                "data": {"train": {}},
-            }
-        )  # fmt: skip
-
-    def train(
-        self, *, stop_after: int | None = None, store: str = "checkpoints", **sft: Any
-    ) -> tuple[TrainingProgress, Any]:
-        return asyncio.run(self._train(self.config(**sft), stop_after, store))
-
-    async def _train(self, config: SFTRunConfig, stop_after: int | None, store: str) -> tuple[TrainingProgress, Any]:
-        policy = self.policy(config)
-        interrupt = Interrupt()
-        run = SupervisedRun(
-            config=config,
-            objective=SFTObjective(),
-            run_dir=self.directory,
-            num_steps=5,
-            source=SampleLoader(samples(10), shuffle=True, seed=config.sft.seed, max_epochs=2),
-            validation=(SupervisedDataset("held", samples(10)), SupervisedDataset("other", samples(2, seed=2))),
-            policy=policy,
-            checkpoints=CheckpointStore(CheckpointingConfig(enabled=True, save_period=100), self.directory / store),
-            logger=JsonlLogger(self.directory),
-            progress=StopsAfter(interrupt, stop_after),
-            interrupt=interrupt,
-        )
-        try:
-            training = await train_supervised(run)
-            weights = await policy.run_with_weights(lambda weights: {name: each.clone() for name, each in weights})
-        finally:
-            await policy.close()
-            run.logger.close()
-        return training, weights
-
-    def policy(self, config: SFTRunConfig) -> LocalPolicy:
-        return LocalPolicy(
-            config.policy, model_path=str(self.model), temperature=1.0, needs_reference=False,
-            num_samples_per_step=4, seed=0, tokenizer=None,
-        )  # fmt: skip
-
-
-class StopsAfter(Progress):
-    """Asks for a stop once so many steps are done, as Ctrl-C does."""
-
-    def __init__(self, interrupt: Interrupt, stop_after: int | None) -> None:
-        super().__init__()
-        self._interrupt, self._stop_after = interrupt, stop_after
-
-    def step(self, step: int, **shown: Any) -> None:
-        super().step(step, **shown)
-        if step == self._stop_after:
-            self._interrupt.request()
+def make_config(model: Path, **sft: Any) -> SFTRunConfig:
+    return SFTRunConfig.model_validate(
+        {
+            "sft": {"max_num_epochs": 2, "val_period": 2, "val_global_batch_size": 3, **sft},
+            "policy": {"model_name": str(model), **SETTINGS, "train_global_batch_size": 4,
+                       "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}},
+            "data": {"train": {}},
+        }
+    )  # fmt: skip
 
 
 @pytest.fixture
 def runs(model: Path, tmp_path: Path) -> Runs:
-    return Runs(model, tmp_path)
+    return Runs(tmp_path, partial(make_config, model), lambda config: SFTObjective(), samples(10), samples(2, seed=2))
 
 
 def test_an_interrupted_run_saves_and_goes_on_as_if_it_had_not_been(runs: Runs) -> None:
@@ -159,8 +101,8 @@ def test_validation_loss_is_over_all_tokens_of_the_first_batches(
     held = samples(7, seed=1)
 
     async def measured() -> tuple[float, float]:
-        config = runs.config(val_batches=val_batches)
-        policy = runs.policy(config)
+        config = runs.make_config(val_batches=val_batches)
+        policy = make_policy(config)
         run: Any = type("Run", (), {"config": config, "policy": policy, "interrupt": Interrupt(),
                                     "objective": SFTObjective(),
                                     "validation": (SupervisedDataset("held", held),)})  # fmt: skip
