@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from nemo_rl.config import master
 from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
-from nemo_rl.config.data import DatasetConfig, check_prompt_file, resolve_dataset
+from nemo_rl.config.data import DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
 from nemo_rl.config.environment_checks import check_environments, check_scorers
 from nemo_rl.config.layout import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
@@ -97,8 +97,8 @@ KEY = "checkpointing.metric_name"
 def check_checkpointing(config: TrainingRunConfig) -> None:
     """Raise ConfigError for a metric of an unknown name, or one that this run never computes.
 
-    A name with a slash ("val:<dataset>/accuracy", "train:advantages/mean") depends on the data and is checked when
-    the first checkpoint is written.
+    A name of "train:" with a slash ("train:advantages/mean") depends on the data and is checked when the first
+    checkpoint is written.
     """
     section = config.algorithm_key
     extra = _pass_metrics(config)
@@ -140,9 +140,25 @@ def _ranking_metric(
         raise ConfigError(KEY, text, f"no such metric{suggest_name(name, known)}")
     if kind == "val" and not config.data.validates:
         raise ConfigError(KEY, text, f"needs a dataset in data.validation; without one use {without}")
+    if kind == "val" and "/" in name:
+        _check_set_metric(config, text, name, known)
     if kind == "val" and validation.val_period == 0 and not validation.val_at_end:
         raise ConfigError(KEY, text, f"needs {section}.val_period above 0, or {section}.val_at_end")
     return RankingMetric(text, kind, name)
+
+
+def _check_set_metric(
+    config: TrainingRunConfig | SupervisedRunConfig, text: str, name: str, known: frozenset[str]
+) -> None:
+    """Raise ConfigError unless `name` is `<dataset>/<metric>` of one of several validation datasets."""
+    dataset, _, metric = name.rpartition("/")
+    sets = name_validation_sets(config.data)
+    if metric not in known:
+        raise ConfigError(KEY, text, f"no such metric{suggest_name(metric, known)}")
+    if len(sets) == 1:
+        raise ConfigError(KEY, text, f'{sets[0]} is the only validation dataset: write "val:{metric}"')
+    if dataset not in sets:
+        raise ConfigError(KEY, text, f"no such validation dataset; those of data.validation: {', '.join(sets)}")
 
 
 def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
@@ -464,8 +480,7 @@ def _check_data_length(config: SupervisedRunConfig | RewardModelRunConfig) -> No
 
 
 def _check_supervised_metric(config: SupervisedRunConfig) -> None:
-    """Check the metric that ranks checkpoints; a name with a slash ("val:<dataset>/loss") is checked at the first
-    checkpoint."""
+    """Check the metric that ranks checkpoints."""
     metric = _ranking_metric(config, config.algorithm, config.algorithm_key, frozenset(), "loss", "null")
     if metric is not None and metric.name.rpartition("/")[2].endswith("loss") and config.checkpointing.higher_is_better:
         raise ConfigError("checkpointing.higher_is_better", True, f"{metric.text} is better when it is lower: false")

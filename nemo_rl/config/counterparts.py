@@ -113,6 +113,8 @@ def translate_scoring_environments(config: dict[str, Any], report: Report) -> No
         scorer["tokenizer_name"] = tokenizer["name"]
     if isinstance(tokenizer, dict) and tokenizer.get("chat_template") not in (None, "default"):
         scorer["chat_template"] = tokenizer["chat_template"]
+    if isinstance(tokenizer, dict) and tokenizer.get("chat_template_kwargs"):
+        scorer["chat_template_kwargs"] = tokenizer["chat_template_kwargs"]
     resources = section["resources"] if isinstance(section.get("resources"), dict) else {}
     config["scorers"] = {"reward_model": {"type": "reward_model", **scorer}, **(config.get("scorers") or {})}
     environments["reward_model"] = {"scorers": ["reward_model"]}

@@ -4,7 +4,7 @@ All datasets share one section, since `data.default` holds keys for every datase
 requires and knows is in its `DatasetEntry` (nemo_rl/data/sources.py, nemo_rl/data/nemo_gym.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -134,6 +134,31 @@ def resolve_dataset(
         set_values = {field: getattr(layer, field) for field in layer.model_fields_set}
         values |= {field: value for field, value in set_values.items() if value is not None}
     return entry, DatasetConfig(**{**values, "dataset_name": name})
+
+
+def make_unique_name(name: str, taken: Collection[str]) -> str:
+    """Return the name, or the first of name_2, name_3, ... that is free."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+def name_validation_sets(config: DataConfig) -> list[str]:
+    """Return the validation sets' names in metrics; sets split off training datasets come last.
+
+    Raises ConfigError for a dataset that does not exist.
+    """
+    found: list[str] = []
+    for field in ("validation", "train"):
+        names: list[str] = []
+        for key, own in config.datasets_of(field):
+            section = resolve_dataset(own, config.default, key=key)[1]
+            names.append(make_unique_name(section.name or str(section.dataset_name), names))
+            if field == "validation" or section.split_validation_size:
+                found.append(make_unique_name(names[-1], found))
+    return found
 
 
 def check_prompt_file(key: str, name: str | None) -> None:

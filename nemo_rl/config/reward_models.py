@@ -1,25 +1,43 @@
-"""NeMo-RL's recipes of reward models in this project's terms: one process, one model directory, its best weights."""
+"""NeMo-RL's recipes of reward models in this project's terms: one process, one model directory, its best weights.
 
-from collections.abc import Mapping
+`admit` runs before the table of single keys, `translate` after it. Unknown keys are refused as in every other recipe.
+"""
+
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from nemo_rl.config.compatibility import Cause, Report, is_same_value
-from nemo_rl.config.keys import at
+from nemo_rl.config.compatibility import Cause, Report, find_cause, is_same_value
+from nemo_rl.config.keys import at, find_schema_node, make_unknown_key_error
 
 ONE_PROCESS = Cause("layout", "a reward model trains in one process, on one device")
-OWN_ENVIRONMENT = Cause("layout", "the one process has the environment of its shell")
 OWN_CONFIG = Cause("results", "a reward model has the config.json of its model")
+OWN_LOSS = Cause("results", "reward models learn from pairs (Bradley and Terry)")
+ALL_WEIGHTS = Cause("results", "all weights are trained")
+OPTIMIZER = Cause(
+    "results",
+    "Megatron's optimizer and schedule are not read: write policy.optimizer and policy.scheduler, and "
+    "policy.megatron_cfg.enabled: false",
+)
 PADDED = Cause("speed", "the pairs of a micro-batch are padded")
 ONE_DIRECTORY = Cause("speed", "checkpoint_dir holds one model: that with the best checkpointing.metric_name")
+ALWAYS_WRITTEN = Cause("speed", "the trained model is always written, to model/ in the run directory")
+UNRANKED = Cause("speed", "nothing is validated, so the final weights are written")
+MEAN_RANKS = Cause("results", "the mean over the validation sets ranks the weights: val:loss or val:accuracy")
+WRONG_SIGN = Cause("results", "a loss is better when it is lower, an accuracy when it is higher")
 ENOUGH_STEPS = 1_000_000  # more than max_num_epochs allows
-INERT: Mapping[str, tuple[object, ...]] = {  # of each section that shards or packs: values that ask for nothing
-    "enabled": (True, False),
-    "cpu_offload": (False, None),
-    "sequence_parallel": (False, None),
-    "activation_checkpointing": (False, None),
-    "tensor_parallel_size": (1, None),
-    "context_parallel_size": (1, None),
-}
+METRICS = {"val:loss": "val:loss", "val:accuracy": "val:pair_accuracy", "val:pair_accuracy": "val:pair_accuracy"}
+SIZES = ("gpus_per_node", "num_nodes", "tensor_parallel_size", "data_parallel_size")
+
+
+def admit(config: dict[str, Any], report: Report) -> None:
+    """Take what makes the recipe one of a reward model, in place: the table refuses it for every other algorithm."""
+    policy = config.get("policy")
+    if not isinstance(policy, dict):
+        return
+    kind = policy.pop("reward_model_cfg", None)
+    loss = kind.get("reward_model_type", "bradley_terry") if isinstance(kind, dict) else "bradley_terry"
+    if loss != "bradley_terry":
+        report.refuse("policy.reward_model_cfg.reward_model_type", loss, OWN_LOSS)
 
 
 def translate(config: dict[str, Any], report: Report) -> None:
@@ -28,51 +46,91 @@ def translate(config: dict[str, Any], report: Report) -> None:
     if isinstance(section, dict) and section.get("max_num_steps") == -1:
         section["max_num_steps"] = ENOUGH_STEPS
     if isinstance(policy, dict):
-        policy.pop("reward_model_cfg", None)
-        _take_layout(policy, report)
-    cluster = config.pop("cluster", None)
-    for name, size in (cluster or {}).items() if isinstance(cluster, dict) else ():
-        if name in ("gpus_per_node", "num_nodes") and size != 1:
-            report.refuse(f"cluster.{name}", size, ONE_PROCESS)
+        _take_layout(config, policy, report)
+    _take_cluster(config, report)
     checkpointing = config.get("checkpointing")
     if isinstance(checkpointing, dict):
-        _take_checkpoints(checkpointing, report, validates=_validates(config))
+        _take_checkpoints(config, checkpointing, report)
 
 
-def _take_layout(policy: dict[str, Any], report: Report) -> None:
+def _take_layout(config: dict[str, Any], policy: dict[str, Any], report: Report) -> None:
     megatron = policy.pop("megatron_cfg", None)
     if isinstance(megatron, dict) and megatron.get("enabled"):
         report.refuse("policy.megatron_cfg.enabled", True, ONE_PROCESS)
-    dtensor = policy.pop("dtensor_cfg", None)
-    for name, value in (dtensor or {}).items() if isinstance(dtensor, dict) else ():
-        if name in INERT and not any(is_same_value(value, inert) for inert in INERT[name]):
-            report.refuse(f"policy.dtensor_cfg.{name}", value, ONE_PROCESS)
-        elif name == "lora_cfg" and isinstance(value, dict) and value.get("enabled"):
-            report.refuse("policy.dtensor_cfg.lora_cfg.enabled", True, Cause("results", "all weights are trained"))
-        elif name == "custom_parallel_plan" and value is not None:
-            report.refuse(f"policy.dtensor_cfg.{name}", value, ONE_PROCESS)
-        elif name == "env_vars":
-            report.skip(f"policy.dtensor_cfg.{name}", value, OWN_ENVIRONMENT)
+        for name in ("optimizer", "scheduler"):
+            if megatron.get(name):
+                report.refuse(f"policy.megatron_cfg.{name}", "set", OPTIMIZER)
+    dtensor = policy.get("dtensor_cfg")
+    lora = dtensor.get("lora_cfg") if isinstance(dtensor, dict) else None
+    if isinstance(lora, dict) and lora.get("enabled"):
+        report.refuse("policy.dtensor_cfg.lora_cfg.enabled", True, ALL_WEIGHTS)
+    _take_section(config, ("policy", "dtensor_cfg"), report, ONE_PROCESS, unread=("enabled", "lora_cfg"))
     for name in ("dynamic_batching", "sequence_packing"):
-        batching = policy.pop(name, None)
+        batching = policy.get(name)
         if isinstance(batching, dict) and batching.get("enabled"):
             report.skip(f"policy.{name}.enabled", True, PADDED)
+        _take_section(config, ("policy", name), report, None)
     policy.pop("logprob_batch_size", None)
     if overrides := policy.pop("hf_config_overrides", None):
         report.refuse("policy.hf_config_overrides", overrides, OWN_CONFIG)
 
 
-def _take_checkpoints(checkpointing: dict[str, Any], report: Report, *, validates: bool) -> None:
+def _take_cluster(config: dict[str, Any], report: Report) -> None:
+    cluster = config.get("cluster")
+    if isinstance(cluster, dict) and (variables := cluster.pop("env_vars", None)):
+        report.refuse("cluster.env_vars", sorted(variables), find_cause("env_vars"))  # values may be secrets
+    _take_section(config, ("cluster",), report, ONE_PROCESS)
+
+
+def _take_section(
+    config: dict[str, Any], path: tuple[str, ...], report: Report, cause: Cause | None, unread: Collection[str] = ()
+) -> None:
+    """Remove a section that other algorithms have; report its unknown keys, and refuse with `cause` what it asks for.
+
+    A value asks for nothing where it is null, its key's default, or a size of 1.
+    """
+    holder, node = at(config, path[:-1]), find_schema_node(path, config)  # of GRPO
+    section = holder.get(path[-1]) if isinstance(holder, dict) else None
+    if not isinstance(section, dict):  # null, or for the schema to refuse
+        if isinstance(holder, dict) and section is None:
+            holder.pop(path[-1], None)
+        return
+    fields: Mapping[str, Any] = node.section.model_fields if node is not None and node.section is not None else {}
+    for name, value in section.items():
+        if name not in fields:
+            report.problems.append(make_unknown_key_error((*path, name), config))
+        elif cause is not None and name not in unread and not _asks_for_nothing(name, value, fields[name]):
+            report.refuse(".".join((*path, name)), value, cause)
+    del holder[path[-1]]
+
+
+def _asks_for_nothing(name: str, value: object, field: Any) -> bool:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return value is None or is_same_value(value, 1 if name in SIZES else default)
+
+
+def _take_checkpoints(config: dict[str, Any], checkpointing: dict[str, Any], report: Report) -> None:
     """Keep the directory and the metric that ranks weights; NeMo-RL saves further ones, and may resume from them."""
-    metric = str(checkpointing.get("metric_name"))
-    kept = {"checkpoint_dir": checkpointing["checkpoint_dir"]} if "checkpoint_dir" in checkpointing else {}
-    if metric.endswith("loss") and validates:
-        kept["metric_name"] = "val:loss"
+    if checkpointing.pop("enabled", True) is False:
+        report.skip("checkpointing.enabled", False, ALWAYS_WRITTEN)
+        checkpointing.pop("checkpoint_dir", None)
     for name in ("keep_top_k", "save_period", "checkpoint_must_save_by"):
         if checkpointing.get(name) is not None:
             report.skip(f"checkpointing.{name}", checkpointing[name], ONE_DIRECTORY)
-    checkpointing.clear()
-    checkpointing.update(kept)
+    for name in ("keep_top_k", "save_period", "checkpoint_must_save_by", "save_optimizer", "max_failed_saves"):
+        checkpointing.pop(name, None)
+    higher_is_better = checkpointing.pop("higher_is_better", None)
+    metric = checkpointing.pop("metric_name", None)
+    if metric is None:
+        return
+    if not _validates(config):
+        report.skip("checkpointing.metric_name", metric, UNRANKED)
+    elif metric not in METRICS:
+        report.refuse("checkpointing.metric_name", metric, MEAN_RANKS)
+    else:
+        checkpointing["metric_name"] = METRICS[metric]
+        if higher_is_better is (metric == "val:loss"):
+            report.refuse("checkpointing.higher_is_better", higher_is_better, WRONG_SIGN)
 
 
 def _validates(config: dict[str, Any]) -> bool:

@@ -51,7 +51,7 @@ def translate(config: dict[str, Any], family: Family, report: Report) -> None:
     if family in ("dpo", "rm"):
         _translate_preferences(config)
     if family == "rm" and release is not None:
-        reward_models.translate(config, report)
+        reward_models.admit(config, report)
     for step in _STEPS:
         step(config, report)
     apply_rules(config, report)
@@ -60,6 +60,8 @@ def translate(config: dict[str, Any], family: Family, report: Report) -> None:
     _name_datasets(config, family)
     if family in SUPERVISED:
         _translate_supervised(config, is_foreign=release is not None)
+    if family == "rm" and release is not None:
+        reward_models.translate(config, report)
     if release is not None:
         apply_release_defaults(config, release, report)
 
@@ -462,16 +464,36 @@ def _translate_preferences(config: dict[str, Any]) -> None:
     section = config.get("checkpointing")
     metric = section.get("metric_name") if isinstance(section, dict) else None
     if isinstance(section, dict) and isinstance(metric, str):
-        section["metric_name"] = PREFERENCE_METRIC.sub(_rename_preference_metric, metric)
+        section["metric_name"] = _rename_preference_metric(metric, data if isinstance(data, dict) else {})
 
 
 # NeMo-RL's names: "val:validation-<set>_<metric>", up to 0.3 without "val:"; the set "default" is the only one
-PREFERENCE_METRIC = re.compile(r"(?:val:)?validation-(?P<dataset>.+)_(?P<metric>loss|accuracy)")
+PREFERENCE_METRIC = re.compile(r"(?:val:)?validation-(?P<name>.+)")
+PREFERENCE_METRICS = (
+    "rewards_chosen_mean", "rewards_rejected_mean", "preference_loss", "sft_loss", "accuracy", "loss",
+)  # fmt: skip
 
 
-def _rename_preference_metric(match: re.Match[str]) -> str:
-    dataset, metric = match["dataset"], match["metric"]
-    return f"val:{metric}" if dataset == "default" else f"val:{dataset}/{metric}"
+def _rename_preference_metric(text: str, data: dict[str, Any]) -> str:
+    """Return `val:<set>/<metric>`, or `val:<metric>` of the only set.
+
+    Example: "validation-my_sft_loss" is the loss of the set "my_sft" where there is one, else "sft_loss" of "my".
+    """
+    match = PREFERENCE_METRIC.fullmatch(text)
+    if match is None:
+        return text
+    splits = [
+        (match["name"].removesuffix(f"_{metric}"), metric)
+        for metric in PREFERENCE_METRICS
+        if match["name"].endswith(f"_{metric}")
+    ]
+    if not splits:
+        return text
+    sets = [one for one in _as_list(data.get("validation")) if isinstance(one, dict)]
+    names = [one.get("name") for one in sets]
+    name, metric = next((split for split in splits if split[0] in names), splits[0])
+    is_only = len(sets) == 1 and not at(data, ["train", "split_validation_size"])
+    return f"val:{metric}" if name == "default" or (is_only and name in names) else f"val:{name}/{metric}"
 
 
 def _as_list(sets: object) -> list[object]:

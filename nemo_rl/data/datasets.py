@@ -16,6 +16,7 @@ from nemo_rl.config.data import (
     DatasetConfig,
     DatasetEntry,
     InputDataConfig,
+    make_unique_name,
     resolve_dataset,
 )
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
@@ -113,15 +114,6 @@ def check_prompt_lengths(prompt_sets: Iterable[PromptSet], encoder: ChatEncoder,
                     max_input_tokens,
                     f"prompt {prompt.prompt_id} of {prompt.dataset!r} has {length} tokens",
                 )
-
-
-def make_unique_name(name: str, taken: set[str]) -> str:
-    """Return the name, or the first of name_2, name_3, ... that is free."""
-    candidate, number = name, 1
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate
 
 
 class LoadPart(Protocol[PartT]):

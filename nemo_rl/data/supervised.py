@@ -16,10 +16,10 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.config.data import DataConfig, DatasetConfig, resolve_dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig, make_unique_name, resolve_dataset
 from nemo_rl.config.supervised import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.datasets import SEED_STRIDE, check_split, make_unique_name, split_rows
+from nemo_rl.data.datasets import SEED_STRIDE, check_split, split_rows
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format, parse_message
 from nemo_rl.data.prompts import epoch_order
 from nemo_rl.data.rows import Row, convert_rows

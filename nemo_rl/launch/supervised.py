@@ -1,6 +1,7 @@
 """Supervised training from a configuration: on conversations (SFT), or on preferences (DPO, reward models)."""
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -199,7 +200,7 @@ def train_reward_model(config: RewardModelRunConfig) -> Path:
             is_due = config.rm.val_period > 0 and result.step % config.rm.val_period == 0
             if is_due or result.step == total:
                 best.offer(_measure(trainer, validation, result.step, metrics_logger, progress))
-    sys.stdout.write(_summary(directory, run_dir / METRICS_FILE, best.metrics.get("pair_accuracy")))
+    sys.stdout.write(_summary(config, directory, run_dir / METRICS_FILE, best.metrics.get("pair_accuracy")))
     return directory
 
 
@@ -271,7 +272,9 @@ def _open_model(config: RewardModelRunConfig) -> tuple[PreTrainedModel, classifi
         model = classifier.load_classifier("policy.model_name", path, fresh_head=True)
         tokenizer = load_tokenizer(policy.tokenizer, path)
     tokens = classifier.ConversationTokenizer(
-        tokenizer, max_length=classifier.clamp_to_positions(model, config.max_tokens)
+        tokenizer,
+        chat_template_kwargs=policy.tokenizer.chat_template_kwargs,
+        max_length=classifier.clamp_to_positions(model, config.max_tokens),
     )
     return model.to(device), tokens  # pyright: ignore[reportArgumentType]
 
@@ -303,11 +306,15 @@ def _log_step(metrics_logger: Logger, step: int, metrics: dict[str, float], seco
     metrics_logger.log_metrics({**named, "timing/train/total_step_time": seconds}, step)
 
 
-def _summary(directory: Path, metrics_path: Path, accuracy: float | None) -> str:
+def _summary(config: RewardModelRunConfig, directory: Path, metrics_path: Path, accuracy: float | None) -> str:
+    scorer = {"type": "reward_model", "model_name": str(directory)}
+    if config.policy.tokenizer.chat_template_kwargs:  # of no file of the directory
+        scorer["chat_template_kwargs"] = json.dumps(config.policy.tokenizer.chat_template_kwargs)
+    fields = ", ".join(f"{name}: {value}" for name, value in scorer.items())
     lines = [
         *([f"Validation pairs ranked right  {accuracy:.3f}"] if accuracy is not None else []),
         f"Reward model                   {directory}",
         f"Metrics                        {metrics_path}",
-        f"As a scorer                    scorers.<name>={{type: reward_model, model_name: {directory}}}",
+        f"As a scorer                    scorers.<name>={{{fields}}}",
     ]
     return "\n".join(lines) + "\n"

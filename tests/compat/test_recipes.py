@@ -1,7 +1,7 @@
 """Recipes in the shapes of NeMo-RL's releases, written for this test: each loads, or lists everything in its way."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ OBSTACLES = {  # by name, in every release
 }
 
 
-def load(path: Path, **options: Any) -> Any:
-    return LOADERS.get(path.stem.partition("_")[0], load_config)(path, (), **options)
+def load(path: Path, overrides: Sequence[str] = (), **options: Any) -> Any:
+    return LOADERS.get(path.stem.partition("_")[0], load_config)(path, overrides, **options)
 
 
 def obstacles(path: Path, **options: Any) -> list[str]:
@@ -120,15 +120,22 @@ def test_preference_data_keep_their_fields_and_sets() -> None:
 
 
 OWN = sorted((Path(__file__).parent / "own").glob("*.yaml"))
+FLAT = {  # what the flat `data` section of 0.5 does not say, in this project's terms
+    "dpo": ["~data.train.split", "++data.default={}"],
+    "rm": ["~data.train.split", "++data.default={}"],
+    "sft": ["~data.train.split"],
+}
 
 
+@pytest.mark.parametrize("release", ["0.5", "0.6", "0.7", "main"])
 @pytest.mark.parametrize("own", OWN, ids=lambda path: path.stem)
 def test_a_recipe_is_the_configuration_of_one_written_by_hand_in_our_terms(
-    own: Path, caplog: pytest.LogCaptureFixture
+    own: Path, release: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written = load(own)
+    overrides = FLAT.get(own.stem, ["~data.train.seed"]) if release == "0.5" else []
+    written = load(own, overrides)
     assert caplog.text == ""  # nothing is translated
-    assert load(own.parents[1] / "recipes" / "main" / own.name).model_dump() == written.model_dump()
+    assert load(own.parents[1] / "recipes" / release / own.name).model_dump() == written.model_dump()
 
 
 def test_reward_models_of_several_ranks_are_refused() -> None:
@@ -138,6 +145,63 @@ def test_reward_models_of_several_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.gpus_per_node = 8.*one process"):
         load_reward_model_config(path, ["cluster.gpus_per_node=8"])
     assert load_reward_model_config(path, ["cluster.gpus_per_node=8"], allow_unsupported=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("++policy.dtensor_cfg.cpu_ofload=true", r"cpu_ofload = True: unknown key .*; did you mean .*cpu_offload\?"),
+        ("++policy.dtensor_cfg.lora_cfg={enabled: true}", "all weights are trained"),
+        ("policy.dtensor_cfg.enabled=false", "the training backend"),
+        ("++policy.dynamic_batching.tokens=8", r"policy\.dynamic_batching\.tokens = 8: unknown key"),
+        ("++cluster.gpus=8", r"cluster\.gpus = 8: unknown key"),
+        ("++cluster.env_vars={A: b}", "set them in the environment of the command"),
+        ("++checkpointing.keep_top=3", r"checkpointing\.keep_top = 3: unknown key"),
+        ("checkpointing.metric_name=val:los", "the mean over the validation sets"),
+        ("checkpointing.higher_is_better=true", "better when it is lower"),
+        ("policy.reward_model_cfg.reward_model_type=regression", "learn from pairs"),
+        ("policy.megatron_cfg.enabled=true", "Megatron's optimizer and schedule are not read"),
+    ],
+)
+@pytest.mark.parametrize("allow_unsupported", [False, True])
+def test_nothing_that_a_reward_model_does_not_read_is_dropped(
+    override: str, said: str, allow_unsupported: bool
+) -> None:
+    path = Path(__file__).parent / "recipes" / "main" / "rm.yaml"
+    if allow_unsupported and "the training backend" in said:
+        return  # a layout, which may be left out
+    with pytest.raises(ConfigError, match=said):
+        load_reward_model_config(path, [override], allow_unsupported=allow_unsupported)
+
+
+def test_a_reward_model_is_written_where_nothing_is_to_be_saved(caplog: pytest.LogCaptureFixture) -> None:
+    path = Path(__file__).parent / "recipes" / "main" / "rm.yaml"
+    config = load_reward_model_config(path, ["checkpointing.enabled=false"])
+    assert config.checkpointing.checkpoint_dir is None
+    assert "the trained model is always written, to model/ in the run directory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "metric", "expected"),
+    [
+        ("[{name: one}]", "validation-one_loss", "val:loss"),
+        ("[{name: one}, {name: two}]", "val:validation-two_sft_loss", "val:two/sft_loss"),
+        ("[{name: one_sft}, {name: two}]", "val:validation-one_sft_loss", "val:one_sft/loss"),
+        ("{}", "val:validation-default_preference_loss", "val:preference_loss"),
+        ("{}", "val:validation-default_rewards_chosen_mean", "val:rewards_chosen_mean"),
+    ],
+)
+def test_metrics_of_validation_sets_are_found(given: str, metric: str, expected: str) -> None:
+    path = Path(__file__).parent / "recipes" / "main" / "dpo.yaml"
+    overrides = ["++data.default={dataset_name: HelpSteer3}", f"data.validation={given}"]
+    config = load_dpo_config(path, [*overrides, f"checkpointing.metric_name={metric!r}"])
+    assert config.checkpointing.metric_name == expected
+
+
+def test_the_metric_of_a_set_that_does_not_exist_is_refused_before_a_model_loads() -> None:
+    path = Path(__file__).parent / "recipes" / "main" / "dpo.yaml"
+    with pytest.raises(ConfigError, match="HelpSteer3 is the only validation dataset"):
+        load_dpo_config(path, ["checkpointing.metric_name='val:validation-other_loss'"])
 
 
 def test_a_translation_loads_without_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

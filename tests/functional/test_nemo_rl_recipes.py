@@ -1,6 +1,6 @@
-"""Ten recipes in NeMo-RL's terms train two steps with a tiny model, and equal the same runs in this project's terms.
+"""Ten recipes in the shapes of NeMo-RL's releases train two steps with a tiny model.
 
-Those of main are compared with recipes written by hand, the others with their translations.
+Each equals the same run of a recipe written by hand in this project's terms.
 """
 
 import asyncio
@@ -11,21 +11,26 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import loading
-from nemo_rl.launch.supervised import run_supervised
+from nemo_rl.launch.supervised import run_supervised, train_reward_model
 from nemo_rl.launch.training import run_training
 from tests.functional.cli import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 DIRECTORY = ROOT / "tests" / "compat" / "recipes"
-OWN = ROOT / "tests" / "compat" / "own"  # those of main in this project's terms, written by hand
-RECIPES = [
-    *(f"main/{name}" for name in ("grpo", "gspo", "async", "grpo_context_parallel", "distillation", "sft")),
-    "0.7/grpo",
-    "0.6/gspo",
-    "0.6/sft",
-    "0.5/grpo",
+OWN = ROOT / "tests" / "compat" / "own"  # the same recipes in this project's terms, written by hand
+RECIPES = [  # every algorithm, and every release several times
+    *("main/grpo", "main/async", "main/distillation"),
+    *("0.7/gspo", "0.7/grpo_context_parallel", "0.7/rm"),
+    *("0.6/top_p", "0.6/sft"),
+    *("0.5/grpo", "0.5/dpo"),
 ]
-LOADERS: dict[str, Any] = {"distillation": loading.load_distillation_config, "sft": loading.load_sft_config}
+LOADERS: dict[str, Any] = {
+    "distillation": loading.load_distillation_config,
+    "dpo": loading.load_dpo_config,
+    "rm": loading.load_reward_model_config,
+    "sft": loading.load_sft_config,
+}
+COMPARED = ("train/loss", "train/grad_norm", "train/reward", "train/accuracy")
 
 
 def letters(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
@@ -36,35 +41,50 @@ def letters(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    """Return a directory with conversations and pairs on the same words."""
+    directory = tmp_path_factory.mktemp("data")
     words = [f"{first}{second}t" for first in "abcdefgh" for second in "aeiou"]
     chat = [[{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}] for word in words]
-    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in chat))
-    return path
+    pairs = [{"prompt": word, "chosen": word[::-1], "rejected": word} for word in words]
+    for name, lines in (("chat", [{"messages": one} for one in chat]), ("pairs", pairs)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
+
+def data_overrides(family: str, rows: Path, *, flat: bool = False) -> list[str]:
+    """Return the data of a run; `flat` is the section of 0.5."""
+    are_pairs, has_tasks = family in ("dpo", "rm"), family in ("grpo", "distillation")
+    path = rows / ("pairs.jsonl" if are_pairs else "chat.jsonl")
+    if flat:
+        name = "PreferenceDataset" if are_pairs else "ResponseDataset"
+        task = ["data.env_name=letters"] if has_tasks else []
+        return [f"data.dataset_name={name}", f"++data.train_data_path='{path}'", *task]
+    train = f"{{dataset_name: jsonl, data_path: '{path}', split: null, seed: null, split_validation_size: null}}"
+    task = ["data.default={env_name: letters}"] if has_tasks else []
+    return [f"data={{train: {train}, validation: null}}", *task]
 
 
 def overrides(family: str, model: Path, rows: Path) -> list[str]:
-    """Return what makes a recipe small: the model, the data, the sizes and a CPU."""
+    """Return what makes a recipe small: the model, the sizes and a CPU."""
     shared = [
         f"policy.model_name={model}",
         "~policy.tokenizer",
         "++policy.device=cpu",
         "policy.precision=float32",
         "policy.max_total_sequence_length=48",
-        "++policy.dtensor_cfg.tensor_parallel_size=1",
-        f"data={{train: {{dataset_name: jsonl, data_path: '{rows}'}}, validation: null}}",
-        "checkpointing.enabled=false",
         "++logger.wandb_enabled=false",
         "++logger.tensorboard_enabled=false",
-        "++cluster.gpus_per_node=1",
-        "++cluster.num_nodes=1",
         "policy.train_global_batch_size=8",
         "policy.train_micro_batch_size=4",
         f"{family}.max_num_steps=2",
         f"{family}.val_period=0",
         f"++{family}.val_at_start=false",
     ]
-    if family == "sft":
+    if family == "rm":
+        return [*shared, "~checkpointing.metric_name", f"checkpointing.checkpoint_dir={rows / 'rm'}"]
+    shared += ["++policy.dtensor_cfg.tensor_parallel_size=1", "checkpointing.enabled=false"]
+    shared += ["++cluster.gpus_per_node=1", "++cluster.num_nodes=1"]
+    if family in ("sft", "dpo"):
         return shared
     sampled = [
         "policy.generation.backend=hf",
@@ -73,7 +93,6 @@ def overrides(family: str, model: Path, rows: Path) -> list[str]:
         f"{family}.num_prompts_per_step=4",
         f"{family}.num_generations_per_prompt=2",
         f"env={{letters: {{type: '{__name__}:letters'}}}}",
-        "data.default={env_name: letters}",
     ]
     teacher = [f"teacher.model_name={model}", f"++teacher.tokenizer.name={model}"]
     return [*shared, *sampled, *(teacher if family == "distillation" else [])]
@@ -82,30 +101,27 @@ def overrides(family: str, model: Path, rows: Path) -> list[str]:
 def train(path: Path, family: str, arguments: list[str]) -> dict[int, dict[str, float]]:
     """Return the metrics of each step that do not depend on the time."""
     config = LOADERS.get(family, loading.load_config)(path, arguments)
-    asyncio.run((run_supervised if family == "sft" else run_training)(config, "a test"))
+    if family == "rm":
+        train_reward_model(config)
+    else:
+        asyncio.run((run_supervised if family in ("sft", "dpo") else run_training)(config, "a test"))
     (metrics,) = Path(config.logger.log_dir).glob("exp_*/metrics.jsonl")
     steps: dict[int, dict[str, float]] = {}
     for line in metrics.read_text().splitlines():
         row = json.loads(line)
         step = steps.setdefault(row.pop("step"), {})
-        step |= {
-            name: value for name, value in row.items() if name in ("train/loss", "train/grad_norm", "train/reward")
-        }
+        step |= {name: value for name, value in row.items() if name in COMPARED}
     return {step: values for step, values in steps.items() if values}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_steps_equal_those_of_the_recipe_in_our_terms(name: str, fresh: Path, rows: Path, tmp_path: Path) -> None:
     path = DIRECTORY / f"{name}.yaml"
-    stem = path.stem
-    family = stem if stem in ("sft", "distillation") else "grpo"
+    family = path.stem if path.stem in LOADERS else "grpo"
     arguments = overrides(family, fresh, rows)
-    theirs = train(path, family, [*arguments, f"logger.log_dir={tmp_path / 'theirs'}"])
-    by_hand, ours = OWN / path.name, f"++logger.log_dir={tmp_path / 'ours'}"
+    data = data_overrides(family, rows, flat=path.parent.name == "0.5")
+    theirs = train(path, family, [*arguments, *data, f"++logger.log_dir={tmp_path / 'theirs'}"])
     assert sorted(theirs) == [1, 2]
-    if path.parent.name == "main":
-        assert train(by_hand, family, [*arguments, ours]) == theirs
-        return
-    translated = tmp_path / "own.yaml"
-    translated.write_text(loading.format_translation(path, [*arguments, ours]))
-    assert train(translated, family, []) == theirs
+    assert all({"train/loss", "train/grad_norm"} <= values.keys() for values in theirs.values())
+    written = [*arguments, *data_overrides(family, rows), f"++logger.log_dir={tmp_path / 'ours'}"]
+    assert train(OWN / path.name, family, written) == theirs

@@ -3,7 +3,7 @@
 The score of a row equals that of a plain forward pass of the row alone, whatever it is batched with. N rows, T tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.registry import messages_to_dicts
-from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
+from nemo_rl.environments.scorers.reward_model import RenderingConfig, RewardModelScorerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import Failure, FailureClass, Message
 
@@ -48,8 +48,8 @@ class RewardModel:
         self._micro_batch_size = section.micro_batch_size
         self._tokenizer = ConversationTokenizer.load(
             key,
-            section.tokenizer_name or section.model_name,
-            chat_template=section.chat_template,
+            section,
+            section.model_name,
             max_length=clamp_to_positions(self._model, section.max_length),
         )
 
@@ -92,24 +92,37 @@ class ConversationTooLong(Exception):
 class ConversationTokenizer:
     """Token ids of whole conversations, rendered without a generation prompt."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_length: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._variables = dict(chat_template_kwargs or {})
         self._max_length = max_length
 
     @classmethod
     def load(
-        cls, key: str, name: str, *, chat_template: str | None, max_length: int | None = None
+        cls, key: str, section: RenderingConfig, name: str, *, max_length: int | None = None
     ) -> "ConversationTokenizer":
-        """Load it from a Hugging Face name or directory; raises ConfigError below `key` if it cannot be used."""
+        """Load it as a scorer's section has it, by default that of the model `name`.
+
+        Raises ConfigError below `key`, the section's, if it cannot be used.
+        """
         tokenizer = load_tokenizer_with_template(
-            name, chat_template, name_key=f"{key}.tokenizer_name", template_key=f"{key}.chat_template"
+            section.tokenizer_name or name,
+            section.chat_template,
+            name_key=f"{key}.tokenizer_name",
+            template_key=f"{key}.chat_template",
         )
-        return cls(tokenizer, max_length=max_length)
+        return cls(tokenizer, chat_template_kwargs=section.chat_template_kwargs, max_length=max_length)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids, with the template's special tokens and no others; raises ConversationTooLong."""
         text = self.tokenizer.apply_chat_template(
-            messages_to_dicts(messages), tokenize=False, add_generation_prompt=False
+            messages_to_dicts(messages), tokenize=False, add_generation_prompt=False, **self._variables
         )
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
         if self._max_length is not None and len(token_ids) > self._max_length:

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from nemo_rl.config.environment import EndpointScorerConfig, ModelScorerConfig
 from nemo_rl.config.kinds import Entry
+from nemo_rl.config.section import Section
 from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.scorers.registry import ScoreError, score_each
@@ -28,11 +29,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RewardModelScorerConfig(ModelScorerConfig):
+class RenderingConfig(Section):
+    """How a conversation becomes the tokens that are scored."""
+
+    tokenizer_name: str | None = None  # None: the model's own
+    chat_template: str | None = None  # Jinja text or a file; None: the tokenizer's own
+    # further variables of the chat template, e.g. enable_thinking
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardModelScorerConfig(RenderingConfig, ModelScorerConfig):
     """A sequence classifier of one label, in this process or in Ray actors."""
 
-    tokenizer_name: str | None = None  # None: model_name
-    chat_template: str | None = None  # Jinja text or a file; None: the tokenizer's own
     max_length: int = Field(default=4096, gt=0)  # tokens; a longer conversation is a typed failure
     micro_batch_size: int = Field(default=8, gt=0)  # conversations per forward pass
     packing: bool = False  # concatenate the conversations of a forward pass; refused where it is not exact
@@ -176,13 +184,11 @@ APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
-class ClassifyScorerConfig(EndpointScorerConfig):
+class ClassifyScorerConfig(RenderingConfig, EndpointScorerConfig):
     """A served reward model: `POST /classify` or `/pooling` of vLLM, `/classify` of SGLang, `/v1/embeddings`."""
 
     # the server's kind and endpoint
     api: Literal["vllm_classify", "vllm_pooling", "sglang_classify", "embeddings"] = "vllm_classify"
-    tokenizer_name: str | None = None  # renders the conversation; None: `model`
-    chat_template: str | None = None  # Jinja text or a file; None: the tokenizer's own
     label: int = Field(default=0, ge=0)  # the label whose score counts, if the model has several
 
 
@@ -195,9 +201,7 @@ class ClassifyScorer:
 
         self._section = section
         self._endpoint = Endpoint(f"scorers.{name}", section)
-        self._tokenizer = ConversationTokenizer.load(
-            f"scorers.{name}", section.tokenizer_name or section.model, chat_template=section.chat_template
-        )
+        self._tokenizer = ConversationTokenizer.load(f"scorers.{name}", section, section.model)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
         return await score_each(requests, self._score)

@@ -13,6 +13,7 @@ from tests.unit.algorithms.run_setup import make_config
 from tests.unit.config.conftest import Load
 
 VALIDATION = "data.validation={dataset_name:gsm8k}"
+VALIDATIONS = "data.validation=[{dataset_name:gsm8k},{dataset_name:gsm8k}]"
 CHECKPOINTS = "checkpointing.enabled=true"
 NO_END = "grpo.val_at_end=false"
 LOSS = "loss_fn."
@@ -237,7 +238,7 @@ def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrid
         [CHECKPOINTS, "checkpointing.metric_name=train:max_trajectory_age"],
         [CHECKPOINTS, "checkpointing.metric_name=train:num_skipped_steps"],
         [CHECKPOINTS, "checkpointing.metric_name=val:accuracy", VALIDATION],
-        [CHECKPOINTS, "checkpointing.metric_name=val:gsm8k/accuracy", VALIDATION],
+        [CHECKPOINTS, "checkpointing.metric_name=val:gsm8k_2/accuracy", VALIDATIONS],
         [CHECKPOINTS, "checkpointing.metric_name=val:pass_4", VALIDATION, "grpo.val_num_generations_per_prompt=4"],
         ["checkpointing.metric_name=val:accuracy"],
     ],
@@ -258,7 +259,10 @@ def test_what_has_a_meaning_is_accepted(load: Load, overrides: list[str]) -> Non
         ("val:accuracy", [], "data.validation"),
         ("val:accuracy", [VALIDATION, NO_END, "grpo.val_period=0"], "grpo.val_period"),
         ("val:greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
-        ("val:gsm8k/greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
+        ("val:gsm8k/greedy_accuracy", [VALIDATIONS], "grpo.val_greedy: true"),
+        ("val:gsm8k/accuracy", [VALIDATION], 'gsm8k is the only validation dataset: write "val:accuracy"'),
+        ("val:gsm8k/accurcy", [VALIDATIONS], r"did you mean accuracy\?"),
+        ("val:math/accuracy", [VALIDATIONS], "no such validation dataset; .*: gsm8k, gsm8k_2"),
     ],
 )
 def test_metric_that_will_not_exist_is_refused(load: Load, metric: str, overrides: list[str], said: str) -> None:

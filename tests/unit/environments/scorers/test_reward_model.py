@@ -7,7 +7,7 @@ from aiohttp import web
 
 from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.environments.scorers.classifier import ConversationTokenizer, ConversationTooLong
-from nemo_rl.environments.scorers.reward_model import ClassifyScorer, ClassifyScorerConfig
+from nemo_rl.environments.scorers.reward_model import ClassifyScorer, ClassifyScorerConfig, RenderingConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import ScoreRequest
 from nemo_rl.types import Failure, Message
@@ -91,4 +91,11 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"scorers\.rm\.chat_template = None: the tokenizer of .* has none"):
-        ConversationTokenizer.load("scorers.rm", str(tmp_path), chat_template=None)
+        ConversationTokenizer.load("scorers.rm", RenderingConfig(), str(tmp_path))
+
+
+def test_variables_of_the_template_reach_it(tmp_path: Path) -> None:
+    chat_tokenizer().save_pretrained(tmp_path)
+    section = RenderingConfig(chat_template="{{ mode }}", chat_template_kwargs={"mode": "abc"})
+    tokens = ConversationTokenizer.load("scorers.rm", section, str(tmp_path))
+    assert tokens.encode(TALK) == chat_tokenizer().encode("abc")
