@@ -13,7 +13,7 @@ import numpy as np
 from nemo_rl.algorithms.estimators import GRPOEstimatorConfig
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.losses.ppo import PPOConfig
+from nemo_rl.losses.surrogates import PPOConfig
 
 # Student's t at 0.95 by degrees of freedom: the two-sided 90% interval, of two one-sided tests at 5% each.
 T_95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}

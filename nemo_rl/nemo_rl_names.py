@@ -31,7 +31,7 @@ REPLACED_MODULES = {
     "nemo_rl.algorithms.loss": "nemo_rl.losses",
     "nemo_rl.algorithms.loss_functions": "nemo_rl.losses",
     "nemo_rl.algorithms.advantage_estimator": "nemo_rl.algorithms.estimators",
-    "nemo_rl.algorithms.reward_functions": "nemo_rl.algorithms.rewards",
+    "nemo_rl.algorithms.reward_functions": "nemo_rl.algorithms.grpo (shape_rewards)",
     "nemo_rl.algorithms.async_utils": "nemo_rl.experience.async_source, and grpo.async_grpo",
     "nemo_rl.algorithms.ppo": "nothing: PPO with a value model is not implemented",
     "nemo_rl.algorithms.rm": "examples/run_rm.py (nemo_rl.algorithms.reward_model)",

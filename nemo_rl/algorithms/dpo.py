@@ -12,7 +12,7 @@ from nemo_rl import nemo_rl_names
 from nemo_rl.config.supervised import DPOConfig
 from nemo_rl.data.supervised import Sample, make_pair_batch
 from nemo_rl.interfaces import Policy, TokenScores
-from nemo_rl.losses.preference import PreferenceLoss
+from nemo_rl.losses.supervised import PreferenceLoss
 from nemo_rl.policy.micro_batches import count_valid
 from nemo_rl.types import TrainingBatch
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from nemo_rl import nemo_rl_names
 from nemo_rl.data.supervised import Sample, make_supervised_batch
 from nemo_rl.interfaces import Policy
-from nemo_rl.losses.sft import NegativeLogLikelihood, negative_log_likelihood
+from nemo_rl.losses.supervised import NegativeLogLikelihood, negative_log_likelihood
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 

@@ -8,8 +8,10 @@ LOSSES = Kind(
     noun="a loss",
     name_key="type",
     built_in={
-        **{name: f"nemo_rl.losses.{name}:{name.upper()}" for name in ("ppo", "cispo", "gspo", "sapo", "reinforce")},
-        **{name: f"nemo_rl.losses.covariance:{name.upper()}" for name in ("clip_cov", "kl_cov")},
+        **{
+            name: f"nemo_rl.losses.surrogates:{name.upper()}"
+            for name in ("ppo", "cispo", "gspo", "sapo", "reinforce", "clip_cov", "kl_cov")
+        },
         "distillation": "nemo_rl.losses.distillation:DISTILLATION",
     },
     adapter="nemo_rl.losses.make:adapt_loss",

@@ -1,6 +1,6 @@
 """The loss of distillation: section, check and factory of `loss_fn.type: distillation`.
 
-The computation is in topk_divergence.py, or, for teachers with another tokenizer, in cross_tokenizer.py.
+The computation is in divergences.py.
 """
 
 from typing import Any, Literal
@@ -51,10 +51,10 @@ def check_distillation_loss(key: str, section: DistillationLossConfig, config: A
 def make_distillation_loss(section: DistillationLossConfig, context: LossContext) -> LossFn:
     """Return the loss against teachers with the student's tokenizer, or with their own where that is enabled."""
     if section.token_matching is not None:
-        from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss  # loads torch
+        from nemo_rl.losses.divergences import CrossTokenizerLoss  # loads torch
 
         return CrossTokenizerLoss(section, topk=context.topk, student_unmatched=context.student_unmatched)
-    from nemo_rl.losses.topk_divergence import TopKDivergence  # loads torch
+    from nemo_rl.losses.divergences import TopKDivergence  # loads torch
 
     return TopKDivergence(section, is_on_policy=context.is_on_policy)
 

@@ -1,6 +1,6 @@
 """Shared parts of policy-gradient losses: a batch's tokens, their weights, importance weights, KL, and the metrics.
 
-A loss type adds its `term` (ppo.py, cispo.py, gspo.py, reinforce.py). Formulas and recipes: docs/losses.md.
+A loss type adds its `term` (surrogates.py). Formulas and recipes: docs/losses.md.
 """
 
 import math

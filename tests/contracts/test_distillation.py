@@ -12,7 +12,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.interfaces import TopK
 from nemo_rl.losses.distillation import DistillationLossConfig
-from nemo_rl.losses.topk_divergence import TopKDivergence
+from nemo_rl.losses.divergences import TopKDivergence
 from nemo_rl.policy.backends import make_teacher_worker
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, merge_rows
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same

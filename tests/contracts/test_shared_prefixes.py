@@ -15,9 +15,9 @@ from nemo_rl import batch as keys
 from nemo_rl.config.registries import LOSSES
 from nemo_rl.interfaces import LossFn
 from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.losses.divergences import TopKDivergence
 from nemo_rl.losses.make import make_loss
-from nemo_rl.losses.sft import NegativeLogLikelihood
-from nemo_rl.losses.topk_divergence import TopKDivergence
+from nemo_rl.losses.supervised import NegativeLogLikelihood
 from nemo_rl.policy.prefix_tree import PrefixTree
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from tests.contracts.layouts import MULTIPLE, plain_model

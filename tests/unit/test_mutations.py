@@ -87,11 +87,11 @@ def test_every_mutation_is_killed_by_a_test_or_has_a_reason() -> None:
 
 def test_a_function_that_moved_is_found_and_a_text_that_is_gone_is_an_error() -> None:
     moved = GATE.Mutation("nemo_rl.losses.elsewhere:clipped_surrogate", ".maximum(", ".minimum(")
-    assert GATE.apply(moved)[0] == "nemo_rl.losses.ppo"
+    assert GATE.apply(moved)[0] == "nemo_rl.losses.surrogates"
     with pytest.raises(GATE.StaleMutationError, match="occurs 0 times"):
-        GATE.apply(GATE.Mutation("nemo_rl.losses.ppo:clipped_surrogate", "not there", ""))
+        GATE.apply(GATE.Mutation("nemo_rl.losses.surrogates:clipped_surrogate", "not there", ""))
     with pytest.raises(GATE.StaleMutationError, match="no such function"):
-        GATE.apply(GATE.Mutation("nemo_rl.losses.ppo:no_such_function_at_all", "x", "y"))
+        GATE.apply(GATE.Mutation("nemo_rl.losses.surrogates:no_such_function_at_all", "x", "y"))
 
 
 def test_an_installed_mutation_changes_the_function_that_others_have_imported() -> None:

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.supervised import validate
 from nemo_rl.config.supervised import SFTRunConfig
 from nemo_rl.data.supervised import SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.sft import NegativeLogLikelihood
+from nemo_rl.losses.supervised import NegativeLogLikelihood
 from nemo_rl.metric_names import find_undocumented
 from tests.contracts.policies import SETTINGS
 from tests.unit.algorithms.supervised_runs import Runs, make_policy

@@ -13,7 +13,7 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
-from nemo_rl.losses.ppo import PPOConfig
+from nemo_rl.losses.surrogates import PPOConfig
 from nemo_rl.recipes import find_recipe, recipe_names
 
 

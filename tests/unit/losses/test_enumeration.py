@@ -19,11 +19,10 @@ from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.config.loss import CrossTokenizerConfig
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, LOSSES
 from nemo_rl.interfaces import LossFn, Normalizer, TokenScores, TopK
-from nemo_rl.losses.cross_tokenizer import CrossTokenizerLoss
 from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.losses.divergences import CrossTokenizerLoss, TopKDivergence
 from nemo_rl.losses.make import make_loss
-from nemo_rl.losses.sft import NegativeLogLikelihood
-from nemo_rl.losses.topk_divergence import TopKDivergence
+from nemo_rl.losses.supervised import NegativeLogLikelihood
 from tests.unit.algorithms.batches import make_batch
 
 RESPONSES = list(itertools.product((0, 1), repeat=3))

@@ -11,7 +11,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.supervised import DPOConfig
 from nemo_rl.data.supervised import PairSample, SupervisedSample, make_pair_batch
 from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.preference import PreferenceLoss
+from nemo_rl.losses.supervised import PreferenceLoss
 from nemo_rl.types import TrainingBatch
 
 # Two pairs of [prompt, prompt, answer...]: answers of 2 and 1, and of 1 and 2 tokens.

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from nemo_rl import batch as keys
 from nemo_rl.interfaces import Normalizer, TokenScores
 from nemo_rl.losses.distillation import DistillationLossConfig
-from nemo_rl.losses.topk_divergence import TopKDivergence
+from nemo_rl.losses.divergences import TopKDivergence
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid
 from tests.unit.algorithms.batches import make_batch, normalizer_of

@@ -1,4 +1,4 @@
-"""The loss of direct preference optimization (DPO, arXiv:2305.18290) with a supervised term on the chosen answers."""
+"""The losses of supervised training: the negative log-likelihood of trained tokens (SFT), and DPO's of preferences."""
 
 import torch
 from torch.nn import functional
@@ -8,6 +8,35 @@ from nemo_rl.config.supervised import DPOConfig
 from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
+
+
+class NegativeLogLikelihood:
+    """`-sum(lp * mask) / number of valid tokens` of the optimizer step: the cross-entropy over all trained tokens.
+
+    Any split into micro-batches or ranks adds up to the same loss and gradient.
+
+    Example: log-probs -1, -2 and -4, of which the last is masked, give 1.5.
+    """
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """Return the masks."""
+        return frozenset({keys.TOKEN_MASK, keys.SAMPLE_MASK})
+
+    @property
+    def required_scores(self) -> RequiredScores:
+        """Return that log-probs of the tokens themselves are enough."""
+        return RequiredScores()
+
+    def __call__(
+        self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        return negative_log_likelihood(scores.logprobs, batch) / max(normalizer.num_valid_tokens, 1.0), {}
+
+
+def negative_log_likelihood(logprobs: torch.Tensor, batch: TrainingBatch) -> torch.Tensor:
+    """Return `-sum(lp * mask)` of log-probs [B, T], a scalar."""
+    return -(logprobs * loss_mask(batch)).sum()
 
 
 class PreferenceLoss:
