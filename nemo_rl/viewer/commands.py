@@ -16,7 +16,7 @@ from rich.table import Table
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.logging_setup import configure_logging
-from nemo_rl.viewer import check, compare, export, server
+from nemo_rl.viewer import check, compare, server, site
 from nemo_rl.viewer.charts import format_number
 from nemo_rl.viewer.conversation import show
 from nemo_rl.viewer.sources import Source, Sources, find_kind
@@ -29,7 +29,7 @@ def _add_view_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export", type=Path, metavar="DIR", help="write the pages there instead, to open from the disk"
     )
-    parser.add_argument("--max-pages", type=int, default=export.MAX_PAGES, help="of an export (default: %(default)s)")
+    parser.add_argument("--max-pages", type=int, default=site.MAX_PAGES, help="of an export (default: %(default)s)")
     parser.add_argument("--group", metavar="ID", help="export one group of a run as one file, DIR/group.html")
     parser.add_argument("--step", type=int, help="the training step of --group")
 
@@ -54,10 +54,10 @@ def _export(sources: Sources, parsed: argparse.Namespace) -> ExitCode:
         if len(sources.by_id) != 1:
             raise ConfigError("PATH", ", ".join(sources.by_id), "name the one run that --group is of")
         path = parsed.export / "group.html"
-        export.export_group(sources, next(iter(sources.by_id)), parsed.group, parsed.step, path)
+        site.export_group(sources, next(iter(sources.by_id)), parsed.group, parsed.step, path)
         sys.stdout.write(f"{path}\n")
         return ExitCode.DONE
-    count = export.export(sources, parsed.export, max_pages=parsed.max_pages)
+    count = site.export(sources, parsed.export, max_pages=parsed.max_pages)
     sys.stdout.write(f"{count} pages: {parsed.export / 'index.html'}\n")
     return ExitCode.DONE
 

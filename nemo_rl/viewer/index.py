@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_rl.errors import DataError
-from nemo_rl.viewer import index_files
-from nemo_rl.viewer.index_records import RECORD, LineEncoder, Names, checksum
+from nemo_rl.viewer import index_storage
+from nemo_rl.viewer.index_storage import RECORD, LineEncoder, Names, checksum
 
 FORMAT = 2  # of the cached index
 CHUNK_BYTES = 1 << 20
@@ -84,7 +84,7 @@ class RolloutIndex:
         self._num_rows = 0
         self._saved_rows = 0
         # of the names of the index's two files
-        self._base = index_files.base(cache or index_files.cache_directory(), path)
+        self._base = index_storage.base(cache or index_storage.cache_directory(), path)
         self._records: BinaryIO | None = None  # None: closed
         self._columns = np.empty(0, RECORD)
         if path.exists():
@@ -264,10 +264,10 @@ class RolloutIndex:
         while len(self._opened) > MAX_OPEN:
             next(iter(self._opened)).close()
         try:
-            self._records = index_files.open_locked(self._base.with_suffix(".records"))
+            self._records = index_storage.open_locked(self._base.with_suffix(".records"))
         except OSError:  # another viewer writes it, or the directory is read-only
-            self._base = index_files.private_base(self.path)
-            self._records = index_files.open_locked(self._base.with_suffix(".records"))
+            self._base = index_storage.private_base(self.path)
+            self._records = index_storage.open_locked(self._base.with_suffix(".records"))
         num_rows = self._num_rows
         self._reset()
         self._load()

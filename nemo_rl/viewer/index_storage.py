@@ -1,8 +1,17 @@
-"""What the index holds of a rollout: a record of fixed size, made of a JSON line."""
+"""What the index stores of a rollout: a record of fixed size, made of a JSON line; and the files of such records."""
 
+import atexit
+import fcntl
+import functools
+import hashlib
+import itertools
 import json
+import os
 import re
-from typing import Annotated
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, BinaryIO
 from zlib import crc32
 
 import msgspec
@@ -155,3 +164,40 @@ def checksum(text: object) -> int:
 
 
 _CHECKSUMS = {"group": checksum, "prompt": checksum}  # columns of checksums
+
+
+_numbers = itertools.count()
+
+
+def cache_directory() -> Path:
+    """Return the directory of the cached indexes: that of the user, by the XDG rules."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-rl" / "viewer"
+
+
+def base(directory: Path, path: Path) -> Path:
+    """Return where in a directory the index of a file is kept, but for the suffixes."""
+    return directory / hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
+
+
+def private_base(path: Path) -> Path:
+    """Return a place for an index that lasts as long as this process. Raises OSError where there is none."""
+    return _private_directory() / f"{path.stem}-{next(_numbers)}"
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """Open a file of records that nobody else has open. Raises OSError where that is not possible."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+@functools.cache
+def _private_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="nemo-rl-viewer-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory

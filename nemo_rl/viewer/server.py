@@ -15,8 +15,8 @@ from typing import TypeVar
 from aiohttp import web
 
 from nemo_rl.errors import ConfigError, NemoRLError
-from nemo_rl.viewer import pages, site
-from nemo_rl.viewer.rendering import STATIC, Renderer, encode
+from nemo_rl.viewer import pages
+from nemo_rl.viewer.site import STATIC, Renderer, encode, find_page
 from nemo_rl.viewer.sources import Sources
 from nemo_rl.web import Guard, Handler, Refused, accept, is_exposed, make_token, open_listener
 
@@ -59,7 +59,7 @@ class Viewer:
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         def render() -> bytes:
-            page = site.find_page(self.sources, request.raw_path)
+            page = find_page(self.sources, request.raw_path)
             version = self.sources.get(page.live).version if page.live else 0  # files are read on this thread alone
             return encode(self._renderer.page(page, version=version))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.viewer.export import export, export_group
+from nemo_rl.viewer.site import export, export_group
 from nemo_rl.viewer.sources import Sources
 from tests.browser.served import CHROMIUM, served, write_runs
 from tests.unit.viewer.hostile import TEXTS

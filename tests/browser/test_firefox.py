@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.viewer.export import export
+from nemo_rl.viewer.site import export
 from nemo_rl.viewer.sources import Sources
 from tests.browser.firefox import BidiError, Tab, firefox
 from tests.browser.served import FIREFOX, served, write_runs

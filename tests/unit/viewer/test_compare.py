@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.viewer.compare import Difference, compare, compare_page, paired_interval, student_quantile, to_dict
-from nemo_rl.viewer.rendering import Renderer
+from nemo_rl.viewer.site import Renderer
 from nemo_rl.viewer.sources import Source
 from tests.unit.viewer.rundirs import rollout, write_collection, write_lines, write_run
 

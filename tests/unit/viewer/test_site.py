@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.viewer.export import export, export_group
+from nemo_rl.viewer.site import export, export_group
 from nemo_rl.viewer.sources import Sources
 from tests.unit.viewer.hostile import TEXTS
 from tests.unit.viewer.rundirs import failed, rollout, write_run
