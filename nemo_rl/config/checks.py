@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 from nemo_rl.config import master
-from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
 from nemo_rl.config.data import DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
-from nemo_rl.config.environment_checks import check_environments, check_scorers
+from nemo_rl.config.entry_checks import check_distillation, check_environments, check_grpo, check_scorers
 from nemo_rl.config.layout import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend

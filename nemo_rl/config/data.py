@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, Section
 from nemo_rl.config.registries import DATASETS
-from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_prompt
 

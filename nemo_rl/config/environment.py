@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.policy import ServedModelConfig
-from nemo_rl.config.section import Section
 
 
 class BatchingConfig(Section):

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, ge
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config.kinds import Kind
+from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.config.section import Section
 from nemo_rl.errors import CombinedConfigError, ConfigError
 
 if TYPE_CHECKING:

@@ -13,11 +13,9 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import ValidationError
 
-from nemo_rl.config import interpolation
 from nemo_rl.config.checks import check, check_reward_model, check_supervised
-from nemo_rl.config.collect import CollectRunConfig, check_sampled, quote_seeds
+from nemo_rl.config.collect import CollectRunConfig, EvalRunConfig, check_evaluation, check_sampled, quote_seeds
 from nemo_rl.config.compatibility import Report, find_cause
-from nemo_rl.config.evaluation import EvalRunConfig, check_evaluation
 from nemo_rl.config.keys import (
     ERROR_MESSAGES,
     UNKNOWN_KEY,
@@ -31,11 +29,10 @@ from nemo_rl.config.keys import (
     sections_in,
 )
 from nemo_rl.config.keys import Path as KeyPath
-from nemo_rl.config.kinds import Kind
+from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
 from nemo_rl.config.overrides import apply_override, merge_layers
-from nemo_rl.config.recipe_files import names_below, read_layer
-from nemo_rl.config.section import Section
+from nemo_rl.config.recipe_files import escape_interpolations, names_below, read_layer, resolve_interpolations
 from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
 from nemo_rl.config.translation import (
     FAMILIES,
@@ -163,7 +160,7 @@ def resolved_yaml(config: Section) -> str:
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
-    return OmegaConf.to_yaml(OmegaConf.create(interpolation.escape(own_first)))
+    return OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(own_first)))
 
 
 @_without_pydantic_plugins()
@@ -182,7 +179,7 @@ def read_config(
     Raises ConfigError that lists every obstacle.
     """
     raw = _read_raw(schema, path, overrides)
-    resolved = interpolation.resolve(raw, Path(path))
+    resolved = resolve_interpolations(raw, Path(path))
     report = Report(allow_unsupported)
     _translate(resolved, family, report)
     prepare(resolved)
@@ -205,7 +202,7 @@ def read_overrides(schema: type[ConfigT], overrides: Sequence[str]) -> ConfigT:
     raw: dict[str, Any] = {}
     for text in overrides:
         apply_override(raw, text, schema)
-    config, problems = _validate_all(schema, interpolation.resolve(raw))
+    config, problems = _validate_all(schema, resolve_interpolations(raw))
     raise_config_errors(problems)
     assert config is not None
     return config
@@ -218,7 +215,7 @@ def format_translation(path: Path, overrides: Sequence[str] = (), *, allow_unsup
     resolved, report = translate_recipe(path, overrides, allow_unsupported=allow_unsupported)
     refused = [f"refused: {error}" for error in report.problems]
     comments = "".join(f"# {line}\n" for line in (f"translated from {Path(path).name}", *report.lines(), *refused))
-    return comments + OmegaConf.to_yaml(OmegaConf.create(interpolation.escape(resolved)))
+    return comments + OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(resolved)))
 
 
 def translate_recipe(path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> tuple[dict[str, Any], Report]:
@@ -226,7 +223,7 @@ def translate_recipe(path: Path, overrides: Sequence[str], *, allow_unsupported:
 
     Raises ConfigError for a recipe of an algorithm that this project does not have.
     """
-    resolved = interpolation.resolve(_read_raw(GRPORunConfig, path, overrides), path)
+    resolved = resolve_interpolations(_read_raw(GRPORunConfig, path, overrides), path)
     family = find_family(resolved)
     if family is None:
         found = "ppo" if "ppo" in resolved else None

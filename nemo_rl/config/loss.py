@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.section import Section
+from nemo_rl.config.kinds import Section
 
 
 class CrossTokenizerConfig(Section):

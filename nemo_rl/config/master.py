@@ -8,9 +8,9 @@ from pydantic import Field, SerializeAsAny, model_validator
 from nemo_rl.config import registries, run
 from nemo_rl.config.data import BaseDataConfig, DataConfig
 from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, ScorerConfig
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
-from nemo_rl.config.section import Section
 
 TEACHER, TEACHERS = "teacher", "teachers"
 

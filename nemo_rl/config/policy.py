@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
-from nemo_rl.config.kinds import Kind
+from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.registries import ENGINES, POLICY_BACKENDS, TEACHER_BACKENDS
-from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:

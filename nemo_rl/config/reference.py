@@ -15,8 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config import compatibility, keys
-from nemo_rl.config.kinds import Kind
-from nemo_rl.config.section import Section
+from nemo_rl.config.kinds import Kind, Section
 
 # The configuration of each command that reads one.
 SCHEMAS = {
@@ -25,7 +24,7 @@ SCHEMAS = {
     "sft": "nemo_rl.config.supervised:SFTRunConfig",
     "dpo": "nemo_rl.config.supervised:DPORunConfig",
     "rm": "nemo_rl.config.supervised:RewardModelRunConfig",
-    "eval": "nemo_rl.config.evaluation:EvalRunConfig",
+    "eval": "nemo_rl.config.collect:EvalRunConfig",
     "collect": "nemo_rl.config.collect:CollectRunConfig",
     "submit": "nemo_rl.config.submit:SubmitRunConfig",
 }

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.registries import LOGGERS
-from nemo_rl.config.section import Section
 
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 START_S = 300.0

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from nemo_rl.config.collect import CollectRunConfig, ServerConfig, check_sampled, quote_seeds
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.loading import read_config, resolved_yaml
-from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 

@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig, TokenizerConfig
 from nemo_rl.config.run import CheckpointingConfig, ClusterConfig, LoggerConfig
-from nemo_rl.config.section import Section
 
 
 class SupervisedConfig(Section):

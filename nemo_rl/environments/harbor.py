@@ -24,8 +24,8 @@ from typing import Any
 
 from pydantic import Field
 
+from nemo_rl.config.entry_checks import check_agent_runner
 from nemo_rl.config.environment import AgentRunnerConfig
-from nemo_rl.config.environment_checks import check_agent_runner
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.chat_client import ChatClient, converse_with_tools

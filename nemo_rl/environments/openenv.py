@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nemo_rl.config.entry_checks import check_agent_runner, check_call_timeout, require_package
 from nemo_rl.config.environment import AgentRunnerConfig
-from nemo_rl.config.environment_checks import check_agent_runner, check_call_timeout, require_package
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.chat_client import ChatClient, prompt_messages

@@ -13,8 +13,8 @@ from uuid import uuid4
 
 from pydantic import Field
 
+from nemo_rl.config.entry_checks import check_agent_runner, require_package
 from nemo_rl.config.environment import AgentRunnerConfig
-from nemo_rl.config.environment_checks import check_agent_runner, require_package
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.chat_client import MODEL

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
+from nemo_rl.config.entry_checks import check_agent_runner, reject_wrappers
 from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
-from nemo_rl.config.environment_checks import check_agent_runner, reject_wrappers
 from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.environments.boundary import BlockingCalls, contain_exit, is_async_callable

@@ -21,10 +21,9 @@ from nemo_rl.collect.profile_report import comparison_table, open_report_console
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.shards import Chunk, KeySpace, Task, TasksSummary, write_tasks
 from nemo_rl.collect.store import RolloutStore
-from nemo_rl.config.collect import SampledRunConfig
-from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.collect import EvalRunConfig, SampledRunConfig
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.config.section import Section
 from nemo_rl.data.rows import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.rollouts import RolloutDependencies

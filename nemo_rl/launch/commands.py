@@ -24,8 +24,7 @@ from nemo_rl.recipes import find_recipe
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.loop import TrainingProgress
-    from nemo_rl.config.collect import CollectRunConfig
-    from nemo_rl.config.evaluation import EvalRunConfig
+    from nemo_rl.config.collect import CollectRunConfig, EvalRunConfig
     from nemo_rl.config.master import TrainingRunConfig
     from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 

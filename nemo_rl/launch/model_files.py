@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.collect import EvalRunConfig, SampledRunConfig
 from nemo_rl.config.environment import ModelScorerConfig
-from nemo_rl.config.evaluation import EvalRunConfig
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig

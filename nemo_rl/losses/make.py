@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import Field
 
 from nemo_rl import batch as keys
-from nemo_rl.config.algorithm_checks import check_policy_gradient
+from nemo_rl.config.entry_checks import check_policy_gradient
 from nemo_rl.config.kinds import Entry, entry_from_callable
 from nemo_rl.config.loss import LossConfig, PolicyGradientLossConfig
 from nemo_rl.config.registries import LOSSES

@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl.commands import ExitCode, run_command
 from nemo_rl.config import loading
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.policy import TokenizerConfig
-from nemo_rl.config.section import Section
 from nemo_rl.data.rows import RowFile, read_jsonl
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import ConfigError, DataError

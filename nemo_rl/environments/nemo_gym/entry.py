@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from nemo_rl.config.entry_checks import check_session_timeout, reject_wrappers
 from nemo_rl.config.environment import RolloutRunnerConfig
-from nemo_rl.config.environment_checks import check_session_timeout, reject_wrappers
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.errors import ConfigError

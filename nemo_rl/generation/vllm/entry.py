@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, Section
 from nemo_rl.config.policy import GenerationConfig, SamplingConfig
-from nemo_rl.config.section import Section
 from nemo_rl.distributed.devices import Device, vllm_devices
 from nemo_rl.errors import ConfigError
 

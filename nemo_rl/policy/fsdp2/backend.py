@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry, factory_at
+from nemo_rl.config.kinds import Entry, Section, factory_at
 from nemo_rl.config.policy import AUTO, BackendConfig, ParallelModelConfig, PolicyConfig
-from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:

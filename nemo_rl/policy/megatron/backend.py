@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry, factory_at
+from nemo_rl.config.kinds import Entry, Section, factory_at
 from nemo_rl.config.policy import BackendConfig, OptimizerConfig, PolicyConfig, SchedulerStageConfig, TeacherConfig
-from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.backend import check_divides_widths
 

@@ -8,10 +8,10 @@ import yaml
 from nemo_rl.commands import run_command
 from nemo_rl.config import keys, reference
 from nemo_rl.config.commands import CONFIG, VERBS, verb_of
+from nemo_rl.config.kinds import Section
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.config.section import Section
 from nemo_rl.errors import ConfigError
 from nemo_rl.losses.surrogates import PPOConfig
 from nemo_rl.recipes import find_recipe, recipe_names

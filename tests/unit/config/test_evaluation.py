@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.config.evaluation import EvalRunConfig, model_directory_name
+from nemo_rl.config.collect import EvalRunConfig, model_directory_name
 from nemo_rl.config.loading import load_eval_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 

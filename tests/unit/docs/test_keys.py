@@ -8,12 +8,10 @@ import pytest
 import yaml
 
 from nemo_rl.config import registries
-from nemo_rl.config.collect import CollectRunConfig
-from nemo_rl.config.evaluation import EvalRunConfig
+from nemo_rl.config.collect import CollectRunConfig, EvalRunConfig
 from nemo_rl.config.keys import union_members
-from nemo_rl.config.kinds import Kind
+from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
-from nemo_rl.config.section import Section
 from nemo_rl.config.submit import SubmitRunConfig, SubmitTrainingConfig
 from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from tests.unit.docs.pages import CODE, WRITTEN, Table, code_spans, fenced_blocks, tables

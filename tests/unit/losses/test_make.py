@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.config.algorithm_checks import check_distillation, check_grpo
+from nemo_rl.config.entry_checks import check_distillation, check_grpo
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
 from nemo_rl.config.registries import LOSSES

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.config.algorithm_checks import check_grpo
+from nemo_rl.config.entry_checks import check_grpo
 from nemo_rl.config.registries import LOSSES
 from nemo_rl.config.translation import translate_loss_switches
 from nemo_rl.errors import ConfigError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config import interpolation
+from nemo_rl.config import recipe_files
 from nemo_rl.config.overrides import merge_layers
 from nemo_rl.config.recipe_files import walk_layers
 from nemo_rl.errors import ConfigError
@@ -15,7 +15,7 @@ SECTIONS = {"a": 3, "b": 2.5, "s": "text", "n": None, "t": True, "m": {"x": "${a
 
 def resolve_plain(value: Any) -> Any:
     raw = {**SECTIONS, "value": value}
-    return interpolation._resolve_plain(raw, raw, ())
+    return recipe_files._resolve_plain(raw, raw, ())
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def resolve_plain(value: Any) -> Any:
 )
 def test_a_plain_form_has_the_value_that_omegaconf_gives_it(value: Any) -> None:
     raw = {**SECTIONS, "value": value}
-    ours, theirs = resolve_plain(value), interpolation._resolve_with_omegaconf(raw, None)
+    ours, theirs = resolve_plain(value), recipe_files._resolve_with_omegaconf(raw, None)
     assert ours == theirs
     assert repr(ours) == repr(theirs)  # 1 is not 1.0, and true is not 1
 
@@ -68,7 +68,7 @@ def test_a_plain_form_has_the_value_that_omegaconf_gives_it(value: Any) -> None:
     ],
 )
 def test_any_other_form_is_left_to_omegaconf(value: Any) -> None:
-    with pytest.raises((interpolation._NotPlain, RecursionError)):
+    with pytest.raises((recipe_files._NotPlain, RecursionError)):
         resolve_plain(value)
 
 
@@ -78,7 +78,7 @@ def test_a_packaged_recipe_resolves_to_the_same_both_ways(name: str) -> None:
     for _, layer in reversed(list(walk_layers(find_recipe(name)))):
         raw = merge_layers(raw, {key: value for key, value in layer.items() if key != "defaults"})
     try:
-        expected = interpolation._resolve_with_omegaconf(raw, None)
+        expected = recipe_files._resolve_with_omegaconf(raw, None)
     except ConfigError:  # a fragment, whose references stand in other recipes
         return
-    assert interpolation.resolve(raw) == expected
+    assert recipe_files.resolve_interpolations(raw) == expected
