@@ -143,10 +143,10 @@ class WeightFiles:
 
 
 class LoadedTensors:
-    """A model that is in memory as a whole."""
+    """The tensors of a model that are in memory as a whole."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._tensors = model.state_dict()
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -172,9 +172,10 @@ def open_tensors(
         sources = _find_sources(model_path, model)
     except Exception as error:  # a damaged file may raise anything
         raise ConfigError(key, model_path, f"its weights cannot be read: {describe_error(error)}") from error
-    tensors = (
-        LoadedTensors(load_model(model_path, overrides, section=section)) if sources is None else WeightFiles(sources)
-    )
+    if sources is None:
+        tensors = LoadedTensors(load_model(model_path, overrides, section=section).state_dict())
+    else:
+        tensors = WeightFiles(sources)
     found = tensors.shapes()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     groups = _tied_names(model)

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+Index = tuple[slice, ...]  # of a part of a tensor, by its first dimensions
+Shape = Sequence[int]
+
 
 @dataclass(frozen=True)
 class Weight(ABC):
@@ -27,8 +30,17 @@ class Weight(ABC):
     is_split: bool = True  # over tensor parallel ranks
 
     @abstractmethod
+    def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
+        """Return which part of each source, whose whole shapes these are, one tensor-parallel rank's shard contains."""
+
+    @abstractmethod
+    def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """Return the shard of one of `size` tensor-parallel ranks from the parts that `indices` names."""
+
     def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """Return the shard of one tensor-parallel rank of whole tensors in the order of `sources`."""
+        indices = self.indices([tensor.shape for tensor in tensors], rank, size)
+        return self.join([tensor[index] for tensor, index in zip(tensors, indices, strict=True)], size)
 
     @abstractmethod
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,8 +50,11 @@ class Weight(ABC):
 class Replicated(Weight):
     """A weight that is the same on every rank."""
 
-    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        return tensors[0]
+    def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
+        return [(slice(None),)]
+
+    def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        return parts[0]
 
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [shards[0]]
@@ -48,8 +63,11 @@ class Replicated(Weight):
 class Columns(Weight):
     """A matrix that is split along its inputs."""
 
-    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        return tensors[0].chunk(size, dim=1)[rank]
+    def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
+        return [(slice(None), _share(shapes[0][1], rank, size))]
+
+    def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        return parts[0]
 
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.cat(list(shards), dim=1)]
@@ -61,10 +79,14 @@ class Vocabulary(Weight):
 
     num_tokens: int = 0
 
-    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+    def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
         rows = vocab_rows_per_rank(self.num_tokens, size)
-        part = tensors[0][rank * rows : (rank + 1) * rows]
-        return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
+        return [(slice(rank * rows, min((rank + 1) * rows, self.num_tokens)),)]
+
+    def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        (part,) = parts
+        missing = vocab_rows_per_rank(self.num_tokens, size) - len(part)
+        return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
 
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.cat(list(shards))[: self.num_tokens]]
@@ -74,8 +96,11 @@ class Vocabulary(Weight):
 class GatedRows(Weight):
     """Several concatenated matrices, each split along its outputs."""
 
-    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
+        return [(_share(shape[0], rank, size),) for shape in shapes]
+
+    def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        return torch.cat(list(parts))
 
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts = [shard.chunk(len(self.sources)) for shard in shards]
@@ -89,8 +114,11 @@ class QueryKeyValue(Weight):
     num_groups: int = 0
     head_dim: int = 0
 
-    def shard(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        grouped = [t.reshape(self.num_groups, -1, *t.shape[1:]).chunk(size)[rank] for t in tensors]
+    def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
+        return [(_share(shape[0], rank, size),) for shape in shapes]  # whole groups, since `size` divides their number
+
+    def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        grouped = [part.reshape(self.num_groups // size, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def whole(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -103,6 +131,11 @@ class QueryKeyValue(Weight):
 def vocab_rows_per_rank(num_tokens: int, size: int) -> int:
     """Return the rows of the vocabulary on each tensor-parallel rank, with the last one's padding."""
     return -(-num_tokens // size)
+
+
+def _share(length: int, rank: int, size: int) -> slice:
+    """Return a rank's range of a dimension that `size` ranks divide evenly."""
+    return slice(rank * (length // size), (rank + 1) * (length // size))
 
 
 def iter_model_weights(config: PreTrainedConfig) -> Iterator[Weight]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from nemo_rl.policy.hf_model import LoadedTensors
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.ranks import RankLayout
@@ -184,7 +185,7 @@ class OptimizerState:
             tensors = {
                 name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.held_parameters_by_source()
             }
-            self._weights.load(tensors, partial(self._store_state, kind))
+            self._weights.load(LoadedTensors(tensors), partial(self._store_state, kind))
         for name, parameter in self._weights.held_parameters_by_source():
             for kind in self._scalar_state(parameter):
                 self._state_of(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])

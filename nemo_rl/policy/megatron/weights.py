@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig
 
+from nemo_rl.policy.hf_model import ModelTensors
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.mapping import Weight, iter_model_weights
 from nemo_rl.policy.megatron.model import Stage
 
+OUTPUT = "lm_head.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 Value = Callable[[nn.Parameter], torch.Tensor]
@@ -57,13 +59,19 @@ class StageWeights:
         return split.get(id(parameter), False) or (id(parameter) in split and parallel.tensor_rank() == 0)
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor], store: Store) -> None:
-        """Call `store` with every parameter of the stage and this tensor-parallel rank's shard of whole tensors."""
+    def load(self, tensors: ModelTensors, store: Store) -> None:
+        """Call `store` with every parameter of the stage and this tensor-parallel rank's shard, in its source's dtype.
+
+        Of `tensors`, named as the whole model's, only the parts of these shards are read, a weight at a time.
+        """
         held = [(w, self._held[w.name]) for w in self._weights if w.name in self._held]
-        size = dist.get_world_size(parallel.tensor_group())
+        rank, size = parallel.tensor_rank(), dist.get_world_size(parallel.tensor_group())
+        found = tensors.shapes()
         for weight, parameter in [*held, *([self._copy] if self._copy else [])]:
-            sources = [tensors[name] for name in weight.sources]
-            store(parameter, weight.shard(sources, parallel.tensor_rank(), size))
+            names = [name if name in found else OUTPUT for name in weight.sources]  # a tied one may be there once
+            indices = weight.indices([found[name] for name in names], rank, size)
+            parts = [tensors.read(name, index) for name, index in zip(names, indices, strict=True)]
+            store(parameter, weight.join(parts, size))
 
     @torch.no_grad()
     def own(self, value: Value) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -18,7 +18,14 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores, TopK
 from nemo_rl.policy import training
-from nemo_rl.policy.hf_model import load_config, load_model, matmul_parameters, recompute_activations
+from nemo_rl.policy.hf_model import (
+    ModelTensors,
+    empty_model,
+    load_config,
+    matmul_parameters,
+    open_tensors,
+    recompute_activations,
+)
 from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig, to_torch_config
 from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
@@ -36,13 +43,15 @@ IndexedMicroBatch = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and
 def make_stage(
     model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
 ) -> Stage:
-    """Make a rank's stage without weights, which `stage_weights` loads; it computes in `precision`."""
-    base: Any = model.base_model
+    """Make a rank's stage without weights, which `stage_weights` loads; it computes in `precision`.
+
+    `model` may be on the meta device.
+    """
     settings = transformer_config(model.config, config, device)
     stage = Stage(
         settings,
         model.config,
-        inverse_frequencies=base.rotary_emb.inv_freq,
+        inverse_frequencies=_inverse_frequencies(model),
         temperature=temperature,
         chunk_size=config.logprob_chunk_size,
         is_packed=config.sequence_packing.enabled,
@@ -52,17 +61,28 @@ def make_stage(
     return stage.to(device)
 
 
+def _inverse_frequencies(model: PreTrainedModel) -> torch.Tensor:
+    """Compute the frequencies of the rotary embedding, which are in no file: [width of a head / 2]."""
+    base: Any = model.base_model
+    return type(base.rotary_emb)(config=model.config).inv_freq
+
+
 def stage_weights(stage: Stage, model: PreTrainedModel) -> StageWeights:
     """Return the weights of the model that the stage holds."""
     return StageWeights(stage, model.config, {name: tensor.shape for name, tensor in model.state_dict().items()})
 
 
 def frozen_stage(
-    model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
+    model: PreTrainedModel,
+    tensors: ModelTensors,
+    config: PolicyConfig | TeacherConfig,
+    *,
+    temperature: float,
+    device: torch.device,
 ) -> Stage:
-    """Make a stage with the model's weights, in `precision` and without gradients."""
+    """Make a stage with this rank's shards of the model's weights, in `precision` and without gradients."""
     stage = make_stage(model, config, temperature=temperature, device=device).requires_grad_(False)
-    stage_weights(stage, model).load(model.state_dict(), lambda parameter, shard: parameter.copy_(shard))
+    stage_weights(stage, model).load(tensors, lambda parameter, shard: parameter.copy_(shard))
     return stage
 
 
@@ -89,21 +109,22 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedMegatronConfig)
         section.check_model(load_config(model_path, config.hf_config_overrides), key="policy.megatron_cfg")
         make_groups(layout, self.device)
-        model = load_model(model_path, config.hf_config_overrides)
+        model = empty_model(model_path, config.hf_config_overrides)
+        tensors = open_tensors(model_path, model, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
         stage = make_stage(model, config, temperature=temperature, device=self.device)
         stage.truncation = self.truncation
         self._weights = stage_weights(stage, model)
         self._main = MainWeights(stage, counts_in_norm=self._weights.counts_in_norm)
-        self._weights.load(model.state_dict(), self._main.store)
+        self._weights.load(tensors, self._main.store)
         self._main.copy_to_model()
         self._reference = None
         if needs_reference:
-            self._reference = frozen_stage(model, config, temperature=temperature, device=self.device)
+            self._reference = frozen_stage(model, tensors, config, temperature=temperature, device=self.device)
             self._reference.truncation = self.truncation
         if section.activation_checkpointing:
             recompute_activations(stage.decoder.layers)
-        self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
+        self._model = model
         self.module = stage
         self._distributed = _data_parallel(stage, config)
         if section.uses_distributed_optimizer:
@@ -133,13 +154,10 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
     def _load_weights(self, path: Path) -> None:
         directory = path / "weights"
         try:
-            saved = load_model(str(directory), {}).state_dict()
+            tensors = open_tensors(str(directory), self._model, {})
         except ConfigError as error:
-            raise CheckpointError(f"{directory}: {error}") from error
-        shapes = {name: tensor.shape for name, tensor in saved.items()}
-        if shapes != self._weights.shapes:
-            raise CheckpointError(f"{directory} holds another model")
-        self._weights.load(saved, self._main.store)
+            raise CheckpointError(f"{directory} cannot be loaded, or holds another model: {error}") from error
+        self._weights.load(tensors, self._main.store)
         self._main.copy_to_model()
 
     def _start_optimizer_save(self, directory: Path) -> None:
@@ -201,9 +219,10 @@ class MegatronTeacherWorker(MegatronScoringWorker[TeacherConfig], TeacherWorker)
         model_config = load_config(model_path, config.hf_config_overrides, section=section)
         config.section_of(MegatronConfig).check_model(model_config, key=f"{section}.megatron_cfg")
         make_groups(self.layout, self.device)
-        model = load_model(model_path, config.hf_config_overrides, section=section)
-        self.module = frozen_stage(model, config, temperature=temperature, device=self.device)
-        self._model: PreTrainedModel = cast(nn.Module, model).to("meta")  # pyright: ignore[reportAttributeAccessIssue]
+        model = empty_model(model_path, config.hf_config_overrides, section=section)
+        tensors = open_tensors(model_path, model, config.hf_config_overrides, section=section)
+        self.module = frozen_stage(model, tensors, config, temperature=temperature, device=self.device)
+        self._model = model
 
     def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
         if part == "weights":

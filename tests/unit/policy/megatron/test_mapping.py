@@ -61,3 +61,17 @@ def test_shards_hold_each_entry_once_unless_they_are_whole(name: str) -> None:
         entries = sum(tensors[n].numel() for n in weight.sources)
         filling = (-model.config.vocab_size % 2) * model.config.hidden_size if isinstance(weight, Vocabulary) else 0
         assert shards[0].numel() == ((entries + filling) // 2 if weight.is_split else entries)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_rank_asks_for_more_of_a_source_than_its_shard_has(name: str) -> None:
+    model: PreTrainedModel = MODELS[name]()
+    tensors = {n: p.detach() for n, p in model.named_parameters()}
+    for weight in iter_model_weights(model.config):
+        sources = [tensors[n] for n in weight.sources]
+        for rank in range(2):
+            indices = weight.indices([t.shape for t in sources], rank, 2)
+            parts = [t[index] for t, index in zip(sources, indices, strict=True)]
+            entries = sum(part.numel() for part in parts)
+            padding = model.config.hidden_size * (rank * model.config.vocab_size % 2)
+            assert entries == weight.shard(sources, rank, 2).numel() - padding * isinstance(weight, Vocabulary)
