@@ -165,6 +165,7 @@ class EngineModel:
     weight_bytes: int = 2
     max_model_len: int = 512
     sleeps: bool = True
+    has_own_process: bool = True  # False: it is in the driver's (hf, and vLLM's in_process on a CPU)
 
     @property
     def weights(self) -> int:
@@ -220,8 +221,9 @@ class RunMemory:
         policy, ranks = self.policy, self.ranks_per_node
         moved = policy.weights + policy.optimizer + policy.reference
         is_away = (self.shares_device and self._engine_sleeps) or policy.is_offloaded or bool(self.shared_teachers)
+        engines = self.engines_per_node if self.engine and self.engine.has_own_process else 0
         parts = {
-            "processes": PROCESS_BYTES * (1 + ranks + (self.engines_per_node if self.engine else 0)),
+            "processes": PROCESS_BYTES * (1 + ranks + engines),
             "offloaded policy": ranks * moved * is_away,
             "offloaded teachers": ranks * sum(self.teachers[key].weights for key in self.shared_teachers),
         }

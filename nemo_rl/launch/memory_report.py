@@ -42,7 +42,7 @@ def memory_plan(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout)
     try:
         if layout.device == "cuda":
             return _describe_gpus(config, layout)
-        lines = _describe_cpu(make_run_memory(config, layout, capacity=0), len(layout.ranks), len(layout.engines))
+        lines = _describe_cpu(make_run_memory(config, layout, capacity=0), layout)
         if config.policy.device != "auto" or config.cluster.gpus_per_node == 0:
             return lines
         if isinstance(config, SupervisedRunConfig):
@@ -122,11 +122,11 @@ def _describe_gpus(config: TrainingRunConfig | SupervisedRunConfig, layout: Layo
     return "\n".join(lines)
 
 
-def _describe_cpu(memory: RunMemory, num_ranks: int, num_engines: int) -> str:
-    policy, engine = memory.policy, memory.engine
+def _describe_cpu(memory: RunMemory, layout: Layout) -> str:
+    policy, engine, num_ranks = memory.policy, memory.engine, len(layout.ranks)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = {
-        "processes": PROCESS_BYTES * (1 + (num_ranks if num_ranks > 1 else 0)),
+        "processes": PROCESS_BYTES * (1 + (num_ranks if layout.needs_cluster else 0)),
         "weights": num_ranks * policy.weights,
         "gradients": num_ranks * policy.gradients,
         "optimizer": num_ranks * policy.optimizer,
@@ -136,7 +136,8 @@ def _describe_cpu(memory: RunMemory, num_ranks: int, num_engines: int) -> str:
         "teachers": sum(model.weights for model in memory.teachers.values()),
     }
     if engine is not None:
-        parts["engines"] = num_engines * (engine.weights + CPU_CACHE_BYTES + PROCESS_BYTES // 2)
+        own_process = PROCESS_BYTES // 2 if engine.has_own_process else 0
+        parts["engines"] = len(layout.engines) * (engine.weights + CPU_CACHE_BYTES + own_process)
     moment = Moment("training", parts)
     fits = f"does not fit into the {total / GB:.0f} GB of this machine" if moment.total > total else "fits"
     return f"# memory: expected peak of the host\n#   {moment}\n#   {fits}"
@@ -173,7 +174,7 @@ def make_run_memory(config: TrainingRunConfig | SupervisedRunConfig, layout: Lay
     return RunMemory(
         capacity=capacity,
         policy=model,
-        engine=_engine_model(config, shape),
+        engine=_engine_model(config, shape, layout),
         teachers=teachers,
         shares_device=not layout.is_split,
         shared_teachers=frozenset(key for key in teachers if config.teacher_sections[key].colocated.enabled),
@@ -227,8 +228,9 @@ def _teacher_model(key: str, section: TeacherConfig, num_ranks: int) -> RankMode
     )
 
 
-def _engine_model(config: TrainingRunConfig, shape: ModelShape) -> EngineModel:
-    section = config.policy.generation
+def _engine_model(config: TrainingRunConfig, shape: ModelShape, layout: Layout) -> EngineModel:
+    in_background = config.algorithm.background.enabled
+    section = config.policy.generation.for_layout(layout, collects_in_background=in_background)
     options = getattr(section, "vllm_cfg", None)
     return EngineModel(
         shape=shape,
@@ -237,6 +239,7 @@ def _engine_model(config: TrainingRunConfig, shape: ModelShape) -> EngineModel:
         weight_bytes=_bytes_of(section.dtype(config.policy.precision)),
         max_model_len=section.max_model_len or config.policy.max_total_sequence_length,
         sleeps=section.can_sleep,
+        has_own_process=not (section.runs_in_driver or getattr(options, "in_process", False)),
     )
 
 

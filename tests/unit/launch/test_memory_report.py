@@ -4,7 +4,8 @@ from nemo_rl import cli
 from nemo_rl.commands import ExitCode
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.loading import load_config, load_eval_config, load_reward_model_config
-from nemo_rl.launch.memory_report import memory_plan, reward_model_memory_plan, sampling_memory_plan
+from nemo_rl.launch.memory_plan import GB
+from nemo_rl.launch.memory_report import make_run_memory, memory_plan, reward_model_memory_plan, sampling_memory_plan
 from tests.unit.launch.cuda_recipes import CUDA_RECIPES, ROOT, downloaded, run_memory  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("downloaded")
@@ -39,6 +40,34 @@ def test_a_machine_without_a_gpu_plans_for_80_gb_and_says_so() -> None:
     text = memory_plan(config, make_layout(config, "cpu"))
     assert "# memory: expected peak of the host" in text
     assert "GPU of 80 GB (assumed: this machine has no GPU, and cluster.gpu_memory_gb is not set)" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_processes", "num_engine_processes"),
+    [
+        (("++policy.generation.vllm_cfg.in_process=true",), 1, 0),
+        (("++policy.generation.vllm_cfg.in_process=false",), 1, 1),
+        (("policy.generation.backend=hf",), 1, 0),
+        (("policy.generation.num_replicas=2",), 2, 2),  # of a cluster, where the policy's rank has a process too
+    ],
+)
+def test_the_host_counts_the_processes_that_there_are(
+    overrides: tuple[str, ...], num_processes: int, num_engine_processes: int
+) -> None:
+    config = load_config(ROOT / "nemo_rl/recipes/grpo_math_1B.yaml", ("policy.device=cpu", *overrides))
+    layout = make_layout(config, "cpu")
+    plan = memory_plan(config, layout)
+    # of an engine: 3.1 GB of weights in bfloat16, a cache of half a GiB, and 2 GB where it has a process of its own
+    engines = len(layout.engines) * (2 * 1_543_714_304 + 2**29) + num_engine_processes * 2 * GB
+    assert f"(processes {4 * num_processes:.1f}, " in plan
+    assert f", engines {engines / GB:.1f})" in plan
+
+
+def test_an_engine_in_the_driver_has_no_process_on_the_host() -> None:
+    config = load_config(ROOT / "nemo_rl/recipes/grpo_math_1B.yaml", ("policy.generation.backend=hf",))
+    beside = load_config(ROOT / "nemo_rl/recipes/grpo_math_1B.yaml", ())
+    found = [make_run_memory(c, make_layout(c, "cuda"), 80 * GB).host().parts["processes"] for c in (config, beside)]
+    assert found == [8 * GB, 12 * GB]
 
 
 def test_dry_run_of_the_command_line_ends_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
