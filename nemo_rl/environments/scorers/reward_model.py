@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from nemo_rl.config.environment import EndpointScorerConfig, ModelScorerConfig
-from nemo_rl.config.kinds import Entry
-from nemo_rl.config.section import Section
+from nemo_rl.config.kinds import Entry, Section
 from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.scorers.registry import ScoreError, score_each
