@@ -197,7 +197,7 @@ class WeightChunks:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """Weights that each policy rank hands to the engine worker on its own device (distributed/tensor_buckets.py)."""
+    """Weights that each policy rank hands to the engine worker on its own device (distributed/tensor_transfer.py)."""
 
     token: str  # in the address where the two meet
     timeout_s: float
@@ -205,7 +205,7 @@ class DeviceWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Weights that the policy broadcasts to all engine workers at once (distributed/tensor_stream.py)."""
+    """Weights that the policy broadcasts to all engine workers at once (distributed/tensor_transfer.py)."""
 
     host: str  # of the store where the members meet
     port: int

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
+SCRIPTS = "the script in examples/, whose parts are nemo_rl.launch"
 # By the beginning of the module's name; the first that fits.
 REPLACED_MODULES = {
     "nemo_rl.utils": "nemo_rl.config.loading, nemo_rl.observability.loggers, or the owner of the task (docs/tree.md)",
@@ -34,18 +35,17 @@ REPLACED_MODULES = {
     "nemo_rl.algorithms.reward_functions": "nemo_rl.algorithms.grpo (shape_rewards)",
     "nemo_rl.algorithms.async_utils": "nemo_rl.experience.async_source, and grpo.async_grpo",
     "nemo_rl.algorithms.ppo": "nothing: PPO with a value model is not implemented",
+    "nemo_rl.algorithms.sft": f"{SCRIPTS}; nemo_rl.algorithms.supervised has the loop",
+    "nemo_rl.algorithms.dpo": f"{SCRIPTS}; nemo_rl.algorithms.supervised has the loop",
     "nemo_rl.algorithms.rm": "examples/run_rm.py (nemo_rl.algorithms.reward_model)",
     "nemo_rl.algorithms.utils": "nemo_rl.data.tokenizer (tokenizers), and the seed of a recipe",
 }
-SCRIPTS = "the script in examples/, whose parts are nemo_rl.launch"
 REPLACED_NAMES = {
     "MasterConfig": "nemo_rl.config.master",
     "setup": SCRIPTS,
     "grpo_train": SCRIPTS,
     "async_grpo_train": SCRIPTS,
     "distillation_train": SCRIPTS,
-    "sft_train": SCRIPTS,
-    "dpo_train": SCRIPTS,
     "RayVirtualCluster": "the section `cluster` of a recipe (docs/clusters.md)",
     "init_ray": "the section `cluster` of a recipe (docs/clusters.md)",
     "create_env": "nemo_rl.environments.registry.make_environment",

@@ -1,6 +1,7 @@
-"""The loop of supervised training, on conversations (sft.py) or preference pairs (dpo.py), and its validations.
+"""Supervised training: its loop and validations, and what it learns from conversations (SFT) and preferences (DPO).
 
-Shares the end of a step with loop.py, which trains on rollouts: its reports and checkpoints.
+Shares the end of a step with loop.py, which trains on rollouts: its reports and checkpoints. DPO is arXiv:2305.18290:
+its frozen reference is the policy before training, whose log-probs of each batch are computed just before the step.
 """
 
 import logging
@@ -10,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.loop import TrainingProgress, checkpoint_metrics, report_step, save_if_due
 from nemo_rl.algorithms.run import CheckpointWriter, Interrupt, Interrupted, Position, restore
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.supervised import SupervisedRunConfig
-from nemo_rl.data.supervised import Sample, SampleLoader, SupervisedDataset
-from nemo_rl.interfaces import Logger, LossFn, Policy
+from nemo_rl.config.supervised import DPOConfig, SupervisedRunConfig
+from nemo_rl.data.supervised import Sample, SampleLoader, SupervisedDataset, make_pair_batch, make_supervised_batch
+from nemo_rl.interfaces import Logger, LossFn, Policy, TokenScores
+from nemo_rl.losses.supervised import NegativeLogLikelihood, PreferenceLoss, negative_log_likelihood
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.observability.progress import Progress
+from nemo_rl.policy.micro_batches import count_valid, loss_mask
 from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -150,3 +155,45 @@ async def _validate_one(run: SupervisedRun, held_out: SupervisedDataset) -> dict
 def _batches(samples: Sequence[Sample], size: int, limit: int | None) -> Iterator[Sequence[Sample]]:
     for start in range(0, len(samples), size)[:limit]:
         yield samples[start : start + size]
+
+
+class SFTObjective:
+    """The likelihood of the conversations' trained tokens; satisfies `supervised.Objective`."""
+
+    loss_fn = NegativeLogLikelihood()
+
+    def make_batch(self, samples: Sequence[Sample]) -> TrainingBatch:
+        """Return the conversations as a batch."""
+        return make_supervised_batch(samples)
+
+    async def add_logprobs(self, policy: Policy, batch: TrainingBatch) -> None:
+        """Add nothing."""
+
+    async def validation_sums(self, policy: Policy, batch: TrainingBatch) -> tuple[dict[str, float], float]:
+        """Return the cross-entropy summed over the trained tokens, and their number."""
+        loss = float(negative_log_likelihood(await policy.logprobs(batch), batch))
+        return {"loss": loss}, float(loss_mask(batch).sum())
+
+
+class DPOObjective:
+    """The preference loss over pairs; satisfies `supervised.Objective`."""
+
+    def __init__(self, section: DPOConfig) -> None:
+        self.loss_fn = PreferenceLoss(section)
+
+    def make_batch(self, samples: Sequence[Sample]) -> TrainingBatch:
+        """Return the pairs as a batch of twice as many rows."""
+        return make_pair_batch(samples)
+
+    async def add_logprobs(self, policy: Policy, batch: TrainingBatch) -> None:
+        """Add the reference's log-probs."""
+        batch[keys.REFERENCE_LOGPROBS] = await policy.reference_logprobs(batch)
+
+    async def validation_sums(self, policy: Policy, batch: TrainingBatch) -> tuple[dict[str, float], float]:
+        """Return loss and metrics summed over the pairs, and the number of pairs."""
+        await self.add_logprobs(policy, batch)
+        scores = TokenScores(await policy.logprobs(batch))
+        loss, metrics = self.loss_fn(scores, batch, count_valid(batch, torch.arange(len(batch))))
+        num_pairs = float(metrics.pop("num_valid_samples").value)
+        means = {"loss": float(loss)} | {name: float(metric.value) for name, metric in metrics.items()}
+        return {name: value * num_pairs for name, value in means.items()}, num_pairs

@@ -54,7 +54,7 @@ POLICY_BACKENDS = Kind(
         "fsdp2": "nemo_rl.policy.fsdp2.backend:FSDP2",
         "megatron": "nemo_rl.policy.megatron.backend:MEGATRON",
     },
-    adapter="nemo_rl.policy.backends:adapt_backend",
+    adapter="nemo_rl.policy.worker:adapt_backend",
 )
 TEACHER_BACKENDS = Kind(
     noun="a teacher's backend",
@@ -63,7 +63,7 @@ TEACHER_BACKENDS = Kind(
         "fsdp2": "nemo_rl.policy.fsdp2.backend:FSDP2_TEACHER",
         "megatron": "nemo_rl.policy.megatron.backend:MEGATRON_TEACHER",
     },
-    adapter="nemo_rl.policy.backends:adapt_backend",
+    adapter="nemo_rl.policy.worker:adapt_backend",
 )
 ENVIRONMENTS = Kind(
     noun="an environment",
@@ -102,8 +102,8 @@ DATASETS = Kind(
         "huggingface": "nemo_rl.data.sources:HUGGINGFACE",
         "reasoning_gym": "nemo_rl.data.sources:REASONING_GYM",
         "nemo_gym": "nemo_rl.data.nemo_gym:NEMO_GYM_DATASET",
-        "verifiers": "nemo_rl.data.ecosystem:VERIFIERS",
-        "harbor": "nemo_rl.data.ecosystem:HARBOR",
+        "verifiers": "nemo_rl.data.sources:VERIFIERS",
+        "harbor": "nemo_rl.data.sources:HARBOR",
         "OpenMathInstruct-2": "nemo_rl.data.sources:OPEN_MATH_INSTRUCT_2",
         "DeepScaleR": "nemo_rl.data.sources:DEEP_SCALER",
         "AIME2024": "nemo_rl.data.sources:AIME_2024",
@@ -120,7 +120,7 @@ DATASETS = Kind(
         "squad": "nemo_rl.data.sources:SQUAD",
         "HelpSteer3": "nemo_rl.data.sources:HELPSTEER3",
         "Tulu3Preference": "nemo_rl.data.sources:TULU3_PREFERENCE",
-        "spell_backward": "nemo_rl.quickstart.pairs:SPELL_BACKWARD",
+        "spell_backward": "nemo_rl.quickstart.words:SPELL_BACKWARD",
         "open_assistant": "nemo_rl.data.sources:OPEN_ASSISTANT",
         "csv": "nemo_rl.data.sources:CSV",
         "mmlu_csv": "nemo_rl.data.sources:MMLU_CSV",

@@ -3,7 +3,7 @@
 A task is a directory: `instruction.md` is the prompt, `environment/` holds the files of the working directory /app, and
 `tests/test.sh` leaves the reward in /logs/verifier/reward.txt, a number, or reward.json, numbers by name. The policy is
 offered one tool, `bash`; a response without a call ends its turn, then the tests run. The prompts come from the dataset
-`harbor` (data/ecosystem.py).
+`harbor` (data/sources.py).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The environment `verifiers`: an environment of the package verifiers (0.4 and later), which owns the whole rollout.
 
 Its harness runs as verifiers runs it, its model calls go to the gateway, and its rewards are the rollout's. The prompts
-come from the dataset `verifiers` (data/ecosystem.py), which reads the same taskset.
+come from the dataset `verifiers` (data/sources.py), which reads the same taskset.
 """
 
 import asyncio

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl.algorithms.run import Interrupt, Interrupted
-from nemo_rl.algorithms.sft import SFTObjective
-from nemo_rl.algorithms.supervised import SupervisedRun, train_supervised
+from nemo_rl.algorithms.supervised import SFTObjective, SupervisedRun, train_supervised
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
 from nemo_rl.config.supervised import SFTConfig, SFTDataConfig, SFTRunConfig

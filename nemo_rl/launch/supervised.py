@@ -17,12 +17,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.dpo import DPOObjective
 from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.algorithms.reward_model import RewardModelTrainer, TokenPair, num_steps
 from nemo_rl.algorithms.run import Interrupt, cancel_on_sigterm
-from nemo_rl.algorithms.sft import SFTObjective
-from nemo_rl.algorithms.supervised import Objective, SupervisedRun, train_supervised
+from nemo_rl.algorithms.supervised import DPOObjective, Objective, SFTObjective, SupervisedRun, train_supervised
 from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.preferences import PreferenceSet, encode_preferences, load_preferences

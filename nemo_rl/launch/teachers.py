@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
-from nemo_rl.algorithms.distillation import TeacherHandle, Teachers
+from nemo_rl.algorithms.distillation import CrossTokenizerStage, TeacherHandle, Teachers, TeacherTargetBuilder
 from nemo_rl.config.checks import check_task_teachers, uses_cross_tokenizer, uses_teachers
 from nemo_rl.config.environment import RolloutRunnerConfig
 from nemo_rl.config.layout import Layout

@@ -15,8 +15,7 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms.cross_tokenizer import TeacherTargetBuilder
-from nemo_rl.algorithms.distillation import Distillation, LogprobsStage, Teachers, TopKStage
+from nemo_rl.algorithms.distillation import Distillation, LogprobsStage, Teachers, TeacherTargetBuilder, TopKStage
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO, RequiredLogprobs, make_penalties
 from nemo_rl.algorithms.loop import TrainingProgress, train

@@ -22,8 +22,8 @@ import torch
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import WorkerError, WorkerTimeout
 from nemo_rl.interfaces import LossFn, OffloadPart, TopK
-from nemo_rl.policy.backends import make_policy_worker, make_teacher_worker
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, SentBatch, merge_rows
+from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker
 from nemo_rl.types import TrainingBatch
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
-from nemo_rl.policy.attention import PACKED_ATTENTION, check_shared_prefixes
+from nemo_rl.policy.attention import PACKED_ATTENTION, SharedPrefixes, check_shared_prefixes
 from nemo_rl.policy.hf_model import small_model
 from nemo_rl.policy.logprobs import (
     CPU,
@@ -27,7 +27,6 @@ from nemo_rl.policy.logprobs import (
     concatenate_scores,
     scatter_scores,
 )
-from nemo_rl.policy.tree_attention import SharedPrefixes
 
 ScoreLogits = Callable[[torch.Tensor, ScoreQuery], TokenScores]
 

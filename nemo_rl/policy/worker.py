@@ -1,7 +1,8 @@
 """Workers: a model on one rank, whichever backend computes. A policy worker trains it, a teacher worker scores with it.
 
-A backend (`fsdp2/worker.py`, `megatron/worker.py`) implements the abstract methods. `driver.py` runs a worker in this
-process, or one a rank in processes of their own.
+A backend (`fsdp2/worker.py`, `megatron/worker.py`) implements the abstract methods; its entry makes the worker, and
+backends of one's own are adapted here. `driver.py` runs a worker in this process, or one a rank in processes of their
+own.
 """
 
 import logging
@@ -9,18 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, get_args
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
-from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.config.kinds import Entry
+from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig
 from nemo_rl.distributed.devices import resolve_device, use_expandable_segments
-from nemo_rl.errors import CheckpointError, PolicyError
+from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches
 from nemo_rl.policy.hf_model import train_flops
@@ -392,3 +395,34 @@ def call_on_rank0(
     finally:
         for _ in weights:
             pass
+
+
+def make_policy_worker(config: PolicyConfig, **arguments: Any) -> PolicyWorker:
+    """Return a policy worker of the chosen backend; `arguments` are those of `PolicyWorker` but `config`."""
+    section = config.parallelism
+    return config.BACKENDS.entry(section.backend, key="policy.backend").make(section, config, **arguments)
+
+
+def make_teacher_worker(config: TeacherConfig, *, section: str, **arguments: Any) -> TeacherWorker:
+    """Return a teacher worker of the chosen backend; `arguments` are those of `TeacherWorker` but `config`."""
+    chosen = config.parallelism
+    entry = config.BACKENDS.entry(chosen.backend, key=f"{section}.backend")
+    return entry.make(chosen, config, section=section, **arguments)
+
+
+class CustomBackendConfig(BackendConfig):
+    """Options of a worker class that is named by dotted path; it runs on data-parallel ranks alone."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # of the class, besides the arguments of every worker
+
+
+def adapt_backend(key: str, path: str, target: Any) -> Entry[CustomBackendConfig]:
+    """Return the entry of a user's worker class, or of a function that returns a worker."""
+    if not callable(target):
+        raise ConfigError(key, path, "is neither an Entry nor a worker class")
+    make: Callable[..., Any] = target
+
+    def make_worker(options: CustomBackendConfig, /, config: Any, **arguments: Any) -> Any:
+        return make(config, **arguments, **options.kwargs)
+
+    return Entry(CustomBackendConfig, make=make_worker)

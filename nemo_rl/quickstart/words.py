@@ -1,19 +1,27 @@
 """Quickstart data: words to spell backward, for training and for validation, and preference pairs of spellings.
 
 nemo_rl/recipes/quickstart.yaml states the same validation set, so that the warm start never sees what the run
-validates on; its training set may be drawn from another seed.
+validates on; its training set may be drawn from another seed. Loads without torch: the dataset `spell_backward`, the
+pairs as rows, is an entry that configurations import.
 """
 
 import functools
 import random
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.data.datasets import PromptSet, load_datasets
-from nemo_rl.data.preferences import Preference
+from nemo_rl.config.data import DataConfig, DatasetConfig, DatasetEntry
+from nemo_rl.data.rows import Row
+from nemo_rl.errors import ConfigError
 from nemo_rl.types import Prompt
 
+if TYPE_CHECKING:
+    from nemo_rl.data.datasets import PromptSet
+    from nemo_rl.data.preferences import Preference
+
+SEED = 7
+SPLITS = ("train", "validation")
 TASK_KWARGS = {"min_word_len": 3, "max_word_len": 5}
 
 QUICKSTART_TRAIN = DatasetConfig(
@@ -25,8 +33,10 @@ QUICKSTART_VALIDATION = DatasetConfig(
 
 
 @functools.cache
-def load_quickstart_prompts() -> tuple[PromptSet, PromptSet]:
+def load_quickstart_prompts() -> "tuple[PromptSet, PromptSet]":
     """Return training and validation prompts; no question is in both."""
+    from nemo_rl.data.datasets import load_datasets  # loads torch
+
     train, (validation,) = load_datasets(
         DataConfig(train=QUICKSTART_TRAIN, validation=QUICKSTART_VALIDATION), run_seed=0
     )
@@ -38,17 +48,16 @@ def extract_words(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     return tuple(prompt.env_state["entry"]["metadata"]["word"] for prompt in prompts)
 
 
-SEED = 7
-
-
-def make_quickstart_preferences() -> tuple[list[Preference], list[Preference]]:
+def make_quickstart_preferences() -> "tuple[list[Preference], list[Preference]]":
     """Return training and validation pairs; no question is in both."""
     train, validation = load_quickstart_prompts()
     return make_preference_pairs(train.prompts, seed=SEED), make_preference_pairs(validation.prompts, seed=SEED + 1)
 
 
-def make_preference_pairs(prompts: Iterable[Prompt], *, seed: int) -> list[Preference]:
+def make_preference_pairs(prompts: Iterable[Prompt], *, seed: int) -> "list[Preference]":
     """Return one pair per prompt, in order; a function of prompts and seed."""
+    from nemo_rl.data.preferences import Preference  # loads torch
+
     prompts, rng = list(prompts), random.Random(seed)
     words = extract_words(prompts)
     return [
@@ -100,3 +109,16 @@ MISTAKES: tuple[Callable[[str, random.Random], str], ...] = (
     _drop_letter,
     _insert_letters,
 )
+
+
+def _load_pairs(section: DatasetConfig, seed: int) -> Iterator[Row]:
+    """Yield rows `{"messages", "chosen", "rejected"}` of a split; the words are the same for every seed."""
+    split = section.split or "train"
+    if split not in SPLITS:
+        raise ConfigError("split", split, f"allowed: {', '.join(SPLITS)}")
+    for pair in make_quickstart_preferences()[SPLITS.index(split)]:
+        messages = [{"role": message.role, "content": message.content} for message in pair.messages]
+        yield {"messages": messages, "chosen": pair.chosen, "rejected": pair.rejected}
+
+
+SPELL_BACKWARD = DatasetEntry(DatasetConfig, make=_load_pairs)

@@ -9,8 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemo_rl.distributed.cluster import node_ip
-from nemo_rl.distributed.tensor_buckets import BUCKET_BYTES, new_token, send_tensors
-from nemo_rl.distributed.tensor_stream import Rendezvous, TensorStream, member_name
+from nemo_rl.distributed.tensor_transfer import (
+    BUCKET_BYTES,
+    Rendezvous,
+    TensorStream,
+    member_name,
+    new_token,
+    send_tensors,
+)
 from nemo_rl.errors import WeightSyncError, WorkerError
 from nemo_rl.interfaces import DeviceWeights, Generation, Policy, Weights, WeightStream, engine_names, engine_replicas
 

@@ -251,7 +251,7 @@ def _read_tensor(connection: Any) -> None:
 
 def measure_sft(bench: Bench) -> dict[str, Any]:
     """Train on one small batch through the policy's own worker; its loss must fall by a half."""
-    from nemo_rl.policy.backends import make_policy_worker
+    from nemo_rl.policy.worker import make_policy_worker
 
     steps = bench.sizes.sft_steps
     with tempfile.TemporaryDirectory() as directory:

@@ -137,6 +137,8 @@ def test_prompts_of_a_task_are_read_from_files(tmp_path: Any) -> None:
         ("nemo_rl.models.generation.vllm", r"nemo_rl\.generation"),
         ("nemo_rl.environments.math_environment", "type: math"),
         ("nemo_rl.evals.eval", "run_eval.py"),
+        ("nemo_rl.algorithms.sft", "script in examples"),
+        ("nemo_rl.algorithms.dpo", "script in examples"),
         ("nemo_rl.algorithms.loss.interfaces", r"nemo_rl\.losses"),
     ],
 )
@@ -155,7 +157,6 @@ def test_other_missing_modules_are_pythons_own_error() -> None:
     [
         ("nemo_rl.algorithms.grpo", "MasterConfig", "nemo_rl.config.master"),
         ("nemo_rl.algorithms.grpo", "grpo_train", "script in examples"),
-        ("nemo_rl.algorithms.sft", "sft_train", "script in examples"),
         ("nemo_rl.distributed.virtual_cluster", "RayVirtualCluster", "section `cluster`"),
         ("nemo_rl.environments.utils", "create_env", "make_environment"),
     ],

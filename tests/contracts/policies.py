@@ -8,10 +8,9 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import TopK
-from nemo_rl.policy.backends import make_policy_worker
 from nemo_rl.policy.ranks import RankLayout, merge_rows
 from nemo_rl.policy.truncation import WHOLE, Truncation
-from nemo_rl.policy.worker import PolicyWorker
+from nemo_rl.policy.worker import PolicyWorker, make_policy_worker
 
 SETTINGS: dict[str, Any] = {
     "precision": "float32",

@@ -18,7 +18,7 @@ from ray._private import worker
 
 from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.distributed.cluster import TOKEN, TOKEN_FILE, TOKEN_MODE, connect, reserve, shutdown
-from nemo_rl.distributed.tensor_stream import Rendezvous
+from nemo_rl.distributed.tensor_transfer import Rendezvous
 from nemo_rl.distributed.worker_group import WorkerGroup
 from tests.contracts.standing import Rank
 

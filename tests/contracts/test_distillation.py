@@ -13,8 +13,8 @@ from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.interfaces import TopK
 from nemo_rl.losses.distillation import DistillationLossConfig
 from nemo_rl.losses.divergences import TopKDivergence
-from nemo_rl.policy.backends import make_teacher_worker
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, merge_rows
+from nemo_rl.policy.worker import make_teacher_worker
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool

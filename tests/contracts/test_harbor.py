@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.ecosystem import HARBOR
+from nemo_rl.data.sources import HARBOR
 from nemo_rl.environments.harbor import HarborAgent, HarborConfig
 from nemo_rl.types import AgentResult, GenerationRequest, Prompt, Trajectory
 from tests.unit.experience.test_agents import rollouts_of

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed; scripts/acceptance/ecosystem.py does")
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.ecosystem import VERIFIERS
+from nemo_rl.data.sources import VERIFIERS
 from nemo_rl.environments.verifiers import VerifiersAgent, VerifiersConfig
 from nemo_rl.types import AgentResult, GenerationRequest, Prompt
 from tests.unit.experience.test_agents import rollouts_of

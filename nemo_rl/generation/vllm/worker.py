@@ -14,8 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from nemo_rl.distributed.machine import end_with
-from nemo_rl.distributed.tensor_buckets import receive_tensors
-from nemo_rl.distributed.tensor_stream import TensorStream, member_name
+from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.cross_tokenizer import CrossTokenizerStage, TeacherRenderer, TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
-from nemo_rl.algorithms.distillation import TeacherHandle, Teachers
+from nemo_rl.algorithms.distillation import (
+    CrossTokenizerStage,
+    TeacherHandle,
+    TeacherRenderer,
+    Teachers,
+    TeacherTargetBuilder,
+)
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.token_alignment import Vocabulary
 from nemo_rl.experience.assembly import BatchRow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.dpo import DPOObjective
+from nemo_rl.algorithms.supervised import DPOObjective
 from nemo_rl.config.supervised import DPORunConfig
 from nemo_rl.data.supervised import PairSample, SupervisedSample
 from nemo_rl.metric_names import find_undocumented

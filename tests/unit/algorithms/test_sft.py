@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nemo_rl.algorithms.run import Interrupt
-from nemo_rl.algorithms.sft import SFTObjective
-from nemo_rl.algorithms.supervised import validate
+from nemo_rl.algorithms.supervised import SFTObjective, validate
 from nemo_rl.config.supervised import SFTRunConfig
 from nemo_rl.data.supervised import SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.interfaces import Normalizer, TokenScores

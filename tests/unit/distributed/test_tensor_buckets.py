@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.distributed import tensor_buckets
-from nemo_rl.distributed.tensor_buckets import Piece, device_name, fill, new_token, receive_tensors, send_tensors
+from nemo_rl.distributed import tensor_transfer
+from nemo_rl.distributed.tensor_transfer import Piece, device_name, fill, new_token, receive_tensors, send_tensors
 from nemo_rl.errors import WorkerError
 from tests.unit.distributed.test_tensor_stream import tensors
 
@@ -106,7 +106,7 @@ def test_sender_holds_one_bucket_and_at_most_two_tensors_whatever_the_model_has(
                 for name, tensor in receive_tensors(token, device=CPU, timeout_s=DEADLINE_S)
             ]
         )
-        monkeypatch.setattr(tensor_buckets.torch, "empty", recorded)
+        monkeypatch.setattr(tensor_transfer.torch, "empty", recorded)
         send_tensors(ledger.gather(40, 300), token, device=CPU, timeout_s=DEADLINE_S, bucket_bytes=1024)
         monkeypatch.undo()
         assert received.result(DEADLINE_S) == [(f"weight {index}", index, 300) for index in range(40)]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.distributed import tensor_stream
-from nemo_rl.distributed.tensor_stream import Rendezvous, TensorStream, member_name
+from nemo_rl.distributed import tensor_transfer
+from nemo_rl.distributed.tensor_transfer import Rendezvous, TensorStream, member_name
 from nemo_rl.errors import WorkerError
 
 DEADLINE_S = 120.0
@@ -72,7 +72,7 @@ def failing() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_all_members_receive_what_is_sent_and_learn_of_a_failure(monkeypatch):
-    monkeypatch.setattr(tensor_stream, "CHUNK_BYTES", 100)  # several chunks, of one tensor and of more
+    monkeypatch.setattr(tensor_transfer, "CHUNK_BYTES", 100)  # several chunks, of one tensor and of more
     context = multiprocessing.get_context("spawn")
     meeting, results = Rendezvous("127.0.0.1"), context.Queue()
     members = [context.Process(target=reporting, args=(receive_twice, results, meeting.port, n)) for n in MEMBERS[1:]]

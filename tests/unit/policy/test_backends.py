@@ -6,8 +6,8 @@ import pytest
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, check_backend
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.backends import make_policy_worker, make_teacher_worker
 from nemo_rl.policy.megatron.backend import MegatronConfig
+from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker
 
 HERE = "tests.unit.policy.test_backends"
 

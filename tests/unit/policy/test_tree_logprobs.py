@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import RequiredScores
-from nemo_rl.policy import tree_attention
+from nemo_rl.policy import attention
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs, TreeQueries
@@ -75,7 +75,7 @@ def test_blocks_and_calls_of_attention_do_not_change_it(
     for shares in (False, True):
         torch.manual_seed(0)
         for limit, value in limits.items():
-            monkeypatch.setattr(tree_attention, limit, value)
+            monkeypatch.setattr(attention, limit, value)
         results.append(scores_and_gradients(MODELS[name](), shares=shares))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
@@ -150,7 +150,7 @@ def test_sharing_is_refused_where_a_layer_keeps_a_state() -> None:
 
 def test_sharing_is_refused_where_outputs_depend_on_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose attention ignores the path: here one that sees only the keys of a branch's own tokens."""
-    monkeypatch.setattr(tree_attention.PrefixTree, "path", lambda tree, branch: tree.positions[0, : branch.length])
+    monkeypatch.setattr(attention.PrefixTree, "path", lambda tree, branch: tree.positions[0, : branch.length])
     with pytest.raises(ConfigError, match="models of type 'qwen2' compute a shared prefix otherwise"):
         SharedPrefixLogprobs(MODELS["qwen2"](), temperature=1.0, chunk_size=None, **KEYS)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.distributed.tensor_buckets import receive_tensors
+from nemo_rl.distributed.tensor_transfer import receive_tensors
 from nemo_rl.errors import WeightSyncError, WorkerError
 from nemo_rl.interfaces import DeviceWeights
 from nemo_rl.weight_sync import device_memory
