@@ -154,19 +154,6 @@ class Resizable(Protocol):
         ...
 
 
-def engine_replicas(generation: Generation) -> Sequence[Generation]:
-    """Return the engines that hold weights of their own: those behind a router, else the engine itself."""
-    return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
-
-
-def engine_names(generation: Generation) -> Sequence[str]:
-    """Return the names of `engine_replicas`, in their order."""
-    return generation.replica_names if isinstance(generation, HasReplicas) else (ONLY_ENGINE,)
-
-
-ONLY_ENGINE = "engine 0"
-
-
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
     """One tensor in a weight file."""

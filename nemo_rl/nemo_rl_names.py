@@ -4,14 +4,10 @@
 makes the `__getattr__` of modules that exist here with other contents.
 """
 
-import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
+from typing import Any
 
 SCRIPTS = "the script in examples/, whose parts are nemo_rl.launch"
 # By the beginning of the module's name; the first that fits.
@@ -80,22 +76,3 @@ def refuse(module: str) -> Callable[[str], Any]:
         raise ImportError(problem, name=module)
 
     return __getattr__
-
-
-NEMO_RL_ARGUMENTS = frozenset({"policy_generation", "input_batch", "tokenizer", "task_to_env", "max_seq_len"})
-
-
-def refuse_nemo_rl_arguments(function: Callable[P, Awaitable[ResultT]]) -> Callable[P, Coroutine[Any, Any, ResultT]]:
-    """Return the function, which called as NeMo-RL's of its name raises a TypeError that says how it is called."""
-
-    @functools.wraps(function)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> ResultT:
-        if len(args) > 3 or NEMO_RL_ARGUMENTS & kwargs.keys():
-            raise TypeError(
-                f"{function.__name__} is called with jobs, dependencies and options, not with NeMo-RL's arguments: "
-                "RolloutJob has the prompt, RolloutDependencies the engine, environments and encoder, RolloutOptions "
-                "the limits, and trajectories are returned (docs/rollouts.md, docs/from_nemo_rl.md)"
-            )
-        return await function(*args, **kwargs)
-
-    return call

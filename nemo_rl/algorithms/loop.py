@@ -13,8 +13,8 @@ from nemo_rl.algorithms.run import CheckpointWriter, Interrupted, Position, Resu
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.errors import RolloutError
 from nemo_rl.interfaces import Logger
+from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import StepTimer
-from nemo_rl.observability.progress import Progress
 from nemo_rl.types import FailureClass, Trajectory
 
 logger = logging.getLogger(__name__)

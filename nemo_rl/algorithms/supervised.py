@@ -21,8 +21,8 @@ from nemo_rl.config.supervised import DPOConfig, SupervisedRunConfig
 from nemo_rl.data.supervised import Sample, SampleLoader, SupervisedDataset, make_pair_batch, make_supervised_batch
 from nemo_rl.interfaces import Logger, LossFn, Policy, TokenScores
 from nemo_rl.losses.supervised import NegativeLogLikelihood, PreferenceLoss, negative_log_likelihood
+from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import StepTimer
-from nemo_rl.observability.progress import Progress
 from nemo_rl.policy.micro_batches import count_valid, loss_mask
 from nemo_rl.types import TrainingBatch
 

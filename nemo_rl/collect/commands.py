@@ -16,7 +16,7 @@ from nemo_rl.collect.profile import ALL_DATASETS, THRESHOLDS, Profile, RewardRan
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.config.collect import parse_seeds
 from nemo_rl.errors import ConfigError
-from nemo_rl.observability.logging_setup import configure_logging
+from nemo_rl.observability.console import configure_logging
 
 COMPARISON_FILE = "comparison.json"
 

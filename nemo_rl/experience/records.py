@@ -1,12 +1,17 @@
-"""Records of finished rollouts: the metrics of a step, pass@k, and each rollout as a line of JSON."""
+"""Records of finished rollouts: the metrics of a step, pass@k, each rollout as a line of JSON, and details of a few.
+
+Details are for the viewer: advantages, and each token's log-probs of policy and engine, in a side file of bounded size,
+`rollouts/details.jsonl`, one line per row of the batch.
+"""
 
 import asyncio
 import logging
 import math
+import os
 import statistics
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import lru_cache, partial
 from math import comb
@@ -15,15 +20,26 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from nemo_rl.data.rows import encode_json_line
+import torch
+
+from nemo_rl import batch as keys
+from nemo_rl.data.rows import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError, RolloutError
-from nemo_rl.types import Failure, FailureClass, StopReason, TokenizedMessage, Trajectory
+from nemo_rl.experience.assembly import BatchRow
+from nemo_rl.interfaces import Policy
+from nemo_rl.types import Failure, FailureClass, StopReason, TokenizedMessage, TrainingBatch, Trajectory
 
 logger = logging.getLogger(__name__)
 
 MAX_TRACEBACK_CHARS = 8192  # of a failure, its end
 MAX_PENDING_ROLLOUTS = 4096  # of a RolloutWriter; some hundred kilobytes each where they are long
 WRITE_TIMEOUT_S = 600.0  # for a RolloutWriter's disk to make room, and to take what is left at the end
+DETAILS_FILE = "rollouts/details.jsonl"  # in the run directory
+MAX_TOKENS = 4096  # of one row of details: a longer one keeps its beginning and its end
+MAX_FILE_BYTES = 64 << 20  # of details: above it every second of the recorded steps is dropped, and no longer recorded
+MAX_PENDING = 8  # steps that wait for the disk; further ones are not recorded
+CLOSE_TIMEOUT_S = 60.0  # for the details' disk at the end
+DIGITS = 4  # of details, after the decimal point
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -339,3 +355,119 @@ class RolloutWriter:
                 logger.exception("rollouts cannot be written to %s", self.path)
             return False
         return True
+
+
+class RolloutDetails:
+    """Writes the details of the first groups of a step.
+
+    `record` returns once the policy's log-probs are known; a thread decodes and writes. A file that cannot be written
+    is reported once and stops nothing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_groups: int,
+        decode: Callable[[Sequence[int]], str],
+        max_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        """`num_groups`: per step; `decode` returns the text of token ids."""
+        self._path = path
+        self._num_groups = num_groups
+        self._decode = decode
+        self._max_bytes = max_bytes
+        self._period = 1  # steps between two that are recorded
+        self._texts: dict[int, str] = {}  # by token id
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-details")
+        self._pending: list[Future[None]] = []
+        self._has_failed = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    async def record(self, step: int, batch: TrainingBatch, rows: Sequence[BatchRow], policy: Policy) -> None:
+        """Record the first groups of a batch that is about to be trained on, with the policy on the device.
+
+        `rows` are the origins of the batch's rows. Log-probs that the batch lacks are computed for these groups alone.
+        """
+        if step % self._period or self._has_failed:
+            return
+        self._pending = [each for each in self._pending if not each.done()]
+        if len(self._pending) >= MAX_PENDING:
+            return  # a slow disk: what is recorded is a sample anyway
+        recorded = batch[keys.GROUP_ID] < self._num_groups  # [B]
+        sample = batch[recorded]
+        if keys.PREV_LOGPROBS not in sample:
+            sample[keys.PREV_LOGPROBS] = await policy.logprobs(sample)
+        origins = [rows[row] for row in recorded.nonzero()[:, 0].tolist()]
+        self._pending.append(self._thread.submit(self._write, step, sample.clone(), origins))
+
+    def close(self) -> None:
+        """Return when everything is written, or after CLOSE_TIMEOUT_S; no `record` follows."""
+        if wait(self._pending, timeout=CLOSE_TIMEOUT_S).not_done:
+            logger.error("details of rollouts are not written: %s did not take them in time", self._path)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, step: int, sample: TrainingBatch, origins: Sequence[BatchRow]) -> None:
+        if self._has_failed or step % self._period:  # the period may have grown since the step was recorded
+            return
+        try:
+            lines = [encode_json_line({"step": step, **row}) for row in self._rows(sample, origins)]
+            with self._path.open("ab") as file:
+                file.writelines(lines)
+            if self._path.stat().st_size > self._max_bytes:
+                self._thin()
+        except Exception:
+            logger.exception("details of rollouts cannot be written to %s", self._path)
+            self._has_failed = True
+
+    def _rows(self, sample: TrainingBatch, origins: Sequence[BatchRow]) -> Iterator[dict[str, Any]]:
+        for row, origin in enumerate(origins):
+            group_id, generation_index = origin.trajectory_key
+            yield {
+                "group_id": group_id,
+                "generation_index": generation_index,
+                "chain": origin.chain_index,
+                **self._tokens(sample[row]),
+            }
+
+    def _tokens(self, each: TrainingBatch) -> dict[str, Any]:
+        """Return the columns of one row: all tokens as text, the numbers of the sampled ones."""
+        length = int(each[keys.LENGTHS])
+        kept = torch.arange(length)
+        if length > MAX_TOKENS:
+            kept = torch.cat([kept[: MAX_TOKENS // 2], kept[-MAX_TOKENS // 2 :]])
+        sampled = kept[each[keys.TOKEN_MASK][kept] > 0]
+        values = {
+            "num_tokens": length,
+            "num_omitted": length - len(kept),
+            "text": [self._text(token) for token in each[keys.TOKEN_IDS][kept].tolist()],
+            "mask": "".join("1" if value else "0" for value in each[keys.TOKEN_MASK][kept].tolist()),
+            "policy_logprobs": _round(each[keys.PREV_LOGPROBS][sampled]),
+            "engine_logprobs": _round(each[keys.GENERATION_LOGPROBS][sampled]),
+        }
+        if keys.ADVANTAGES in each:
+            advantages = _round(each[keys.ADVANTAGES][sampled])
+            same = len(set(advantages)) == 1  # GRPO gives all tokens of a rollout the same
+            values |= {"advantage": advantages[0]} if same else {"advantages": advantages}
+        return values
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self._decode([token])
+        return self._texts[token]
+
+    def _thin(self) -> None:
+        """Drop every second of the recorded steps until the file is well below its bound."""
+        unfinished = self._path.with_suffix(".unfinished")
+        while self._path.stat().st_size > self._max_bytes // 2 and self._period < 1 << 30:
+            self._period *= 2
+            with unfinished.open("wb") as file:
+                file.writelines(
+                    encode_json_line(row) for row in read_jsonl(self._path) if row["step"] % self._period == 0
+                )
+            os.replace(unfinished, self._path)
+
+
+def _round(values: torch.Tensor) -> list[float | None]:
+    """Return numbers as JSON has them: None where one is not finite."""
+    return [round(value, DIGITS) if math.isfinite(value) else None for value in values.tolist()]

@@ -11,12 +11,13 @@ With an engine that samples by the requests' seeds, the three give the same traj
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.boundary import CheckedEnvironment, error_to_failure
@@ -27,7 +28,6 @@ from nemo_rl.experience.supervision import FailureLog, StallWatchdog, Supervisio
 from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
 from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.interfaces import Generation
-from nemo_rl.nemo_rl_names import refuse_nemo_rl_arguments
 from nemo_rl.types import Completion, Failure, FailureClass, GenerationRequest, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+NEMO_RL_ARGUMENTS = frozenset({"policy_generation", "input_batch", "tokenizer", "task_to_env", "max_seq_len"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,22 @@ class RolloutOptions:
     progress: Callable[[Trajectory], None] | None = None  # called with each finished rollout; what it raises ends all
     supervision: Supervision | None = None  # shared by concurrent calls; None: the call has its own
     trains: bool = True  # whether the policy is trained on what is sampled
+
+
+def refuse_nemo_rl_arguments(function: Callable[P, Awaitable[ResultT]]) -> Callable[P, Coroutine[Any, Any, ResultT]]:
+    """Return the function, which called as NeMo-RL's of its name raises a TypeError that says how it is called."""
+
+    @functools.wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if len(args) > 3 or NEMO_RL_ARGUMENTS & kwargs.keys():
+            raise TypeError(
+                f"{function.__name__} is called with jobs, dependencies and options, not with NeMo-RL's arguments: "
+                "RolloutJob has the prompt, RolloutDependencies the engine, environments and encoder, RolloutOptions "
+                "the limits, and trajectories are returned (docs/rollouts.md, docs/from_nemo_rl.md)"
+            )
+        return await function(*args, **kwargs)
+
+    return call
 
 
 @refuse_nemo_rl_arguments

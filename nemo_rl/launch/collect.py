@@ -32,7 +32,7 @@ from nemo_rl.interfaces import Generation
 from nemo_rl.launch import rollouts as rollout_setup
 from nemo_rl.launch.sampled import CollectionInputs, engine_name, load_collection_inputs, open_engine
 from nemo_rl.launch.training import freeze_imports, open_console
-from nemo_rl.observability.progress import CollectionProgress, make_collection_progress
+from nemo_rl.observability.console import CollectionProgress, make_collection_progress
 from nemo_rl.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -87,7 +87,7 @@ class Job:
         from nemo_rl.config.loading import resolved_yaml
         from nemo_rl.config.run import ClusterConfig
         from nemo_rl.launch.model_files import check_model_names
-        from nemo_rl.observability.logging_setup import check_writable
+        from nemo_rl.observability.console import check_writable
 
         check_model_names(config)
         for key in OUTPUT_DIRECTORIES:

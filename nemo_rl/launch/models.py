@@ -21,8 +21,8 @@ from nemo_rl.data.supervised import ExampleSet, SampleLoader, encode_conversatio
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.launch.model_files import checkpoint_weights, quickstart_model
 from nemo_rl.observability import heartbeat
+from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import CompositeLogger
-from nemo_rl.observability.progress import Progress
 from nemo_rl.policy.driver import LocalPolicy, PolicyThread
 from nemo_rl.quickstart import models as quickstart
 from nemo_rl.quickstart.words import load_quickstart_prompts

@@ -14,7 +14,7 @@ from nemo_rl.config.submit import SubmitRunConfig, collect_yaml, load_submit_con
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.commands import add_recipe_arguments
 from nemo_rl.launch.training_job import submit_training
-from nemo_rl.observability.logging_setup import configure_logging
+from nemo_rl.observability.console import configure_logging
 from nemo_rl.recipes import find_recipe
 
 logger = logging.getLogger(__name__)

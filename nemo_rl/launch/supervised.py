@@ -40,8 +40,8 @@ from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.rollouts import check_context_length
 from nemo_rl.launch.training import make_checkpoint_store, open_console, open_records, write_summary
 from nemo_rl.launch.workers import check_model, find_layout, open_policy
+from nemo_rl.observability.console import Progress, make_progress
 from nemo_rl.observability.loggers import METRICS_FILE
-from nemo_rl.observability.progress import Progress, make_progress
 from nemo_rl.observability.summary import summarize_losses
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.training import check_optimizer

@@ -26,7 +26,7 @@ from nemo_rl.commands import Command, ExitCode
 from nemo_rl.environments.nemo_gym.supervisor import PR_SET_CHILD_SUBREAPER, descendants
 from nemo_rl.errors import ConfigError, NemoRLError
 from nemo_rl.observability import heartbeat
-from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
+from nemo_rl.observability.console import configure_logging, make_run_directory
 
 logger = logging.getLogger(__name__)
 

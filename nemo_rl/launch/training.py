@@ -19,7 +19,6 @@ from nemo_rl.algorithms.distillation import Distillation, LogprobsStage, Teacher
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO, RequiredLogprobs, make_penalties
 from nemo_rl.algorithms.loop import TrainingProgress, train
-from nemo_rl.algorithms.rollout_details import DETAILS_FILE, RolloutDetails
 from nemo_rl.algorithms.run import Algorithm, Interrupt, Placement, TrainingRun, cancel_on_sigterm
 from nemo_rl.algorithms.supervised import SupervisedRun
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
@@ -31,7 +30,7 @@ from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.records import RolloutWriter
+from nemo_rl.experience.records import DETAILS_FILE, RolloutDetails, RolloutWriter
 from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import AdvantageEstimator, Logger, LossFn, Policy
 from nemo_rl.launch import rollouts
@@ -42,9 +41,8 @@ from nemo_rl.launch.replicas import follow_requests
 from nemo_rl.launch.workers import Workers, check_engine_build, check_model, engine_dtype, find_layout, open_workers
 from nemo_rl.losses.make import LossContext, make_loss
 from nemo_rl.observability import heartbeat
+from nemo_rl.observability.console import configure_logging, make_progress, make_run_directory
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
-from nemo_rl.observability.logging_setup import configure_logging, make_run_directory
-from nemo_rl.observability.progress import make_progress
 from nemo_rl.observability.summary import format_summary, summarize_rewards
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
 from nemo_rl.policy.training import check_optimizer

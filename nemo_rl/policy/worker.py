@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.kinds import Entry
@@ -26,7 +26,6 @@ from nemo_rl.distributed.devices import resolve_device, use_expandable_segments
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches
-from nemo_rl.policy.hf_model import train_flops
 from nemo_rl.policy.logprobs import LOGPROBS_ONLY
 from nemo_rl.policy.offload import Offloader
 from nemo_rl.policy.ranks import RankLayout, ScoredRows, collect_rows, join
@@ -395,6 +394,24 @@ def call_on_rank0(
     finally:
         for _ in weights:
             pass
+
+
+def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable[int]) -> float:
+    """Return the operations of one forward and backward pass over sequences of these lengths, with causal attention.
+
+    6 N per token for the weights (2 forward, 4 backward) and 6 L H T^2 per sequence for attention, with L layers and H
+    the width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a
+    causal mask, three times that with the backward pass. Recomputation is not counted. For a mixture of experts the
+    number is an upper bound, since all experts are counted.
+
+    Example: N = 1000, L = 2, H = 8, one sequence of 10 tokens: 6*1000*10 + 6*2*8*100 = 69600.
+    """
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    width = num_heads * (getattr(text, "head_dim", None) or text.hidden_size // num_heads)
+    lengths = list(lengths)
+    attention = 6 * text.num_hidden_layers * width * sum(n * n for n in lengths)
+    return float(6 * num_parameters * sum(lengths) + attention)
 
 
 def make_policy_worker(config: PolicyConfig, **arguments: Any) -> PolicyWorker:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.errors import ConfigError
-from nemo_rl.observability.logging_setup import configure_logging
+from nemo_rl.observability.console import configure_logging
 from nemo_rl.viewer import check, compare, server, site
 from nemo_rl.viewer.charts import format_number
 from nemo_rl.viewer.conversation import show

@@ -18,7 +18,8 @@ from nemo_rl.distributed.tensor_transfer import (
     send_tensors,
 )
 from nemo_rl.errors import WeightSyncError, WorkerError
-from nemo_rl.interfaces import DeviceWeights, Generation, Policy, Weights, WeightStream, engine_names, engine_replicas
+from nemo_rl.interfaces import DeviceWeights, Generation, Policy, Weights, WeightStream
+from nemo_rl.weight_sync.refit import engine_names, engine_replicas
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from nemo_rl import batch as keys
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import GenerationError, WeightSyncError
-from nemo_rl.interfaces import DeviceTurns, Generation, Policy, engine_replicas
+from nemo_rl.interfaces import DeviceTurns, Generation, HasReplicas, Policy
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.host_memory import SharedMemory
 from nemo_rl.weight_sync.transports import Transport
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 PROBE_TOKENS = 32  # sampled for each probe
 PROBE_SAMPLING = SamplingParams(PROBE_TOKENS)
 PROBES_TIMEOUT_S = 600.0  # for the engine to answer all of them
+ONLY_ENGINE = "engine 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,16 @@ def to_logprob_batch(requests: Sequence[GenerationRequest], completions: Sequenc
         },
         batch_size=[len(requests)],
     )
+
+
+def engine_replicas(generation: Generation) -> Sequence[Generation]:
+    """Return the engines that hold weights of their own: those behind a router, else the engine itself."""
+    return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
+
+
+def engine_names(generation: Generation) -> Sequence[str]:
+    """Return the names of `engine_replicas`, in their order."""
+    return generation.replica_names if isinstance(generation, HasReplicas) else (ONLY_ENGINE,)
 
 
 class TransportWeightSync:

@@ -32,9 +32,9 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
 from nemo_rl.policy import logprobs
-from nemo_rl.policy.hf_model import train_flops
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.ranks import SINGLE_RANK
+from nemo_rl.policy.worker import train_flops
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense (NVIDIA's data sheets)
 GB = 1e9

@@ -27,7 +27,7 @@ from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.gateway import schema
 from nemo_rl.gateway.dialects.chat_completions import ChatRequest
 from nemo_rl.launch.commands import GRPO_JOB
-from nemo_rl.observability.logging_setup import check_writable
+from nemo_rl.observability.console import check_writable
 from nemo_rl.policy.hf_model import load_config as load_model_config
 from nemo_rl.policy.hf_model import load_model
 from tests.templates import byte_tokenizer

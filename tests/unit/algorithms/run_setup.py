@@ -16,7 +16,7 @@ from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.launch.rollouts import Inputs, make_limits, make_source, make_validator
 from nemo_rl.losses.make import make_loss
-from nemo_rl.observability.progress import Progress
+from nemo_rl.observability.console import Progress
 from nemo_rl.types import EnvStep, Message, Prompt
 from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import FakeEncoder

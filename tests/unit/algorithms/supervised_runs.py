@@ -13,8 +13,8 @@ from nemo_rl.checkpoint import CheckpointStore
 from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.config.supervised import SupervisedRunConfig
 from nemo_rl.data.supervised import Sample, SampleLoader, SupervisedDataset
+from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import JsonlLogger
-from nemo_rl.observability.progress import Progress
 from nemo_rl.policy.driver import LocalPolicy
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from nemo_rl.config.run import LoggerConfig
-from nemo_rl.observability.logging_setup import HANDLER_NAME, NOISY_LIBRARIES, configure_logging, make_run_directory
+from nemo_rl.observability.console import HANDLER_NAME, NOISY_LIBRARIES, configure_logging, make_run_directory
 
 
 @pytest.fixture(autouse=True)

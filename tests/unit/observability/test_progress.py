@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.config.run import LoggerConfig
-from nemo_rl.observability.progress import (
+from nemo_rl.observability.console import (
     CollectionProgress,
     LiveCollectionProgress,
     LiveProgress,

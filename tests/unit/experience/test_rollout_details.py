@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.algorithms import rollout_details
-from nemo_rl.algorithms.rollout_details import RolloutDetails
+from nemo_rl.experience import records
 from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.experience.records import RolloutDetails
 from nemo_rl.types import TrajectoryGroup
 from tests.fakes.policy import FakePolicy
 from tests.unit.algorithms.rollouts import make_group
@@ -63,7 +63,7 @@ def test_chains_of_a_trajectory_keep_their_number(tmp_path: Path) -> None:
 
 
 def test_long_rollout_keeps_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_details, "MAX_TOKENS", 4)
+    monkeypatch.setattr(records, "MAX_TOKENS", 4)
     path = tmp_path / "details.jsonl"
     record(make_details(path), [make_group([0.0, 1.0])], range(1, 2))
     row = json.loads(path.read_text().splitlines()[0])
@@ -71,7 +71,7 @@ def test_long_rollout_keeps_beginning_and_end(tmp_path: Path, monkeypatch: pytes
 
 
 def test_file_stays_below_its_bound_and_covers_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_details, "MAX_PENDING", 100)  # no step is left out because the disk is slow
+    monkeypatch.setattr(records, "MAX_PENDING", 100)  # no step is left out because the disk is slow
     path = tmp_path / "details.jsonl"
     record(make_details(path, max_bytes=4000), [make_group([0.0, 1.0])], range(1, 101))
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
