@@ -37,14 +37,14 @@ VERBS: dict[str, Verb] = {
     "check": Verb("nemo_rl.viewer.commands", "CHECK", "look for what is wrong with a run; recompute a step"),
     "merge": Verb("nemo_rl.collect.commands", "MERGE", "join the shards of a collection"),
     "profile": Verb("nemo_rl.collect.commands", "PROFILE", "statistics of a collection, pass@k, a curriculum"),
-    "run": Verb("nemo_rl.launch.supervisor", "RUN", "run a training command, restarted when it dies or hangs"),
+    "run": Verb("nemo_rl.jobs.supervisor", "RUN", "run a training command, restarted when it dies or hangs"),
     "replicas": Verb("nemo_rl.launch.replicas", "REPLICAS", "engines of a run that trains: show, add, remove"),
-    "submit": Verb("nemo_rl.launch.submission", "SUBMIT", "run a collection or a training command as Slurm jobs"),
+    "submit": Verb("nemo_rl.jobs.submission", "SUBMIT", "run a collection or a training command as Slurm jobs"),
     "init": Verb("nemo_rl.launch.project", "INIT", "write a project of your own that trains as it is"),
-    "doctor": Verb("nemo_rl.launch.doctor", "DOCTOR", "faults of this machine and of a recipe, with their cures"),
+    "doctor": Verb("nemo_rl.doctor.diagnosis", "DOCTOR", "faults of this machine and of a recipe, with their cures"),
     "config": Verb("nemo_rl.config.commands", "CONFIG", "recipes by name, every key explained, NeMo-RL's translated"),
     "constraints": Verb("nemo_rl.launch.project", "CONSTRAINTS", "the tested versions, for pip and uv"),
-    "route": Verb("nemo_rl.collect.slurm.router", "ROUTE", "one address for several OpenAI-compatible servers"),
+    "route": Verb("nemo_rl.jobs.router", "ROUTE", "one address for several OpenAI-compatible servers"),
 }
 
 

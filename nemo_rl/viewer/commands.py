@@ -144,7 +144,7 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(parsed: argparse.Namespace) -> ExitCode:
     if parsed.replay is not None:
-        from nemo_rl.launch import replay  # imports torch
+        from nemo_rl.viewer import replay  # imports torch
 
         return replay.run_replay(parsed.run, parsed.replay)
     configure_logging()

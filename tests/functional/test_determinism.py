@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.launch.replay import format_replay, replay
+from nemo_rl.viewer.replay import format_replay, replay
 from tests.functional.cli import Run, run_grpo
 
 pytestmark = pytest.mark.timeout(1200)  # two runs one after the other, perhaps beside other work

@@ -16,7 +16,7 @@ NEEDED = (
     "nemo_rl/recipes/quickstart.yaml",
     "nemo_rl/recipes/prompts/cot.txt",
     "nemo_rl/recipes/project/grpo.yaml.template",
-    "nemo_rl/collect/slurm/shell/job.sh",
+    "nemo_rl/jobs/shell/job.sh",
     "nemo_rl/config/nemo_rl_keys.yaml",
 )
 

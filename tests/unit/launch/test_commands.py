@@ -12,9 +12,9 @@ from nemo_rl.commands import ExitCode, run_command
 from nemo_rl.config.loading import load_collect_config
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError, RolloutError
+from nemo_rl.jobs.submission import SUBMIT
 from nemo_rl.launch import training as session
 from nemo_rl.launch.commands import GRPO_JOB
-from nemo_rl.launch.submission import SUBMIT
 from tests.fakes.slurm_commands import write_sbatch
 
 RECIPE = """

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.collect.slurm.jobs import aggregation_script, collection_script, format_environment
+from nemo_rl.jobs.slurm import aggregation_script, collection_script, format_environment
 from tests.fakes.slurm_commands import write_srun
-from tests.unit.collect.slurm.shell import DEADLINE_S
-from tests.unit.collect.slurm.submissions import submission
+from tests.unit.jobs.slurm.shell import DEADLINE_S
+from tests.unit.jobs.slurm.submissions import submission
 
 NODE_SERVER = Path(__file__).parents[3] / "fakes" / "node_server.py"
 # `nemo-rl` that writes down how it was called, and then does what the shell lines in AS_PROGRAM say.

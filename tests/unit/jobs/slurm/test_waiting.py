@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.collect.slurm.shell import DEADLINE_S, bash, run_bash
+from tests.unit.jobs.slurm.shell import DEADLINE_S, bash, run_bash
 
 LIVING = "sleep 600 & pid=$!; trap 'kill $pid' EXIT\n"
 DEAD = "(exit 3) & pid=$!; wait $pid || true\n"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.collect.slurm.jobs import collection_script
+from nemo_rl.jobs.slurm import collection_script
 from tests.fakes.slurm_commands import write_srun
-from tests.unit.collect.slurm.shell import DEADLINE_S, run_bash
-from tests.unit.collect.slurm.submissions import SERVER, submission
+from tests.unit.jobs.slurm.shell import DEADLINE_S, run_bash
+from tests.unit.jobs.slurm.submissions import SERVER, submission
 
 # A server that writes down how it was started, and goes on.
 PROGRAM = [

@@ -7,7 +7,7 @@ DEADLINE_S = 120.0
 
 
 def shell_text(*names: str) -> str:
-    return "\n".join((files("nemo_rl.collect.slurm") / "shell" / f"{name}.sh").read_text() for name in names)
+    return "\n".join((files("nemo_rl.jobs") / "shell" / f"{name}.sh").read_text() for name in names)
 
 
 def bash(text: str, *names: str, **variables: str) -> subprocess.Popen[str]:

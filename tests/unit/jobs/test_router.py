@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
-from nemo_rl.collect.slurm.router import Router
+from nemo_rl.jobs.router import Router
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NOBODY = "127.0.0.1:1"  # a port that nobody listens on

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.collect.slurm.jobs import (
+from nemo_rl.config.submit import check_slurm
+from nemo_rl.jobs.slurm import (
     Submission,
     aggregation_script,
     collection_script,
     format_environment,
     format_redacted_environment,
 )
-from nemo_rl.config.submit import check_slurm
-from tests.unit.collect.slurm.submissions import EVERYTHING, LAYOUTS, SERVER, submission
+from tests.unit.jobs.slurm.submissions import EVERYTHING, LAYOUTS, SERVER, submission
 
 SHELLCHECK = shutil.which("shellcheck")
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)

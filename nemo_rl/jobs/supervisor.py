@@ -150,7 +150,7 @@ class Launcher:
         """Start a command and return its process id."""
         if self._process is None:
             self._answers, theirs = os.pipe()
-            words = [sys.executable, "-m", "nemo_rl.launch.preload", str(theirs)]
+            words = [sys.executable, "-m", "nemo_rl.jobs.preload", str(theirs)]
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[theirs], start_new_session=True)
             os.close(theirs)
         self._send({"start": list(command), "environment": dict(environment)})

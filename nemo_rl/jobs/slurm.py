@@ -291,7 +291,7 @@ def _quote(word: str) -> str:
 
 
 def _shell(name: str) -> str:
-    return (files("nemo_rl.collect.slurm") / "shell" / f"{name}.sh").read_text()
+    return (files("nemo_rl.jobs") / "shell" / f"{name}.sh").read_text()
 
 
 def _ranges(numbers: Sequence[int]) -> str:

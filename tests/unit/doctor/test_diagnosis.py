@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.commands import run_command
-from nemo_rl.launch import doctor
-from nemo_rl.launch.doctor import DOCTOR, diagnose
-from nemo_rl.launch.machine_facts import (
+from nemo_rl.doctor import diagnosis
+from nemo_rl.doctor.diagnosis import DOCTOR, diagnose
+from nemo_rl.doctor.facts import (
     GIB,
     Disk,
     Facts,
@@ -176,11 +176,11 @@ def test_this_machine_is_measured_without_error(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_faults_are_json_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "probe_machine", lambda recipe: replace(SOUND, has_vllm_cpu=False))
+    monkeypatch.setattr(diagnosis, "probe_machine", lambda recipe: replace(SOUND, has_vllm_cpu=False))
     assert run_command(DOCTOR, ["--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["subject"] == "engine"
-    monkeypatch.setattr(doctor, "probe_machine", lambda recipe: SOUND)
+    monkeypatch.setattr(diagnosis, "probe_machine", lambda recipe: SOUND)
     assert run_command(DOCTOR, []) == 0
     assert capsys.readouterr().out.endswith("no faults\n")
 

@@ -8,8 +8,8 @@ import pytest
 from nemo_rl.commands import ExitCode, run_command
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.launch.replay import Comparison, read_trajectory, replay
 from nemo_rl.viewer.commands import CHECK
+from nemo_rl.viewer.replay import Comparison, read_trajectory, replay
 
 ROOT = Path(__file__).parents[3]
 SMALL = (

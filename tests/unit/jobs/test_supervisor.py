@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_rl.launch.supervisor import Death, Limits, RestartPolicy, Watch
+from nemo_rl.jobs.supervisor import Death, Limits, RestartPolicy, Watch
 
 ROOT = Path(__file__).parents[3]
 HEAD = """

@@ -18,7 +18,7 @@ class Preloader:
     def __init__(self) -> None:
         self._answers, theirs = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "nemo_rl.launch.preload", str(theirs)],
+            [sys.executable, "-m", "nemo_rl.jobs.preload", str(theirs)],
             stdin=subprocess.PIPE,
             pass_fds=[theirs],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -70,7 +70,7 @@ def test_a_killed_command_has_its_signal_as_status(preloader: Preloader, tmp_pat
 
 PROGRAM = """
 import os, signal, sys
-from nemo_rl.launch import preload
+from nemo_rl.jobs import preload
 prepare = preload.prepare
 
 def signalled_before_prepare():

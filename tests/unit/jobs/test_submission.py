@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cli import run
-from nemo_rl.collect.slurm import jobs as slurm_jobs
 from nemo_rl.config.loading import load_config
+from nemo_rl.jobs import slurm as slurm_jobs
 
 
 @pytest.fixture(autouse=True)

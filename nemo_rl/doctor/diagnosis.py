@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.distributed.devices import MIN_DRIVERS
-from nemo_rl.launch.machine_facts import GIB, Facts, Gpu, RecipeFacts, probe_machine, probe_recipe
+from nemo_rl.doctor.facts import GIB, Facts, Gpu, RecipeFacts, probe_machine, probe_recipe
 
 INSTALL = "pip install 'nemo-rl[cpu]'"
 

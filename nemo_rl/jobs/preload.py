@@ -1,6 +1,6 @@
 """A process that has imported what a command needs, and starts it by fork: a restart costs no imports.
 
-supervisor.py starts it as `python -m nemo_rl.launch.preload FD` and sends lines of JSON to its standard input:
+supervisor.py starts it as `python -m nemo_rl.jobs.preload FD` and sends lines of JSON to its standard input:
 `{"import": [modules]}`, `{"start": [arguments], "environment": {...}}`. It answers on the descriptor FD: `{"pid": 1}`
 for a start, `{"pid": 1, "status": 0}` for its end. Closing its input ends it.
 """
@@ -65,7 +65,7 @@ class Preloader:
 
     def _spawn(self, request: dict[str, Any]) -> int:
         """Start the command in a new interpreter: an import has started a thread, which a fork would lose."""
-        code = f"from nemo_rl.launch import preload; preload.prepare(); preload.run({request['start']!r})"
+        code = f"from nemo_rl.jobs import preload; preload.prepare(); preload.run({request['start']!r})"
         null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         environment = {**os.environ, **request["environment"]}
         return os.posix_spawn(sys.executable, [sys.executable, "-c", code], environment, file_actions=[null])

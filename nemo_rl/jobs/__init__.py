@@ -1,0 +1,1 @@
+"""Commands as jobs: restarted by a supervisor that watches them, or submitted to Slurm."""
