@@ -133,7 +133,7 @@ class HasReplicas(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """Where the engines of a `Resizable` are, by name."""
+    """Names of the engines of a `Resizable`, by their state."""
 
     wanted: int
     serving: tuple[str, ...]
@@ -150,7 +150,7 @@ class Resizable(Protocol):
     def state(self) -> ReplicaState: ...
 
     def resize(self, count: int) -> None:
-        """Have `count` engines from the next refit on; raises ValueError for a number that cannot be had."""
+        """Have `count` engines from the next refit on; raises ValueError for a number that is not possible."""
         ...
 
 

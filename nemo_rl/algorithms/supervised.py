@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Objective(Protocol):
-    """What a supervised algorithm learns from its samples."""
+    """The objective of a supervised algorithm over its samples."""
 
     @property
     def loss_fn(self) -> LossFn: ...

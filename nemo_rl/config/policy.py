@@ -33,7 +33,7 @@ class _TokenBudgetConfig(Section):
     enabled: bool = False  # make micro-batches by tokens; false: by samples
     # Tokens of one micro-batch; None: policy.max_total_sequence_length times its samples where samples are counted.
     train_mb_tokens: int | None = Field(default=None, gt=0)
-    # of one pass that only scores; None: likewise, by logprob_batch_size
+    # of one pass that only scores; None: computed in the same way from logprob_batch_size
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
 
 

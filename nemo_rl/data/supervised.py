@@ -46,7 +46,7 @@ class Conversation:
 
 
 class Example(Protocol):
-    """What supervised training learns from: a `Conversation`, or a `Preference` (preferences.py)."""
+    """A sample of supervised training: a `Conversation`, or a `Preference` (preferences.py)."""
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:

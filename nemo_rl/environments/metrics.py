@@ -1,4 +1,4 @@
-"""What NeMo-RL's environments import for the metrics of a batch."""
+"""NeMo-RL's metrics of a batch, for environments written for it."""
 
 from typing import TYPE_CHECKING
 

@@ -241,7 +241,7 @@ def _describe_termination(status: int | None, limits: SandboxLimits) -> str:
 
 
 def truncate_middle(text: str, max_chars: int) -> str:
-    """Return the text, or its first and last characters and how many between them were left out."""
+    """Return the text, or its first and last characters and how many between them were omitted."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

@@ -45,7 +45,7 @@ class ToolsEnvironmentConfig(EnvironmentConfig):
     cpu_s: float = Field(default=2.0, gt=0)  # CPU time of one call
     wall_s: float = Field(default=5.0, gt=0)  # wall time of one call
     memory_bytes: int = Field(default=512 * 1024 * 1024, gt=0)  # of one call's process
-    max_output_chars: int = Field(default=4096, gt=0)  # of a call's output; the middle of a longer one is left out
+    max_output_chars: int = Field(default=4096, gt=0)  # of a call's output; the middle of a longer one is omitted
 
 
 class ToolsEnvironment:

@@ -1,4 +1,4 @@
-"""What NeMo-RL's environments import to spread their items over workers."""
+"""NeMo-RL's partition of items over workers, for environments written for it."""
 
 from typing import TypeVar
 

@@ -21,7 +21,7 @@ def num_begun(num_prompts_per_step: int, oversample: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FirstComplete:
-    """What became of the groups that were begun for a step."""
+    """Outcome of the groups that were begun for a step."""
 
     taken: tuple[TrajectoryGroup, ...]  # by the step, in the order of the prompts
     failed: tuple[TrajectoryGroup, ...]  # with too few survivors, and not taken: their prompts are consumed

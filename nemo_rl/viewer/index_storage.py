@@ -1,4 +1,4 @@
-"""What the index stores of a rollout: a record of fixed size, made of a JSON line; and the files of such records."""
+"""Storage of the index: a record of fixed size for each rollout, made of its JSON line; and the files of records."""
 
 import atexit
 import fcntl
@@ -98,7 +98,7 @@ class LineEncoder:
         return self.names[column].get(name, MAX_NAMES + 1)
 
     def encode(self, chunk: memoryview, offset: int) -> npt.NDArray[np.void]:
-        """Return the records of complete lines, the first at byte `offset` of the file; damaged ones are left out."""
+        """Return the records of complete lines, the first at byte `offset` of the file; damaged ones are skipped."""
         ends = np.array([match.end() for match in _NEWLINE.finditer(chunk)], np.int64)
         starts = np.concatenate(([0], ends[:-1]))
         try:
@@ -185,7 +185,7 @@ def private_base(path: Path) -> Path:
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """Open a file of records that nobody else has open. Raises OSError where that is not possible."""
+    """Open a file of records that no other process has open. Raises OSError where that is not possible."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
     try:

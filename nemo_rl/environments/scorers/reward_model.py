@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RenderingConfig(Section):
-    """How a conversation becomes the tokens that are scored."""
+    """The rendering of a conversation as the tokens that are scored."""
 
     tokenizer_name: str | None = None  # None: the model's own
     chat_template: str | None = None  # Jinja text or a file; None: the tokenizer's own
