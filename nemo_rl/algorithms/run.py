@@ -19,11 +19,12 @@ from nemo_rl.algorithms.validation import Validator
 from nemo_rl.config.loading import resolved_yaml
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.supervised import SupervisedRunConfig
-from nemo_rl.distributed.machine import cancel_tasks, write_private
+from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.experience.assembly import BatchRow
 from nemo_rl.experience.records import RolloutDetails, RolloutWriter
 from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, buffer_state_to_dict
+from nemo_rl.experience.supervision import cancel_tasks
 from nemo_rl.interfaces import CollectedGroups, Generation, GroupSource, Logger, LossFn, OffloadPart, Policy, WeightSync
 from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import StepTimer

@@ -1,7 +1,5 @@
-"""This machine: its cache directory, compute device, open-file limit, free ports, shared-memory weight files, and
-processes and tasks that end in time."""
+"""This machine: cache directory, open-file limit, free ports, weight files, and processes that end with the trainer."""
 
-import asyncio
 import contextlib
 import fcntl
 import logging
@@ -13,9 +11,8 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Collection, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -145,38 +142,6 @@ def remove_stale_weight_files(directory: Path) -> None:
             pass
         finally:
             os.close(file)
-
-
-SHUTDOWN_S = 30.0  # for cancelled tasks to end
-
-
-def run_async(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Return the result of `work` as `asyncio.run` does, but never wait for tasks that ignore their cancellation."""
-    runner = asyncio.Runner()
-    try:
-        return runner.run(work)
-    finally:
-        loop = runner.get_loop()
-        if loop.run_until_complete(cancel_tasks(asyncio.all_tasks(loop))):
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()  # the runner's own way of closing would wait for them
-        else:
-            runner.close()
-
-
-async def cancel_tasks(tasks: Collection[asyncio.Task[Any]], timeout_s: float = SHUTDOWN_S) -> int:
-    """Cancel tasks and wait for their end; return how many still run after `timeout_s`, which the log names."""
-    for task in tasks:
-        task.cancel()
-    ended, pending = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
-    for task in ended:
-        _ = task.cancelled() or task.exception()  # retrieved, else asyncio would log it
-    for task in pending:
-        frames = task.get_stack(limit=1)
-        where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "unknown"
-        name = getattr(task.get_coro(), "__qualname__", task.get_name())
-        logger.error("left behind %s at %s: it ignored its cancellation for %g s", name, where, timeout_s)
-    return len(pending)
 
 
 def end_with(trainer: int) -> None:

@@ -4,7 +4,7 @@ cancelled in an orderly way."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ from nemo_rl.errors import RolloutError
 from nemo_rl.types import Failure, FailureClass, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
+
+SHUTDOWN_S = 30.0  # for the cancelled tasks of a whole event loop to end
 
 
 class FailureLog:
@@ -206,3 +208,32 @@ class _WaitScope:
     ) -> None:
         self._watchdog._waiting[self._what] -= self._count
         self._watchdog.record_progress()
+
+
+def run_async(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return the result of `work` as `asyncio.run` does, but never wait for tasks that ignore their cancellation."""
+    runner = asyncio.Runner()
+    try:
+        return runner.run(work)
+    finally:
+        loop = runner.get_loop()
+        if loop.run_until_complete(cancel_tasks(asyncio.all_tasks(loop))):
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()  # the runner's own way of closing would wait for them
+        else:
+            runner.close()
+
+
+async def cancel_tasks(tasks: Collection[asyncio.Task[Any]], timeout_s: float = SHUTDOWN_S) -> int:
+    """Cancel tasks and wait for their end; return how many still run after `timeout_s`, which the log names."""
+    for task in tasks:
+        task.cancel()
+    ended, pending = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
+    for task in ended:
+        _ = task.cancelled() or task.exception()  # retrieved, else asyncio would log it
+    for task in pending:
+        frames = task.get_stack(limit=1)
+        where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "unknown"
+        name = getattr(task.get_coro(), "__qualname__", task.get_name())
+        logger.error("left behind %s at %s: it ignored its cancellation for %g s", name, where, timeout_s)
+    return len(pending)

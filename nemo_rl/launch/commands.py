@@ -141,14 +141,14 @@ def _continue_command(parsed: argparse.Namespace, program: str | None) -> str:
 
 
 def _train_on_rollouts(config: "TrainingRunConfig", command: str) -> ExitCode:
-    from nemo_rl.distributed.machine import run_async
+    from nemo_rl.experience.supervision import run_async
     from nemo_rl.launch.training import run_training
 
     return _training_exit_code(run_async(run_training(config, command)))
 
 
 def _train_supervised(config: "SupervisedRunConfig", command: str) -> ExitCode:
-    from nemo_rl.distributed.machine import run_async
+    from nemo_rl.experience.supervision import run_async
     from nemo_rl.launch.supervised import run_supervised
 
     return _training_exit_code(run_async(run_supervised(config, command)))
@@ -166,7 +166,7 @@ def _train_reward_model(config: "RewardModelRunConfig", command: str) -> ExitCod
 
 
 def _collect(config: "CollectRunConfig", command: str) -> ExitCode:
-    from nemo_rl.distributed.machine import run_async
+    from nemo_rl.experience.supervision import run_async
     from nemo_rl.launch.collect import format_result, run_collection
 
     result = run_async(run_collection(config))

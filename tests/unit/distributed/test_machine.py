@@ -1,5 +1,3 @@
-import asyncio
-import contextlib
 import random
 import resource
 import socket
@@ -11,10 +9,8 @@ import pytest
 
 from nemo_rl.distributed import machine as ports
 from nemo_rl.distributed.machine import (
-    cancel_tasks,
     max_connections,
     raise_file_limit,
-    run_async,
     unused_port,
     unused_ports,
 )
@@ -121,47 +117,3 @@ def test_an_engines_core_and_worker_end_with_a_trainer_that_is_killed(tmp_path: 
     assert trainer.stdout.read() == ""  # returns once all who hold the pipe, core and worker too, have ended
     trainer.wait()
     trainer.stdout.close()
-
-
-def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cancel_tasks, "__defaults__", (0.05,))
-
-    async def stubborn() -> None:
-        while True:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(600)
-
-    async def work() -> int:
-        tasks.append(asyncio.create_task(stubborn()))
-        await asyncio.sleep(0)
-        return 7
-
-    tasks: list[asyncio.Task[None]] = []
-    assert run_async(work()) == 7
-    [message] = caplog.messages
-    assert "stubborn at " in message
-    assert "test_machine.py:" in message
-    tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]
-
-
-def test_tasks_that_end_are_waited_for_and_errors_of_the_work_are_raised(caplog: pytest.LogCaptureFixture) -> None:
-    ended = []
-
-    async def orderly() -> None:
-        try:
-            await asyncio.sleep(600)
-        finally:
-            await asyncio.sleep(0)
-            ended.append(True)
-
-    async def work() -> None:
-        task = asyncio.create_task(orderly())
-        await asyncio.sleep(0)
-        raise KeyError(task.get_name())
-
-    with pytest.raises(KeyError):
-        run_async(work())
-    assert ended == [True]
-    assert caplog.messages == []

@@ -1,6 +1,7 @@
 """Failures are logged and counted; the stall watchdog; the cancellation of parallel work."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,14 @@ from nemo_rl.environments.registry import FunctionEnvironment
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
-from nemo_rl.experience.supervision import FailureBudget, FailureLog, StallWatchdog, gather_or_cancel
+from nemo_rl.experience.supervision import (
+    FailureBudget,
+    FailureLog,
+    StallWatchdog,
+    cancel_tasks,
+    gather_or_cancel,
+    run_async,
+)
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
 from tests.fakes.environments import FakeEnvironment
@@ -209,3 +217,47 @@ def test_budget_of_everything_never_stops():
     budget = FailureBudget(num_rollouts=1, max_failed_share=1.0)
     budget.record(failed(FailureClass.REWARD, "nan"))
     assert budget.summary() == "1 of 1 rollouts failed (reward 1); first cause: reward: nan"
+
+
+def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cancel_tasks, "__defaults__", (0.05,))
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(600)
+
+    async def work() -> int:
+        tasks.append(asyncio.create_task(stubborn()))
+        await asyncio.sleep(0)
+        return 7
+
+    tasks: list[asyncio.Task[None]] = []
+    assert run_async(work()) == 7
+    [message] = caplog.messages
+    assert "stubborn at " in message
+    assert "test_supervision.py:" in message
+    tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_tasks_that_end_are_waited_for_and_errors_of_the_work_are_raised(caplog: pytest.LogCaptureFixture) -> None:
+    ended = []
+
+    async def orderly() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def work() -> None:
+        task = asyncio.create_task(orderly())
+        await asyncio.sleep(0)
+        raise KeyError(task.get_name())
+
+    with pytest.raises(KeyError):
+        run_async(work())
+    assert ended == [True]
+    assert caplog.messages == []
