@@ -1,6 +1,7 @@
 """vLLM on a thread of this process answers as it does in a process of its own, and ends without a trace."""
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,32 @@ def test_stop_string_ends_a_response(engine_loop: asyncio.Runner, spelling_model
     assert stop in tokenizer.decode(list(stopped.token_ids))
     assert stop not in tokenizer.decode(list(stopped.token_ids[:-1]))
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_no_process_that_the_trainer_starts_inherits_the_variables_of_the_engine(
+    engine_loop: asyncio.Runner, spelling_model: EngineModel, in_process: bool
+) -> None:
+    """vLLM's CPU platform sets LD_PRELOAD, for workers of its own."""
+    before = dict(os.environ)
+    preloads: set[str | None] = set()
+
+    async def watch() -> None:
+        while True:
+            preloads.add(os.environ.get("LD_PRELOAD"))
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        watching = asyncio.create_task(watch())
+        engine = await VllmGeneration.create(section(in_process=in_process), spelling_model)
+        watching.cancel()
+        try:
+            assert dict(os.environ) == before
+        finally:
+            await engine.close()
+
+    engine_loop.run(main())
+    assert preloads == {before.get("LD_PRELOAD")} or not in_process
 
 
 def test_step_that_fails_ends_the_requests_and_the_engine(

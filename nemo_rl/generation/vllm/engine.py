@@ -12,7 +12,7 @@ import os
 import random
 import secrets
 import warnings
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -63,6 +63,19 @@ CPU_ENV = {
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**28),
 }
+# What vLLM 0.32 sets beside VLLM_..., on its import and for the processes that it starts.
+ENGINE_VARIABLES = frozenset({
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "LOCAL_WORLD_SIZE",
+    "NCCL_GRAPH_REGISTER",
+    "NUMEXPR_MAX_THREADS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TILELANG_CLEANUP_TEMP_FILES",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+    "TRITON_CACHE_AUTOTUNING",
+})  # fmt: skip
 
 
 class VllmGeneration:
@@ -273,8 +286,10 @@ def environment(device: str, num_replicas: int = 1, *, start_timeout_s: float = 
 def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[None]:
     """Set the environment for importing vLLM and spawning its engine; what the user has set stays.
 
-    Environment and global random states are put back at the end: vLLM seeds them.
+    Environment and global random states are put back at the end: vLLM sets variables for processes of its own, which
+    those that the trainer starts later would inherit (LD_PRELOAD on a CPU), and seeds the generators.
     """
+    before = dict(os.environ)
     added = environment(device, start_timeout_s=start_timeout_s)
     quiet = warnings.catch_warnings(action="ignore")  # as PYTHONWARNINGS does for a process of its own
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -285,11 +300,20 @@ def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[No
         with quiet:
             yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        own = {name for name in before.keys() | os.environ.keys() if name.startswith("VLLM_")}
+        put_back_environment(before, ENGINE_VARIABLES | own | added.keys())
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def put_back_environment(before: Mapping[str, str], names: Collection[str]) -> None:
+    """Give the variables `names` the values that they had `before`."""
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
 
 
 def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncLLM | InProcessEngine":
@@ -299,7 +323,7 @@ def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncL
 
     if section.vllm_cfg.in_process and model.device != "cpu":
         raise ConfigError(IN_PROCESS_KEY, True, f"the device is {model.device}; allowed: false, or policy.device: cpu")
-    arguments = engine_arguments(section, model)
+    arguments, before = engine_arguments(section, model), dict(os.environ)
     # The sizes of batches that vLLM chooses by the device are those of its offline class, for the highest throughput.
     context = None if model.device == "cpu" else UsageContext.LLM_CLASS
     try:
@@ -313,6 +337,7 @@ def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncL
         if section.vllm_cfg.in_process:
             from nemo_rl.generation.vllm.core_thread import InProcessEngine
 
+            put_back_environment(before, {"LD_PRELOAD"})  # now: other processes may start beside the core
             return InProcessEngine(config)
         from vllm.v1.engine.async_llm import AsyncLLM
 
