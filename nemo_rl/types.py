@@ -20,6 +20,20 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text in a message or in a tool's result."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingPart:
+    """Reasoning that the assistant wrote before its answer or its calls, without the tags around it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call that the assistant requested, in OpenAI's shape."""
 
@@ -28,14 +42,101 @@ class ToolCall:
     arguments: str  # a JSON object, as the model wrote it
 
 
+ContentPart: TypeAlias = TextPart  # what a user or a tool may say; images will join it
+
+
 @dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The answer of a tool to one call."""
+
+    call_id: str | None  # None: the client did not say which call it answers
+    content: tuple[ContentPart, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
+Part: TypeAlias = ContentPart | ThinkingPart | ToolCall | ToolResult
+PART_TYPES: Mapping[str, type[Part]] = {
+    "text": TextPart,
+    "thinking": ThinkingPart,
+    "tool_call": ToolCall,
+    "tool_result": ToolResult,
+}
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Message:
-    """A chat message, in OpenAI's shape."""
+    """A chat message: a role and typed parts in their order.
+
+    Text, thinking, calls and the answered call are views of the parts in OpenAI's shape.
+
+    Example: `Message("assistant", "I add.", (call,))` equals `Message("assistant", (TextPart("I add."), call))`, and
+    `Message("tool", "7", tool_call_id="c1")` has the part `ToolResult("c1", (TextPart("7"),))`.
+    """
 
     role: Role
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # on a tool's message: the call that it answers
+    parts: tuple[Part, ...]
+
+    def __init__(
+        self,
+        role: Role,
+        content: str | Sequence[Part] = "",
+        tool_calls: Sequence[ToolCall] = (),
+        tool_call_id: str | None = None,
+    ) -> None:
+        """Make a message of a text or of parts, without empty texts, followed by tool calls.
+
+        Raises TypeError for content that is neither a text nor parts of the types above (an image, say), and ValueError
+        for a tool's result in a message of another role.
+        """
+        if isinstance(content, str):
+            parts: tuple[Part, ...] = (TextPart(content),) if content else ()
+        else:
+            parts = _check_parts(role, content)
+        if role == "tool" and not any(isinstance(part, ToolResult) for part in parts):
+            parts = (ToolResult(tool_call_id, tuple(part for part in parts if isinstance(part, TextPart))),)
+        object.__setattr__(self, "role", role)
+        object.__setattr__(self, "parts", (*parts, *tool_calls) if tool_calls else parts)
+
+    @property
+    def content(self) -> str:
+        """Return the text, or that of a tool's result, without thinking and calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, (TextPart, ToolResult)))
+
+    @property
+    def thinking(self) -> str | None:
+        """Return the thinking; None where the message has none."""
+        texts = [part.text for part in self.parts if isinstance(part, ThinkingPart)]
+        return "\n".join(texts) if texts else None
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    @property
+    def tool_call_id(self) -> str | None:
+        """Return the id of the call that a tool's message answers."""
+        return next((part.call_id for part in self.parts if isinstance(part, ToolResult)), None)
+
+    def without_thinking(self) -> "Message":
+        """Return the message as a template renders it that knows no thinking."""
+        if not any(isinstance(part, ThinkingPart) for part in self.parts):
+            return self
+        return Message(self.role, tuple(part for part in self.parts if not isinstance(part, ThinkingPart)))
+
+
+def _check_parts(role: str, parts: Sequence[Part]) -> tuple[Part, ...]:
+    known = tuple(PART_TYPES.values())
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"a message's content is {type(parts).__name__}, not a text or a sequence of parts")
+    for i, part in enumerate(parts):
+        if not isinstance(part, known):
+            raise TypeError(f"parts[{i}] is {part!r:.80}, not one of {', '.join(each.__name__ for each in known)}")
+        if isinstance(part, ToolResult) and role != "tool":
+            raise ValueError(f"parts[{i}] is a tool's result in a message of role {role}")
+    return tuple(part for part in parts if not (isinstance(part, TextPart) and not part.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +183,7 @@ class Prompt:
     agent_name: str = ""  # NeMo Gym: the agent that runs it; empty elsewhere
 
 
-GuideKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar"]
+GuideKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +191,7 @@ class Guide:
     """A constraint on a response: each token is drawn from those that can still lead to a match."""
 
     kind: GuideKind
-    text: str = ""  # the schema as JSON, the expression, or the grammar in EBNF
+    text: str = ""  # the schema as JSON, the expression, the grammar in EBNF, or the tags as JSON
 
 
 @dataclass(frozen=True, slots=True)

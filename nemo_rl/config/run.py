@@ -181,8 +181,9 @@ class GatewayConfig(Section):
     reasoning_parser: str | None = None  # how thinking is read from sampled text; think: <think> tags; None: not at all
     # responses of training under a client's json_schema, regex or grammar; untrained: served, with mask 0
     guided_calls: Literal["refused", "untrained"] = "refused"
-    # requests that demand a call of a tool (tool_choice: required); auto: served as if they left it to the policy
-    forced_tool_choice: Literal["refused", "auto"] = "refused"
+    # requests that demand a call of a tool (tool_choice: required); auto: served as if they left it to the policy;
+    # guided: the engine masks every other token, subject to guided_calls
+    forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"
     # a conversation that has filled the context: 400, or an empty answer with finish_reason "length"
     full_context: Literal["error", "length"] = "error"
     session_ttl_s: float = Field(default=3600.0, gt=0)  # until an unused session is closed

@@ -13,23 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.messages import to_openai_message
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
-
-
-def to_openai_message(message: Message) -> dict[str, Any]:
-    """Return a message in OpenAI's shape."""
-    body: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        body["tool_calls"] = [to_openai_tool_call(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        body["tool_call_id"] = message.tool_call_id
-    return body
-
-
-def to_openai_tool_call(call: ToolCall) -> dict[str, Any]:
-    """Return a tool call in OpenAI's shape; its arguments are text."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class ChatTemplateError(Exception):
@@ -218,11 +204,13 @@ class ChatEncoder:
         They are the template's text of the message, up to the token that ends its turn; where the template ends turns
         by text alone, the end-of-sequence token stands for that.
 
-        Raises ConfigError when the template refuses the message, drops its text, or renders it differently from the
-        opening of a turn.
+        Raises ConfigError when the template refuses the message, drops its text or its thinking, or renders it
+        differently from the opening of a turn.
         """
         try:
             text, is_ended = self._answer(message, tools if message.tool_calls else ())
+            if (thinking := message.thinking) and thinking.strip() not in text:
+                raise ChatTemplateError("its thinking is not rendered, so it cannot be trained on")
         except ChatTemplateError as error:
             raise self._template_error(["assistant"], error) from error
         return self._encode(text) if is_ended else (*self._encode(text), self.stop_token_ids[0])

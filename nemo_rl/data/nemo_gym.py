@@ -109,7 +109,10 @@ def _convert_input(value: Any) -> Iterator[Message]:
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         where = f"responses_create_params.input[{index}]"
         if kind == "reasoning":
-            said += "".join(f"<think>{_part_text(part, where)}</think>" for part in item.get("summary") or ())
+            said += "".join(
+                f"<think>{_part_text(part, f'{where}.summary[{i}]')}</think>"
+                for i, part in enumerate(item.get("summary") or ())
+            )
         elif kind == "function_call":
             calls.append(ToolCall(item.get("call_id") or "", item["name"], item["arguments"]))
         elif kind == "message" and item.get("role") == "assistant":
@@ -140,13 +143,13 @@ def _join_content(content: Any, where: str, *, between: str) -> str:
         return content
     if not isinstance(content, list):
         raise DataError(f"{where}.content is {_format_value(content)}, not text or a list of parts")
-    return between.join(_part_text(part, where) for part in content)
+    return between.join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
 
 
 def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (*TEXT_PARTS, "summary_text") or not isinstance(part.get("text"), str):
-        raise DataError(f"{where} has a part of type {kind!r}: the policy reads text alone")
+        raise DataError(f"{where} is a part of type {kind!r}: this policy reads text")
     return part["text"]
 
 

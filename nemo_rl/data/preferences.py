@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.supervised import PreferenceDataConfig
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.messages import parse_content
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.data.sources import load_rows
@@ -21,7 +22,7 @@ from nemo_rl.data.supervised import (
     make_prompt_encoder,
 )
 from nemo_rl.errors import DataError
-from nemo_rl.types import Message
+from nemo_rl.types import Message, ThinkingPart
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,17 @@ def _messages(messages: Any) -> tuple[Message, ...]:
     for message in messages:
         if message.get("role") not in ROLES:
             raise DataError(f"a message's role is {message.get('role')!r}; known: {', '.join(ROLES)}")
-    return tuple(Message(message["role"], _text(message.get("content"), "content")) for message in messages)
+    return tuple(Message(each["role"], _content(each.get("content"), i)) for i, each in enumerate(messages))
+
+
+def _content(value: Any, index: int) -> str:
+    """Return the text of a message's content; raises DataError for thinking, images and what else is no text."""
+    if not isinstance(value, list):
+        return _text(value, "content")
+    parts = parse_content(value, f"messages[{index}].content")
+    if any(isinstance(part, ThinkingPart) for part in parts):
+        raise DataError(f"messages[{index}].content has a part of type 'thinking', which pairs cannot hold")
+    return "".join(part.text for part in parts)
 
 
 def _text(value: Any, key: str) -> str:

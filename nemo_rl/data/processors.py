@@ -3,18 +3,18 @@
 `processor` names one, built in or by dotted path; without it the row's shape decides.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from nemo_rl.config.data import DatasetConfig, find_dataset
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import PROCESSORS
+from nemo_rl.data.messages import parse_message
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.recipes import find_prompt
-from nemo_rl.types import Message, Prompt, Role, ToolCall
+from nemo_rl.types import Message, Prompt
 
 PLACEHOLDER = "{}"
 
@@ -98,7 +98,7 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
 
     A last assistant message is the answer; the row's other fields go to the environment.
     """
-    messages = tuple(parse_message(item) for item in row["messages"])
+    messages = tuple(parse_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"]))
     state = {name: value for name, value in row.items() if name not in ("messages", "tools")}
     if messages and messages[-1].role == "assistant":
         state.setdefault("answer", messages[-1].content)
@@ -117,23 +117,6 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
 def read_reasoning_gym_entry(row: Row, row_format: RowFormat) -> Prompt:
     """Return the prompt of a reasoning_gym entry; the environment gets all of it, since the task scores with it."""
     return Prompt("", row_format.task_name, row_format.messages(row["entry"]["question"]), dict(row))
-
-
-def parse_message(item: Any) -> Message:
-    """Return an OpenAI message as the project's; raises DataError for an unknown role."""
-    if not isinstance(item, Mapping) or item.get("role") not in get_args(Role):
-        raise DataError(f"{item!r} is no message with a role of {', '.join(get_args(Role))}")
-    content = item.get("content")
-    if isinstance(content, list):  # OpenAI's parts
-        content = "".join(part["text"] for part in content)
-    calls = tuple(_parse_tool_call(call) for call in item.get("tool_calls") or ())
-    return Message(item["role"], content or "", calls, item.get("tool_call_id"))
-
-
-def _parse_tool_call(call: Mapping[str, Any]) -> ToolCall:
-    arguments = call["function"].get("arguments", "{}")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(call.get("id") or "", call["function"]["name"], text)
 
 
 def _infer_processor(row: Row, section: DatasetConfig) -> Processor:

@@ -20,7 +20,8 @@ from nemo_rl.config.data import DataConfig, DatasetConfig, make_unique_name, res
 from nemo_rl.config.supervised import SFTDataConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.datasets import SEED_STRIDE, check_split, split_rows
-from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format, parse_message
+from nemo_rl.data.messages import parse_message
+from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
 from nemo_rl.data.prompts import epoch_order
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.data.sources import load_rows
@@ -156,7 +157,7 @@ def _read_pair(question: Any, answer: Any, row_format: RowFormat) -> Conversatio
 
 def _read_messages(row: Row, row_format: RowFormat) -> Conversation:
     """Return the conversation of OpenAI messages up to the last assistant message."""
-    messages = tuple(parse_message(item) for item in row["messages"])
+    messages = tuple(parse_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"]))
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not messages:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config.environment import BatchingConfig, CustomEnvironmentConfig, EnvironmentConfig, RemoteConfig
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import ENVIRONMENTS
+from nemo_rl.data.messages import parse_message
 from nemo_rl.environments.boundary import (
     BlockingCalls,
     CheckedEnvironment,
@@ -19,7 +20,7 @@ from nemo_rl.environments.boundary import (
     step_each,
 )
 from nemo_rl.environments.process_pool import ProcessPool
-from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerError
+from nemo_rl.errors import ConfigError, DataError, EnvironmentContractError, WorkerError
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, FailureClass, Message, Role
 
@@ -337,7 +338,13 @@ def _rows_of(rewards: Any) -> list[Any]:
 def _parse_observation(message: Mapping[str, Any] | None) -> tuple[Message, ...]:
     if not message or not message.get("content"):
         return ()
-    return (Message(ROLES.get(message["role"], "user"), str(message["content"])),)
+    role, content = ROLES.get(message["role"], "user"), message["content"]
+    if not isinstance(content, list):
+        return (Message(role, str(content)),)
+    try:
+        return (parse_message({"role": role, "content": content}, "observation"),)
+    except DataError as error:
+        raise EnvironmentContractError(str(error)) from error
 
 
 def is_nemo_rl_environment(target: object) -> bool:

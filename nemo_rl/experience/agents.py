@@ -19,6 +19,7 @@ from nemo_rl.config.entry_checks import check_agent_runner, reject_wrappers
 from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
 from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.data.messages import to_openai_message
 from nemo_rl.environments.boundary import BlockingCalls, contain_exit, is_async_callable
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Agent
@@ -229,8 +230,6 @@ class CommandAgent:
 
 def prompt_to_dict(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt to what a program reads."""
-    from nemo_rl.data.chat import to_openai_message  # loads transformers
-
     return {
         "prompt_id": prompt.prompt_id,
         "messages": [to_openai_message(message) for message in prompt.messages],

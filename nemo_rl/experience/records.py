@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from nemo_rl import batch as keys
+from nemo_rl.data.messages import to_record
 from nemo_rl.data.rows import encode_json_line, read_jsonl
 from nemo_rl.errors import ConfigError, RolloutError
 from nemo_rl.experience.assembly import BatchRow
@@ -260,12 +261,7 @@ def _failure_to_dict(failure: Failure) -> dict[str, str]:
 
 
 def _message_to_dict(tokenized: TokenizedMessage, write_token_ids: bool) -> dict[str, Any]:
-    message = tokenized.message
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        row["tool_calls"] = [asdict(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        row["tool_call_id"] = message.tool_call_id
+    row = to_record(tokenized.message)
     if tokenized.weight_spans:
         row["weight_spans"] = [[span.version, span.start, span.end] for span in tokenized.weight_spans]
     if write_token_ids:

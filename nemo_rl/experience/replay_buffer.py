@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
+from nemo_rl.data.messages import parse_record, to_record
 from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
 from nemo_rl.types import (
     Failure,
     FailureClass,
-    Message,
     MessageLog,
     StopReason,
     Timings,
     TokenizedMessage,
-    ToolCall,
     Trajectory,
     TrajectoryGroup,
     WeightSpan,
@@ -259,12 +258,8 @@ def _trajectory_to_dict(trajectory: Trajectory, token_store: _TokenStore) -> dic
 
 def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> dict[str, Any]:
     token_store.write(tokenized)
-    message = tokenized.message
     return {
-        "role": message.role,
-        "content": message.content,
-        "tool_calls": [asdict(call) for call in message.tool_calls],
-        "tool_call_id": message.tool_call_id,
+        **to_record(tokenized.message),
         "num_tokens": len(tokenized.token_ids),
         "is_generated": tokenized.is_generated,
         "weight_spans": [[span.version, span.start, span.end] for span in tokenized.weight_spans],
@@ -305,9 +300,8 @@ def _message_log_from_dict(plain: Sequence[Mapping[str, Any]], token_store: _Tok
 
 def _message_from_dict(plain: Mapping[str, Any], token_store: _TokenStore) -> TokenizedMessage:
     count = plain["num_tokens"]
-    calls = tuple(ToolCall(**call) for call in plain["tool_calls"])
     return TokenizedMessage(
-        Message(plain["role"], plain["content"], calls, plain["tool_call_id"]),
+        parse_record(plain),
         token_store.read_token_ids(count),
         token_store.read_logprobs(count) if plain["is_generated"] else None,
         tuple(WeightSpan(*span) for span in plain["weight_spans"]),

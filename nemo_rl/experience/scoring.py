@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+from nemo_rl.data.messages import parse_record
 from nemo_rl.errors import DataError
 from nemo_rl.experience.supervision import StallWatchdog, gather_or_cancel
 from nemo_rl.experience.turns import strip_tool_fields
 from nemo_rl.interfaces import Scorer, ScoreRequest
-from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, ToolCall, Trajectory
+from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, TokenizedMessage, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _to_unscored_trajectory(
             prompt=prompt,
             group_id=row["group_id"],
             generation_index=row["generation_index"],
-            message_log=tuple(TokenizedMessage(_parse_message(message), ()) for message in row["messages"]),
+            message_log=tuple(TokenizedMessage(parse_record(message), ()) for message in row["messages"]),
             stop_reason=stop_reason,
             rewards={} if failure else {name: value for name, value in row["rewards"].items() if name not in names},
             answer=row["answer"],
@@ -160,11 +161,6 @@ def _parse_failure(row: Mapping[str, Any], *, should_rescore: bool) -> tuple[Fai
     if failure["class"] == FailureClass.REWARD and should_rescore:
         return None, StopReason.DONE  # how it ended is not stored beside its failure
     return Failure(FailureClass(failure["class"]), failure["cause"]), StopReason.FAILED
-
-
-def _parse_message(row: Mapping[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in row.get("tool_calls", ()))
-    return Message(row["role"], row["content"], calls, row.get("tool_call_id"))
 
 
 def _outcome_fields(trajectory: Trajectory) -> dict[str, Any]:

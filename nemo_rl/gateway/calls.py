@@ -16,18 +16,28 @@ from nemo_rl.types import Completion, Guide, Message
 
 
 @dataclass(frozen=True, slots=True)
+class Forcing:
+    """A request's demand that the response be a call, or that its calls be of certain tools."""
+
+    field: str  # of the request
+    names: tuple[str, ...]  # the tools that may be called
+    is_required: bool = True  # False: a text may be the answer
+
+
+@dataclass(frozen=True, slots=True)
 class CallRequest:
     """A validated model call."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas, for the template
     parses_tool_calls: bool = True  # False: calls stay text, as with `tool_choice: none`
+    allows_parallel_calls: bool = True  # False: the client gets a response's first call alone
     model: str | None = None  # the name that the client gave
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
     guide: Guide | None = None  # what the response must match
     guide_field: str = "response_format"  # of the request, that asks for it
-    forcing_field: str | None = None  # of the request, that demands a call of a tool; None: none does
+    forcing: Forcing | None = None  # a demand for a call of a tool
     stream: bool = False
     include_usage: bool = False  # in a stream
     return_token_ids: bool = False

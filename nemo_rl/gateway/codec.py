@@ -17,7 +17,7 @@ from nemo_rl.generation.vllm.parsers import (
     make_vllm_tool_parser,
     vllm_parser_names,
 )
-from nemo_rl.types import Message, MessageLog, ToolCall
+from nemo_rl.types import Guide, Message, MessageLog, TextPart, ThinkingPart, ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 MAX_TAG_TOKENS = 16  # that a thinking tag and the white space after it take
@@ -47,9 +47,13 @@ ReasoningParser: TypeAlias = Callable[[str], tuple[str | None, str]]  # text -> 
 class ParsedResponse:
     """A sampled response as an agent sees it."""
 
-    message: Message  # without thinking
-    reasoning: str | None = None
+    message: Message  # thinking, text, calls
     stop_string: str | None = None  # that ended it
+
+    @property
+    def reasoning(self) -> str | None:
+        """Return the thinking; None where no parser found any."""
+        return self.message.thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class ReadingRules:
     call_id_seed: str  # the ids of its tool calls are a function of this
     stop_strings: tuple[str, ...] = ()
     with_tools: bool = True
+    with_parallel_calls: bool = True  # False: calls after the first are left out of the message
     is_thinking: bool = False  # the prompt has opened the thinking
     tools: Tools = ()  # tell some parsers the types of arguments
 
@@ -83,19 +88,20 @@ class Codec:
     def encode_first_turn(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> MessageLog:
         """Encode a conversation from its start.
 
-        Raises ConfigError when the template refuses it or would drop a message.
+        Thinking of a history is not rendered: many templates drop it, and a history must read the same whether its
+        client sends thinking back or not. Raises ConfigError when the template refuses it or would drop a message.
         """
         if not self._has_checked_tool_role and any(message.role == "tool" for message in messages):
             self.encoder.check(("tool",))
             self._has_checked_tool_role = True
-        return self.encoder.encode_prompt(messages, tools)
+        return self.encoder.encode_prompt(_without_thinking(messages), tools)
 
     def encode_next_turn(
         self, message_log: MessageLog, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> MessageLog | None:
         """Encode what follows a history that ends with a sampled message; None where the template cannot append it."""
         try:
-            return self.encoder.encode_turn(message_log, new_messages, tools)
+            return self.encoder.encode_turn(message_log, _without_thinking(new_messages), tools)
         except ConfigError:
             return None
 
@@ -117,17 +123,41 @@ class Codec:
             if self.tool_parser_name in TOOL_PARSERS:
                 text = self._clean(text)  # our own parsers know no special tokens
             text, calls = self.parse_calls(text, rules)
-        reasoning = None if reasoning is None else self._clean(reasoning)
-        return ParsedResponse(Message("assistant", self._clean(text), calls), reasoning, stop)
+        thinking = () if reasoning is None else (ThinkingPart(self._clean(reasoning)),)
+        return ParsedResponse(Message("assistant", (*thinking, TextPart(self._clean(text)), *calls)), stop)
 
     def parse_calls(self, text: str, rules: ReadingRules) -> tuple[str, tuple[ToolCall, ...]]:
         """Return the text without its tool calls, and these."""
         if self._parse_tools is None:
             return text, ()
         text, parsed = self._parse_tools(text, rules.tools)
+        parsed = parsed if rules.with_parallel_calls else parsed[:1]
         return text, tuple(
             ToolCall(_call_id(f"{rules.call_id_seed}:{i}"), call.name, call.arguments) for i, call in enumerate(parsed)
         )
+
+    def call_guide(self, tools: Tools, names: Sequence[str], *, is_required: bool) -> Guide | None:
+        """Return the guide to calls of the named tools by their schemas; None for a parser without an entry below.
+
+        `is_required`: the response is one call; else it may be a text with any number of them.
+        """
+        markup = CALL_GUIDES.get(self.tool_parser_name or "")
+        if markup is None:
+            return None
+        trigger, begin, end = markup
+        tags = [
+            {
+                "type": "tag",
+                "begin": begin.replace("NAME", json.dumps(tool["function"]["name"], ensure_ascii=False)),
+                "content": {"type": "json_schema", "json_schema": tool["function"].get("parameters") or ANY_OBJECT},
+                "end": end,
+            }
+            for tool in tools
+            if tool["function"]["name"] in names
+        ]
+        form = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+        form |= {"at_least_one": is_required, "stop_after_first": is_required}
+        return Guide("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
     def opens_thinking(self, prompt_token_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends with an opening tag that the response is to close."""
@@ -139,6 +169,10 @@ class Codec:
     def _clean(self, text: str) -> str:
         """Return content without special tokens that were kept for the parsers."""
         return self.encoder.strip_special(text) if self._keeps_special else text
+
+
+def _without_thinking(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(message.without_thinking() for message in messages)
 
 
 def _call_id(seed: str) -> str:
@@ -216,6 +250,12 @@ TOOL_PARSERS: Mapping[str, ToolParser] = {
     "qwen3_coder": parse_qwen3_coder,
 }
 REASONING_PARSERS: Mapping[str, ReasoningParser] = {"think": parse_think}
+# How a call begins, before and after the name, and ends around its arguments; the engine is guided by these.
+CALL_GUIDES: Mapping[str, tuple[str, str, str]] = {
+    "hermes": ("<tool_call>", '<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
+    "llama3_json": ('{"name"', '{"name": NAME, "parameters": ', "}"),
+}
+ANY_OBJECT = {"type": "object"}
 TAGGED_REASONING = frozenset({"think"})  # parsers of <think>...</think>
 
 

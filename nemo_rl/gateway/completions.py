@@ -13,7 +13,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from nemo_rl.errors import escape
-from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.calls import Answer, CallRequest, Forcing
 from nemo_rl.gateway.codec import Codec, ParsedResponse, ReadingRules
 from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.registry import LiveSession
@@ -45,7 +45,7 @@ class CompletionRules:
     queue_timeout_s: float = 60.0  # of a call's wait
     can_guide: bool = False  # whether the engine masks tokens by a guide
     guided_calls: Literal["refused", "untrained"] = "refused"  # in training
-    forced_tool_choice: Literal["refused", "auto"] = "refused"  # requests that demand a call of a tool
+    forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"  # requests that demand a call of a tool
 
 
 class CallQueue:
@@ -119,7 +119,7 @@ class CompletionHandler:
     async def _complete_and_commit(
         self, request: CallRequest, live: LiveSession, *, is_named: bool, sink: Sink | None
     ) -> Answer:
-        self._check(request, trains=live.trains)
+        request = self._check(request, trains=live.trains)
         call = self._encode_call(lambda: _begin_in_session(live, request, with_echo=is_named))
         sample_index = live.acquire_sample_index(call)
         try:
@@ -169,7 +169,7 @@ class CompletionHandler:
         self, request: CallRequest, calls: EchoedCallStore, *, sink: Sink | None = None
     ) -> Answer:
         """Answer a call whose chain is identified by the tokens on its last assistant message."""
-        self._check(request, trains=True)
+        request = self._check(request, trains=True)
         if request.guide is not None:
             raise make_unsupported_error(request.guide_field, "a response can be guided in a session alone")
         call = self._encode_call(
@@ -186,18 +186,35 @@ class CompletionHandler:
         """Return a seed for a session that was opened without one."""
         return _derive_seed(self._rules.seed, b"session", next(self._call_counter))
 
-    def _check(self, request: CallRequest, *, trains: bool) -> None:
+    def _check(self, request: CallRequest, *, trains: bool) -> CallRequest:
+        """Return the request as it is served, a demand for a call as its guide; raises RequestError."""
+        ignored = request.ignored_fields
+        if (forcing := request.forcing) is not None:
+            request = self._apply_forcing(request, forcing)
+            ignored |= set() if self._rules.forced_tool_choice == "guided" else {forcing.field}
         if request.guide is not None:
             self._check_guide(request.guide_field, trains=trains)
-        if request.forcing_field is not None and self._rules.forced_tool_choice == "refused":
-            raise make_unsupported_error(
-                request.forcing_field,
-                f"{request.forcing_field}: the policy decides whether it calls a tool, and which; "
-                "gateway.forced_tool_choice: auto takes the request without that demand",
-            )
-        forced = set() if request.forcing_field is None else {request.forcing_field}
-        self._log_ignored_fields(request.ignored_fields | forced)
+        self._log_ignored_fields(ignored)
         self._check_length(request)
+        return request
+
+    def _apply_forcing(self, request: CallRequest, forcing: Forcing) -> CallRequest:
+        if self._rules.forced_tool_choice == "auto":
+            return request
+        if self._rules.forced_tool_choice == "refused":
+            raise make_unsupported_error(
+                forcing.field,
+                f"{forcing.field}: the policy decides whether it calls a tool, and which; gateway.forced_tool_choice: "
+                "auto takes the request without that demand, guided masks every other token",
+            )
+        if request.guide is not None:
+            text = f"{forcing.field} and {request.guide_field} exclude each other"
+            raise RequestError(400, text, param=forcing.field)
+        guide = self._codec.call_guide(request.tools, forcing.names, is_required=forcing.is_required)
+        if guide is None:
+            parser = self._codec.tool_parser_name
+            raise make_unsupported_error(forcing.field, f"{forcing.field}: no guide for calls of tool parser {parser}")
+        return replace(request, guide=guide, guide_field=forcing.field)
 
     def _check_length(self, request: CallRequest) -> None:
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
@@ -240,16 +257,19 @@ class CompletionHandler:
             call_id_seed=str(generation_request.seed),
             stop_strings=generation_request.sampling.stop_strings,
             with_tools=bool(request.tools) and request.parses_tool_calls,
+            with_parallel_calls=request.allows_parallel_calls,
             tools=request.tools,
             is_thinking=self._codec.opens_thinking(prompt_token_ids),
         )
-        stream = None if sink is None else ResponseStream(self._codec, start, sink, rules)
-        if stream is not None:
-            generation_request = replace(generation_request, on_tokens=stream.feed)
-        completion = await self._generate(generation_request)
-        response = self._codec.read(completion.token_ids, rules)
-        if stream is not None:
-            stream.finish(completion, response)
+        if sink is None:
+            completion = await self._generate(generation_request)
+            response = self._codec.read(completion.token_ids, rules)
+        else:
+            call_later = asyncio.get_running_loop().call_later
+            with ResponseStream(self._codec, start, sink, rules, call_later=call_later) as stream:
+                completion = await self._generate(replace(generation_request, on_tokens=stream.feed))
+                response = self._codec.read(completion.token_ids, rules)
+                stream.finish(completion, response)
         return Answer(
             completion_id=start.completion_id,
             model=start.model,

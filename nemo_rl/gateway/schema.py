@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from nemo_rl.data.chat import to_openai_message
+from nemo_rl.data.messages import to_openai_message
 from nemo_rl.gateway.sessions import CallFailureKind, Chain, Session
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # other 4xx: invalid_request_error

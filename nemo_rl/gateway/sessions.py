@@ -21,7 +21,7 @@ after it are encoded. So
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import chain
@@ -40,7 +40,7 @@ def tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def history_digest(history: bytes, message: Message) -> bytes:
-    """Return the digest of a history with one more message at its end."""
+    """Return the digest of a history with one more message at its end; thinking makes no difference."""
     content = strip_thinking(message.content).strip() if message.role == "assistant" else message.content
     calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
     return _digest(history, _canonical_json([message.role, content, calls]))
@@ -275,7 +275,7 @@ class Session:
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
         if message.tool_calls and message.content:
-            without_text = history_digest(call.request, replace(message, content=""))
+            without_text = history_digest(call.request, Message("assistant", message.tool_calls))
             self._by_history.setdefault(without_text, []).append(node)
         self._by_request.setdefault((id(call.parent), call.request), []).append(node)
         self._by_tokens.setdefault(Echo(call.prompt_token_ids, completion.token_ids).digest(), []).append(node)

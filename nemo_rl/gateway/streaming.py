@@ -2,15 +2,17 @@
 
 A delta never splits a character, and never holds text that the parsers may still take: what may begin a stop string,
 a thinking tag or a tool call is held back until it is decided. Text is held to the end of the response where a parser
-is not in the tables below. After the first delta, tokens that come within INTERVAL_S of each other share the next one:
-reading and sending each token apart would cost the server several times what the whole call costs it.
+is not in the tables below. The stream starts with the first token. After the first delta, tokens that come within
+INTERVAL_S of the last reading are read together when it is over, whether another comes or not: reading and sending each
+token apart would cost the server several times what the whole call costs it.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.codec import TAGGED_REASONING, THINK_CLOSE, THINK_OPEN, Codec, ParsedResponse, ReadingRules
@@ -19,7 +21,7 @@ from nemo_rl.types import Completion, ToolCall
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 0.03  # between deltas; tokens that follow later are sent at once
+INTERVAL_S = 0.03  # between deltas: the longest that a token waits
 UNDECIDED = "\ufffd"  # what a decoder writes for bytes that are no character yet
 
 
@@ -52,6 +54,7 @@ class CallDelta:
 
 Delta: TypeAlias = StreamStart | ReasoningDelta | TextDelta | CallDelta
 Sink: TypeAlias = Callable[[Delta], None]
+CallLater: TypeAlias = Callable[[float, Callable[[], None]], asyncio.TimerHandle]  # (seconds, what to call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,10 @@ class TokenDecoder:
 
 
 class ResponseStream:
-    """Sends the deltas of one response to a sink: `feed` while tokens come, then `finish`."""
+    """Sends the deltas of one response to a sink: `feed` while tokens come, then `finish`.
+
+    A context manager: after the block no timer is left.
+    """
 
     def __init__(
         self,
@@ -101,9 +107,12 @@ class ResponseStream:
         rules: ReadingRules,
         *,
         clock: Callable[[], float] = time.monotonic,
+        call_later: CallLater | None = None,
     ) -> None:
+        """Make a stream; `call_later` is the event loop's, without which a token waits for the next one."""
         self._codec, self._start, self._sink, self._rules = codec, start, sink, rules
-        self._clock = clock
+        self._clock, self._call_later = clock, call_later
+        self._timer: asyncio.TimerHandle | None = None
         self._read_at = 0.0  # when tokens were last read
         self._decoder = TokenDecoder(codec.encoder)
         self._fed: list[int] = []
@@ -113,6 +122,7 @@ class ResponseStream:
         self._num_calls = 0
         self._num_closed = 0  # closing tags that were seen
         self._has_started = False
+        self._has_sent = False  # a delta after the start
         tool_parser = codec.tool_parser_name if rules.with_tools else None
         reasoning_parser = codec.reasoning_parser_name
         self._markup = CALL_MARKUP.get(tool_parser or "")
@@ -126,12 +136,31 @@ class ResponseStream:
     def feed(self, start: int, token_ids: Sequence[int]) -> None:
         """Take tokens, of which the first has index `start`; those that came before are skipped (an engine's retry)."""
         self._fed += token_ids[len(self._fed) - start :]
+        if self._fed:
+            self._begin()
         if self._holds_all or len(self._fed) == self._num_read:
             return
-        now = self._clock()
-        if self._has_started and now - self._read_at < INTERVAL_S:
-            return
-        self._read_at = now
+        wait_s = self._read_at + INTERVAL_S - self._clock() if self._has_sent else 0.0
+        if wait_s <= 0:
+            self._read_fed()
+        elif self._timer is None and self._call_later is not None:
+            self._timer = self._call_later(wait_s, self._read_fed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _read_fed(self) -> None:
+        """Read the tokens that were fed since the last reading."""
+        self._stop_timer()
+        self._read_at = self._clock()
         new = self._fed[self._num_read :]
         self._num_read = len(self._fed)
         self._read(new)
@@ -147,6 +176,7 @@ class ResponseStream:
 
     def finish(self, completion: Completion, response: ParsedResponse) -> None:
         """Send what is left. Raises EngineError where other tokens were streamed than the completion has."""
+        self._stop_timer()
         if tuple(self._fed) != completion.token_ids[: len(self._fed)]:
             raise EngineError("the engine replaced tokens that were streamed already")
         self._begin()
@@ -207,6 +237,7 @@ class ResponseStream:
         sent = self._sent[kind]
         if len(whole) > len(sent):
             self._begin()
+            self._has_sent = True
             self._sink(kind(whole[len(sent) :]))
             self._sent[kind] = whole
 
@@ -223,6 +254,7 @@ class ResponseStream:
     def _send_calls(self, calls: Sequence[ToolCall]) -> None:
         for index in range(self._num_calls, len(calls)):
             self._begin()
+            self._has_sent = True
             self._sink(CallDelta(index, calls[index]))
         self._num_calls = max(self._num_calls, len(calls))
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from nemo_rl.data.chat import to_openai_message
+from nemo_rl.data.messages import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import as_completed, structured_outputs

@@ -52,16 +52,21 @@ def chains_of(row: Mapping[str, Any]) -> list[Chain]:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text, also where it is a list of parts."""
-    content = message.get("content")
+    """Return what a message says as text, thinking in tags, also where it is a list of parts."""
+    parts = message.get("parts")  # of a record, where they say more than the content does
+    content = parts if isinstance(parts, list) else message.get("content")
     if isinstance(content, list):
-        return "\n".join(_part_text(part) for part in content)
+        return "\n".join(text for part in content if (text := _part_text(part)))
     return content if isinstance(content, str) else "" if content is None else to_text(content)
 
 
 def _part_text(part: object) -> str:
     if not isinstance(part, dict):
         return to_text(part)
+    if part.get("type") == "tool_call":
+        return ""  # shown with the calls
+    if isinstance(part.get("content"), list):
+        return "\n".join(_part_text(each) for each in part["content"])
     if part.get("type") == "thinking":
         return f"<think>{part.get('text') or part.get('thinking') or ''}</think>"
     text = part.get("text")

@@ -21,6 +21,7 @@ from nemo_rl.checkpoint import CONFIG_FILE
 from nemo_rl.commands import ExitCode
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.data.messages import parse_record
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.interfaces import CollectedGroups, LossFn, TokenScores
@@ -35,7 +36,6 @@ from nemo_rl.policy.truncation import make_truncation
 from nemo_rl.types import (
     Failure,
     FailureClass,
-    Message,
     Prompt,
     StopReason,
     TokenizedMessage,
@@ -216,9 +216,7 @@ def _read_log(messages: Sequence[Mapping[str, Any]]) -> tuple[TokenizedMessage, 
         stored = message.get("generation_logprobs")
         return None if stored is None else tuple(-math.inf if value is None else value for value in stored)
 
-    return tuple(
-        TokenizedMessage(Message(m["role"], m["content"]), tuple(m["token_ids"]), logprobs(m)) for m in messages
-    )
+    return tuple(TokenizedMessage(parse_record(m), tuple(m["token_ids"]), logprobs(m)) for m in messages)
 
 
 # ---- the command ----

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.data.chat import ChatEncoder, to_openai_tool_call
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.messages import to_openai_tool_call
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import (
     MAX_TOOLS,
@@ -19,22 +20,18 @@ from nemo_rl.gateway.dialects.common import (
     ToolChoiceBody,
     choose_guide,
     extra_fields,
-    join_text,
     read_tool_choice,
     reject_fields,
     render_event,
 )
+from nemo_rl.gateway.dialects.content import Content, read_text
 from nemo_rl.gateway.schema import SESSION_FIELD, Body, RequestError, make_unsupported_error, parse_body
 from nemo_rl.gateway.sessions import Echo
 from nemo_rl.gateway.streaming import Delta, ReasoningDelta, StreamStart, TextDelta
-from nemo_rl.types import Message, Role, ToolCall
+from nemo_rl.types import Message, Role, ThinkingPart, ToolCall
 
 IGNORED_FIELDS = frozenset(  # silently: they change nothing here
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "return_tokens_as_token_ids"}
-)
-REJECTED_FIELDS = frozenset(
-    {"audio", "chat_template", "chat_template_kwargs", "function_call", "functions", "guided_json", "logit_bias"}
-    | {"prediction", "prompt_logprobs", "web_search_options"}
 )
 MAX_STOP_STRINGS = 16
 
@@ -116,11 +113,6 @@ def _usage(answer: Answer) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-class ContentPart(Body):
-    type: str
-    text: str | None = None
-
-
 class FunctionCall(Body):
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -134,7 +126,8 @@ class AssistantToolCall(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
+    reasoning_content: str | None = None
     tool_calls: list[AssistantToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -150,7 +143,9 @@ class ChatMessage(Body):
             ToolCall(call.id, call.function.name, _arguments_to_json(call.function.arguments))
             for call in self.tool_calls or ()
         )
-        return Message(role, join_text(self.content, f"{where}.content"), calls, self.tool_call_id)
+        is_thinking = role == "assistant" and self.reasoning_content is not None
+        thinking = (ThinkingPart(self.reasoning_content or ""),) if is_thinking else ()
+        return Message(role, (*thinking, *read_text(self.content, f"{where}.content")), calls, self.tool_call_id)
 
     def echo(self) -> Echo | None:
         """Return the tokens of the call that this message came from, where the client sent them back."""
@@ -183,7 +178,6 @@ class ChatRequest(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
-    n: int | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -207,7 +201,8 @@ class ChatRequest(Body):
             messages,
             self.tool_schemas(),
             parses_tool_calls=choice.parses_calls,
-            forcing_field="tool_choice" if choice.is_forced else None,
+            allows_parallel_calls=self.parallel_tool_calls is not False,
+            forcing=choice.forcing("tool_choice"),
             model=self.model,
             max_tokens=self.token_limit,
             stop_strings=self.stop_strings,
@@ -226,21 +221,18 @@ class ChatRequest(Body):
 
     def reject_unsupported(self) -> None:
         """Raise RequestError for fields that would need another policy or another way to sample."""
-        if self.n not in (None, 1):
-            raise make_unsupported_error("n", "n must be 1; send the request n times")
         if self.top_logprobs:
             raise make_unsupported_error("top_logprobs", "top_logprobs is not supported; logprobs is")
         if self.modalities not in (None, ["text"]):
             raise make_unsupported_error("modalities", "modalities must be ['text']")
         if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
             raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} non-empty strings", param="stop")
-        reject_fields(extra_fields(self), REJECTED_FIELDS)
+        reject_fields(self)
 
     @property
     def ignored_fields(self) -> frozenset[str]:
         """Return ignored fields that are worth a log line: sampling parameters, unknown names."""
-        names = extra_fields(self).keys() - IGNORED_FIELDS
-        return frozenset(names | ({"parallel_tool_calls"} if self.parallel_tool_calls is False else set()))
+        return frozenset(extra_fields(self).keys() - IGNORED_FIELDS)
 
     @property
     def session_id(self) -> str | None:

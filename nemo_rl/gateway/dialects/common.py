@@ -1,45 +1,38 @@
-"""Parts of requests and responses that several APIs have: content, tools, tool choices, guides, events."""
+"""What the requests and responses of several APIs share: tool choices, guides, refused fields, events.
+
+content.py reads the content of messages.
+"""
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
 
+from nemo_rl.gateway.calls import Forcing
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Guide, GuideKind
 
 MAX_TOOLS = 1_000  # of a request
 
-TEXT_TYPES = ("text", "input_text", "output_text")
 
-
-class TextPart(Protocol):
-    """A part of a message's content; of one that is no text, `text` is never read."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def text(self) -> str | None: ...
-
-
-def part_text(part: TextPart, where: str) -> str:
-    """Return a part's text; raises RequestError for images, audio, documents and whatever else is no text."""
-    if part.type not in TEXT_TYPES:
-        text = f"{where}.type: content of type {part.type!r} is not supported: this policy reads text"
-        raise make_unsupported_error(f"{where}.type", text)
-    if part.text is None:
-        raise make_missing_error(f"{where}.text")
-    return part.text
-
-
-def join_text(content: str | Sequence[TextPart] | None, where: str, separator: str = "\n") -> str:
-    """Return a content's text, of which the request has the parts at `where`."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return separator.join(part_text(part, f"{where}.{i}") for i, part in enumerate(content))
+# Of any API; an API that has the field declares it. They would need another policy, another way to sample, or another
+# reading of the conversation, so a request that has one is refused rather than answered as if it had not.
+REFUSED_FIELDS = frozenset(
+    {"audio", "background", "container", "conversation", "mcp_servers", "prediction", "prompt", "web_search_options"}
+    | {"function_call", "functions", "logit_bias", "prompt_logprobs", "best_of", "echo"}
+    # vLLM's
+    | {"allowed_token_ids", "bad_words", "ignore_eos", "logits_processors", "min_tokens", "stop_token_ids"}
+    | {"chat_template", "chat_template_kwargs", "continue_final_message", "documents", "truncate_prompt_tokens"}
+    | {"structural_tag", "structured_outputs", "use_beam_search"}
+    # what another of the APIs calls a field of this one
+    | {"input", "instructions", "messages", "system", "text", "response_format", "output_config", "output_format"}
+    | {"max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences", "previous_response_id"}
+)
+NEUTRAL = {"best_of": 1, "min_tokens": 0}  # values with which such a field asks for nothing
+GUIDED = "guided_"  # how the names of vLLM's older options for guided decoding begin
 
 
 def extra_fields(body: Body) -> dict[str, Any]:
@@ -48,10 +41,20 @@ def extra_fields(body: Body) -> dict[str, Any]:
     return {name: value for name, value in extra if value is not False and value not in (None, [], {})}
 
 
-def reject_fields(extra: Mapping[str, Any], rejected: Set[str]) -> None:
-    """Raise RequestError for the first field that would need another policy or another way to sample."""
-    for name in sorted(rejected & extra.keys()):
-        raise make_unsupported_error(name, f"{name}: not supported by this server")
+def reject_fields(body: Body) -> None:
+    """Raise RequestError for the first field that cannot be honoured and must not be ignored."""
+    extra = extra_fields(body)
+    for name in sorted(extra):
+        if name.startswith(GUIDED):
+            text = f"{name}: not supported; the API's own field for the format of a response is, or structured_outputs"
+            raise make_unsupported_error(name, text)
+        if name in REFUSED_FIELDS and extra[name] != NEUTRAL.get(name):
+            raise make_unsupported_error(name, f"{name}: not supported by this server in this API")
+    if extra.get("n", 1) != 1:
+        raise make_unsupported_error("n", "n must be 1; send the request n times")
+    if (body.model_extra or {}).get("add_generation_prompt") is False:
+        text = "add_generation_prompt: a response is always a turn of its own"
+        raise make_unsupported_error("add_generation_prompt", text)
 
 
 class JsonSchema(Body):
@@ -114,6 +117,12 @@ class ToolChoice:
 
     parses_calls: bool = True  # False: calls stay text
     is_forced: bool = False  # a call, or a call of certain tools, is demanded
+    is_required: bool = True  # of a forced choice: a text is no answer
+    names: tuple[str, ...] = ()  # the tools that may be called
+
+    def forcing(self, field: str) -> Forcing | None:
+        """Return the demand that `field` of the request makes, if any."""
+        return Forcing(field, self.names, is_required=self.is_required) if self.is_forced else None
 
 
 class NamedTool(Body):
@@ -148,7 +157,7 @@ def read_tool_choice(choice: ToolChoiceBody | None, tool_names: Sequence[str]) -
     A choice among all tools is `auto`; one among some of them could be kept by masking tokens alone.
     """
     if choice is None or isinstance(choice, str):
-        return ToolChoice(parses_calls=choice != "none", is_forced=choice == "required")
+        return ToolChoice(parses_calls=choice != "none", is_forced=choice == "required", names=tuple(tool_names))
     if choice.type == "function":
         names, mode = [(choice.function or {}).get("name", choice.name)], "required"
     else:
@@ -158,7 +167,9 @@ def read_tool_choice(choice: ToolChoiceBody | None, tool_names: Sequence[str]) -
             raise make_missing_error("tool_choice.tools" if mode else "tool_choice.mode")
         names = [(tool.function or {}).get("name", tool.name) for tool in tools]
     check_chosen(names, tool_names, "tool_choice")
-    return ToolChoice(is_forced=mode == "required" or set(names) != set(tool_names))
+    is_required = mode == "required"
+    is_forced = is_required or set(names) != set(tool_names)
+    return ToolChoice(is_forced=is_forced, is_required=is_required, names=tuple(map(str, names)))
 
 
 def check_chosen(names: Sequence[object], tool_names: Sequence[str], field: str) -> None:

@@ -4,52 +4,46 @@ Thinking is returned as signed blocks, which clients send back; a block with ano
 `cache_control` changes nothing here. What would change the sampled text is refused with 400.
 """
 
-import base64
 import json
-from hashlib import blake2b
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.data.messages import TEXT_TYPES
+from nemo_rl.gateway.calls import Answer, CallRequest, Forcing
 from nemo_rl.gateway.dialects.common import (
     MAX_TOOLS,
     ResponseFormat,
     check_chosen,
     extra_fields,
-    join_text,
-    part_text,
     reject_fields,
     render_event,
 )
+from nemo_rl.gateway.dialects.content import (
+    Content,
+    arguments_object,
+    read_parts,
+    read_text,
+    sign,
+    thinking_block,
+    tool_use_block,
+)
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
-from nemo_rl.types import Guide, Message, ToolCall
+from nemo_rl.types import Guide, Message, Part, ThinkingPart, ToolCall, ToolResult
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERROR_TYPES |= {429: "rate_limit_error"}  # other 4xx: invalid_request_error
-REJECTED_FIELDS = frozenset({"mcp_servers", "container"})
 IGNORED_FIELDS = frozenset({"metadata", "service_tier", "cache_control", "betas"})  # silently
-RAW_ARGUMENTS = "raw_arguments"  # holds arguments that are no JSON object, whose place in the API only an object takes
-SIGNATURE_BYTES = 32
-
-
-class Block(Body):
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
+USER_BLOCKS = (*TEXT_TYPES, "tool_result")
+ASSISTANT_BLOCKS = (*TEXT_TYPES, "thinking", "redacted_thinking", "tool_use")
 
 
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: Content
 
 
 class ToolParam(Body):
@@ -97,7 +91,7 @@ class MessagesRequest(Body):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=10_000)]
     max_tokens: Annotated[int, Field(gt=0)] | None = None
-    system: str | list[Block] | None = None
+    system: Content | None = None
     tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     output_config: OutputConfig | None = None
@@ -108,41 +102,41 @@ class MessagesRequest(Body):
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        extra = extra_fields(self)
-        reject_fields(extra, REJECTED_FIELDS)
+        reject_fields(self)
         if self.context_management is not None:
             self.context_management.reject_edits()
         if self.messages[-1].role == "assistant":
             text = "messages: the last one is the assistant's; prefill is not supported"
             raise make_unsupported_error("messages", text)
-        system = () if self.system is None else (Message("system", join_text(self.system, "system")),)
+        system = () if self.system is None else (Message("system", read_text(self.system, "system")),)
         turns = [m for i, turn in enumerate(self.messages) for m in _to_messages(turn, f"messages.{i}.content")]
         tools = tuple(_to_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ()))
         choice = self.tool_choice or ToolChoiceParam(type="auto")
+        names = [tool["function"]["name"] for tool in tools]
         if choice.type == "tool":
-            check_chosen([choice.name], [tool["function"]["name"] for tool in tools], "tool_choice.name")
+            check_chosen([choice.name], names, "tool_choice.name")
+        chosen = (choice.name or "",) if choice.type == "tool" else tuple(names)
         guide, guide_field = self._guide()
         return CallRequest(
             (*system, *turns),
             tools,
             parses_tool_calls=choice.type != "none",
-            forcing_field="tool_choice.type" if choice.type in ("any", "tool") else None,
+            allows_parallel_calls=not choice.disable_parallel_tool_use,
+            forcing=Forcing("tool_choice.type", chosen) if choice.type in ("any", "tool") else None,
             guide=guide,
             guide_field=guide_field,
             model=self.model,
             max_tokens=self.max_tokens,
             stop_strings=tuple(self.stop_sequences or ()),
             stream=bool(self.stream),
-            ignored_fields=frozenset(extra.keys() - IGNORED_FIELDS) | self._unheeded(),
+            ignored_fields=frozenset(extra_fields(self).keys() - IGNORED_FIELDS) | self._unheeded(),
             id_prefix="msg_",
         )
 
     def _unheeded(self) -> set[str]:
         """Return the parts of known fields that the policy does not heed."""
-        is_serial = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
         has_effort = self.output_config is not None and self.output_config.effort is not None
-        serial = {"tool_choice.disable_parallel_tool_use"} if is_serial else set()
-        return serial | ({"output_config.effort"} if has_effort else set())
+        return {"output_config.effort"} if has_effort else set()
 
     def _guide(self) -> tuple[Guide | None, str]:
         """Return what the response must match, and the field that says so; raises RequestError for two."""
@@ -170,14 +164,7 @@ class Messages:
 
     def render(self, call: CallRequest, answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `message` object."""
-        response = answer.response
-        content: list[dict[str, Any]] = []
-        if response.reasoning:
-            signature = sign(response.reasoning)
-            content.append({"type": "thinking", "thinking": response.reasoning, "signature": signature})
-        if response.message.content:
-            content.append({"type": "text", "text": response.message.content})
-        content += [_tool_use(tool_call, _read_input(tool_call)) for tool_call in response.message.tool_calls]
+        content = [_to_block(part) for part in answer.response.message.parts if part != ThinkingPart("")]
         head = _head(answer.completion_id, answer.model, len(answer.prompt_token_ids))
         usage = {**head["usage"], "output_tokens": len(answer.completion.token_ids)}
         return {**head, "content": content, **_stop(answer), "usage": usage}
@@ -221,8 +208,8 @@ class BlockStream:
         return _event("error", error=Messages().render_error(error)["error"])
 
     def _tool_use(self, delta: CallDelta) -> bytes:
-        arguments = json.dumps(_read_input(delta.call), ensure_ascii=False)
-        events = self._stop() + self._start(_tool_use(delta.call, {}))
+        arguments = json.dumps(arguments_object(delta.call), ensure_ascii=False)
+        events = self._stop() + self._start(tool_use_block(delta.call, {}))
         return events + self._delta({"type": "input_json_delta", "partial_json": arguments}) + self._stop()
 
     def _start(self, block: dict[str, Any]) -> bytes:
@@ -246,53 +233,16 @@ class BlockStream:
         return _event("content_block_delta", index=self._index, delta=delta)
 
 
-def sign(thinking: str) -> str:
-    """Return the signature of a thinking block, by which one that was changed is told from one that was returned."""
-    digest = blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=SIGNATURE_BYTES, person=b"nemo-rl")
-    return base64.b64encode(digest.digest()).decode()
-
-
 def _to_messages(turn: Turn, where: str) -> list[Message]:
     """Return a turn as messages: a tool's results are messages of their own, before and after the user's text."""
-    if isinstance(turn.content, str):
-        return [Message(turn.role, turn.content)]
     if turn.role == "assistant":
-        return [_to_assistant_message(turn.content, where)]
+        return [Message("assistant", read_parts(turn.content, where, ASSISTANT_BLOCKS, separator=""))]
+    parts = read_parts(turn.content, where, USER_BLOCKS)
     messages: list[Message] = []
-    texts: list[Block] = []
-    for i, block in enumerate(turn.content):
-        if block.type != "tool_result":
-            texts.append(block)
-            continue
-        if block.tool_use_id is None:
-            raise make_missing_error(f"{where}.{i}.tool_use_id")
-        if texts:
-            messages.append(Message(turn.role, join_text(texts, where)))
-            texts = []
-        result = join_text(block.content, f"{where}.{i}.content")
-        messages.append(Message("tool", result, tool_call_id=block.tool_use_id))
-    return [*messages, Message(turn.role, join_text(texts, where))] if texts or not messages else messages
-
-
-def _to_assistant_message(blocks: list[Block], where: str) -> Message:
-    calls = []
-    texts = []
-    for i, block in enumerate(blocks):
-        if block.type == "tool_use":
-            missing = next((name for name in ("id", "name", "input") if getattr(block, name) is None), None)
-            if missing:
-                raise make_missing_error(f"{where}.{i}.{missing}")
-            arguments = block.input or {}
-            is_raw = arguments.keys() == {RAW_ARGUMENTS}
-            text = str(arguments[RAW_ARGUMENTS]) if is_raw else json.dumps(arguments, ensure_ascii=False)
-            calls.append(ToolCall(block.id or "", block.name or "", text))
-        elif block.type == "thinking":
-            if block.signature != sign(block.thinking or ""):
-                text = f"{where}.{i}.signature: not that of this thinking block"
-                raise RequestError(400, text, param=f"{where}.{i}.signature")
-        elif block.type != "redacted_thinking":
-            texts.append(part_text(block, f"{where}.{i}"))
-    return Message("assistant", "".join(texts), tuple(calls))
+    for is_result, group in groupby(parts, lambda part: isinstance(part, ToolResult)):
+        run = tuple(group)
+        messages += [Message("tool", (part,)) for part in run] if is_result else [Message(turn.role, run)]
+    return messages or [Message(turn.role, "")]
 
 
 def _to_tool(tool: ToolParam, where: str) -> dict[str, Any]:
@@ -319,16 +269,12 @@ def _stop(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": answer.response.stop_string}
 
 
-def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
-
-
-def _read_input(call: ToolCall) -> dict[str, Any]:
-    try:
-        value = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {RAW_ARGUMENTS: call.arguments}
+def _to_block(part: Part) -> dict[str, Any]:
+    if isinstance(part, ThinkingPart):
+        return thinking_block(part.text)
+    if isinstance(part, ToolCall):
+        return tool_use_block(part, arguments_object(part))
+    return {"type": "text", "text": part.text}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -5,6 +5,7 @@ conversations, and what would change the sampled text are refused with 400.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,35 +19,30 @@ from nemo_rl.gateway.dialects.common import (
     ToolChoiceBody,
     choose_guide,
     extra_fields,
-    join_text,
     read_tool_choice,
     reject_fields,
     render_event,
 )
+from nemo_rl.gateway.dialects.content import Block, Content, read_parts, read_text
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
-from nemo_rl.types import Message, Role, ToolCall
+from nemo_rl.types import Message, Role, ThinkingPart, ToolCall
 
-REJECTED_FIELDS = frozenset({"background", "conversation", "prompt"})
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
 IGNORED_FIELDS |= {"include", "truncation", "prompt_cache_retention"}  # silently: they change nothing here
 FORMAT_FIELD = "text.format"
 
 
-class Part(Body):
-    type: str
-    text: str | None = None
-
-
 class Item(Body):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: Content | None = None
+    summary: list[Block] | None = None  # of reasoning, where it has no content
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None  # of a called function
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: Content | None = None
 
 
 class FunctionTool(Body):
@@ -80,8 +76,7 @@ class ResponsesRequest(Body):
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        extra = extra_fields(self)
-        reject_fields(extra, REJECTED_FIELDS)
+        reject_fields(self)
         tools = tuple(each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}"))
         if len(tools) > MAX_TOOLS:
             raise RequestError(400, f"tools: at most {MAX_TOOLS}, those of namespaces included", param="tools")
@@ -94,13 +89,14 @@ class ResponsesRequest(Body):
             (*instructions, *_to_messages(self.input)),
             tools,
             parses_tool_calls=choice.parses_calls,
-            forcing_field="tool_choice" if choice.is_forced else None,
+            allows_parallel_calls=self.parallel_tool_calls is not False,
+            forcing=choice.forcing("tool_choice"),
             guide=choose_guide(by_format, self.structured_outputs, FORMAT_FIELD),
             guide_field=FORMAT_FIELD if self.structured_outputs is None else "structured_outputs",
             model=self.model,
             max_tokens=self.max_output_tokens,
             stream=bool(self.stream),
-            ignored_fields=frozenset(extra.keys() - IGNORED_FIELDS),
+            ignored_fields=frozenset(extra_fields(self).keys() - IGNORED_FIELDS),
             id_prefix="resp_",
             previous_id=self.previous_response_id,
             is_kept=True,
@@ -228,7 +224,7 @@ class ItemStream:
 
 
 def _to_messages(items: str | list[Item]) -> list[Message]:
-    """Return items as messages: what the assistant wrote in one response, without its reasoning, is one message."""
+    """Return items as messages: what the assistant wrote in one response is one message."""
     if isinstance(items, str):
         return [Message("user", items)]
     messages: list[Message] = []
@@ -236,11 +232,11 @@ def _to_messages(items: str | list[Item]) -> list[Message]:
     for i, item in enumerate(items):
         where = f"input.{i}"
         if item.type == "reasoning":  # a response begins with it, and may have nothing else
-            messages.append(Message("assistant", ""))
+            messages.append(Message("assistant", _read_reasoning(item)))
             is_open = True
             continue
         if item.type == "message" and item.role == "assistant":
-            new = Message("assistant", join_text(item.content, f"{where}.content", ""))
+            new = Message("assistant", read_parts(item.content, f"{where}.content", separator=""))
         elif item.type == "function_call":
             call_id, name, arguments = (_required(item, key, where) for key in ("call_id", "name", "arguments"))
             new = Message("assistant", "", (ToolCall(call_id, _full_name(item.namespace, name), arguments),))
@@ -250,10 +246,17 @@ def _to_messages(items: str | list[Item]) -> list[Message]:
             continue
         if is_open:
             last = messages.pop()
-            new = Message("assistant", last.content + new.content, (*last.tool_calls, *new.tool_calls))
+            new = Message("assistant", (*last.parts, *new.parts))
         messages.append(new)
         is_open = True
     return messages
+
+
+def _read_reasoning(item: Item) -> tuple[ThinkingPart, ...]:
+    """Return the thinking of a reasoning item; encrypted reasoning has none."""
+    blocks = item.content if isinstance(item.content, list) and item.content else item.summary or ()
+    text = "\n".join(block.text for block in blocks if block.text)
+    return (ThinkingPart(text),) if text else ()
 
 
 def _to_other_message(item: Item, where: str) -> Message:
@@ -261,14 +264,14 @@ def _to_other_message(item: Item, where: str) -> Message:
         if item.output is None:
             raise make_missing_error(f"{where}.output")
         call_id = _required(item, "call_id", where)
-        return Message("tool", join_text(item.output, f"{where}.output"), tool_call_id=call_id)
+        return Message("tool", read_text(item.output, f"{where}.output"), tool_call_id=call_id)
     if item.type != "message":
         text = f"{where}.type: items of type {item.type!r} are not supported"
         raise make_unsupported_error(f"{where}.type", text)
     if item.content is None:
         raise make_missing_error(f"{where}.content")
     role: Role = "system" if _required(item, "role", where) in ("system", "developer") else "user"
-    return Message(role, join_text(item.content, f"{where}.content"))
+    return Message(role, read_text(item.content, f"{where}.content"))
 
 
 def _required(item: Item, name: str, where: str) -> str:
@@ -326,7 +329,22 @@ def _message_item(item_id: str, text: str) -> dict[str, Any]:
 
 def _call_item(item_id: str, tool_call: ToolCall, call: CallRequest) -> dict[str, Any]:
     head = {"id": item_id, "type": "function_call", "call_id": tool_call.id, "status": "completed"}
-    namespace, dot, name = tool_call.name.partition(".")
-    if dot and any(tool["type"] == "namespace" and tool["name"] == namespace for tool in call.echoed["tools"]):
-        return {**head, "namespace": namespace, "name": name, "arguments": tool_call.arguments}
-    return {**head, "name": tool_call.name, "arguments": tool_call.arguments}
+    namespace = _namespace_of(tool_call.name, call.echoed["tools"])
+    if namespace is None:
+        return {**head, "name": tool_call.name, "arguments": tool_call.arguments}
+    name = tool_call.name.removeprefix(f"{namespace}.")
+    return {**head, "namespace": namespace, "name": name, "arguments": tool_call.arguments}
+
+
+def _namespace_of(called: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the namespace of a called function: names of either may have dots, so the request's tools decide.
+
+    A function that no namespace has goes to the longest one whose name it begins with; a model may make up names.
+    """
+    if any(tool["type"] == "function" and tool["name"] == called for tool in tools):
+        return None
+    spaces = [tool for tool in tools if tool["type"] == "namespace" and called.startswith(f"{tool['name']}.")]
+    for tool in spaces:
+        if any(_full_name(tool["name"], each["name"]) == called for each in tool.get("tools") or ()):
+            return tool["name"]
+    return max((tool["name"] for tool in spaces), key=len, default=None)

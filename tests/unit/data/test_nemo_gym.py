@@ -87,7 +87,7 @@ def test_items_of_a_conversation_become_messages_and_tools_those_of_templates(se
         (row(input=["hi"]), r"input\[0\] is 'hi', not a message"),
         (row(input=[{"role": "human", "content": "x"}]), r"input\[0\]\.role is 'human'; known: developer, system"),
         (row(input=[{"role": "user"}]), r"input\[0\]\.content is missing"),
-        (row(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "type 'input_image': the policy reads"),
+        (row(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "type 'input_image': this policy reads"),
         (row(input=[{"type": "function_call", "arguments": "{}"}]), "has no field 'name'"),
         (row(tools={}), "tools is {}, not a list"),
         (row(tools=[{"type": "web_search"}]), r"tools\[0\] is {'type': 'web_search'}, not a function"),

@@ -14,7 +14,7 @@ from nemo_rl.gateway.codec import (
     parse_qwen3_coder,
     parse_think,
 )
-from nemo_rl.types import Message
+from nemo_rl.types import Message, TextPart, ThinkingPart
 from tests.unit.gateway.engines import CALL_TEXT, codec_of, encoder_of, tokens_of
 
 
@@ -47,7 +47,9 @@ def test_without_tools_or_parsers_calls_and_thinking_stay_text():
     text = f"<think>sum</think>{CALL_TEXT}"
     ids = tokens_of("qwen3", text)
     assert Codec(encoder_of("qwen3")).read(ids, ReadingRules("1")).message == Message("assistant", text)
-    assert codec_of("qwen3").read(ids, ReadingRules("1", with_tools=False)).message == Message("assistant", CALL_TEXT)
+    assert codec_of("qwen3").read(ids, ReadingRules("1", with_tools=False)).message == Message(
+        "assistant", (ThinkingPart("sum"), TextPart(CALL_TEXT))
+    )
 
 
 @pytest.mark.parametrize(

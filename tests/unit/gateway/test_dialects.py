@@ -207,6 +207,73 @@ def test_tokens_that_come_fast_share_a_delta_after_the_first():
     assert [each.text for each in sent[1:]] == ["a", "bcdef", "gh"]
 
 
+class Timers:
+    """The event loop's `call_later`, whose time the test sets."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, Any, Any]] = []  # (delay, callback, handle)
+
+    def call_later(self, delay: float, callback: Any) -> Any:
+        handle = asyncio.TimerHandle(delay, callback, (), FakeLoop())  # type: ignore[arg-type]
+        self.waiting.append((delay, callback, handle))
+        return handle
+
+    def elapse(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for _, callback, handle in waiting:
+            if not handle.cancelled():
+                callback()
+
+
+class FakeLoop:
+    def get_debug(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: Any) -> None:
+        """Forget nothing: the test keeps the handles."""
+
+
+def test_a_token_that_nothing_follows_is_sent_when_the_interval_is_over():
+    sent: list[Any] = []
+    now, timers = [1.0], Timers()
+    ids = tokens_of("qwen3", "abcdef")
+    start = StreamStart("id", "m", 1)
+    with ResponseStream(
+        codec_of("qwen3"), start, sent.append, ReadingRules("1"), clock=lambda: now[0], call_later=timers.call_later
+    ) as stream:
+        stream.feed(0, ids[:1])
+        assert (sent, timers.waiting) == ([start, TextDelta("a")], [])
+        now[0] += INTERVAL_S / 3
+        stream.feed(1, ids[1:2])
+        stream.feed(2, ids[2:3])
+        assert [delay for delay, _, _ in timers.waiting] == [pytest.approx(INTERVAL_S * 2 / 3)]
+        assert sent[2:] == []
+        now[0] += INTERVAL_S * 2 / 3
+        timers.elapse()
+        assert sent[2:] == [TextDelta("bc")]
+        stream.feed(3, ids[3:4])
+        assert len(timers.waiting) == 1
+    timers.elapse()  # cancelled when the block was left
+    assert sent[3:] == []
+
+
+def test_a_stream_starts_with_the_first_token_though_its_text_is_held_back():
+    for codec in (codec_of("qwen3"), codec_with_vllms_parser()):
+        sent: list[Any] = []
+        start = StreamStart("id", "m", 1)
+        stream = ResponseStream(codec, start, sent.append, ReadingRules("1"))
+        stream.feed(0, ())
+        assert sent == []
+        stream.feed(0, tokens_of("qwen3", "<think>")[:1])
+        assert sent == [start]
+
+
+def codec_with_vllms_parser() -> Any:
+    codec = codec_of("qwen3")
+    codec.tool_parser_name = "a parser without an entry in streaming.py"
+    return codec
+
+
 def test_text_ends_before_a_stop_string_that_came_in_parts():
     sent = deltas_of("one STOP two", stop_strings=("STOP",))
     assert "".join(each.text for each in sent) == "one "
@@ -266,6 +333,69 @@ def test_a_function_of_a_namespace_is_called_by_both_names_and_its_item_continue
         assert [m.is_generated for m in chain.message_log] == [False, True, False, True]
 
     generation = SpeakingGeneration("qwen3", speak)
+    serve(generation, use)
+
+
+NAMESPACED = ("files.local.read", "files.search", "files", "plain.f", "plain.g", "other")
+TOOLS_WITH_DOTS = [
+    {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "search"}]},
+    {"type": "namespace", "name": "files.local", "tools": [{"type": "function", "name": "read"}]},
+    {"type": "namespace", "name": "plain", "tools": [{"type": "function", "name": "g"}]},
+    {"type": "function", "name": "plain.f"},
+]
+ITEMS_WITH_DOTS = [
+    *(("files.local", "read"), ("files", "search"), (None, "files")),
+    *((None, "plain.f"), ("plain", "g"), (None, "other")),
+]
+
+
+def test_namespaces_and_functions_with_dots_in_their_names_are_told_apart():
+    called = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in NAMESPACED)
+    generation = SpeakingGeneration("qwen3", lambda request, prompt: "done" if "<tool_resp" in prompt else called)
+
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        async with client_of(server.session_url(session_id)) as client:
+            tools: Any = TOOLS_WITH_DOTS
+            done: Any = await client.responses.create(model="m", input="hi", tools=tools)
+            items = [item.to_dict() for item in done.output]
+            assert [(item.get("namespace"), item["name"]) for item in items] == ITEMS_WITH_DOTS
+            outputs = [{"type": "function_call_output", "call_id": c["call_id"], "output": "x"} for c in items]
+            history: Any = [{"role": "user", "content": "hi"}, *items, *outputs]
+            await client.responses.create(model="m", input=history, tools=tools)
+        assert len(server.close_session(session_id).chains()) == 1
+
+    serve(generation, use)
+
+
+SERIAL: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"parallel_tool_calls": False, "tools": [TOOL]}),
+    ("responses", {"parallel_tool_calls": False, "tools": [{"type": "function", **TOOL["function"]}]}),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "tools": [{"name": "add"}]}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields"), SERIAL)
+def test_a_client_that_takes_one_call_at_a_time_gets_the_first(path: str, fields: dict[str, Any], stream: bool) -> None:
+    text = f"{CALL_TEXT}\n{CALL_TEXT.replace('add', 'multiply')}"
+    generation = SpeakingGeneration("qwen3", lambda request, prompt: text)
+
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        body = {"input": "hi"} if path == "responses" else ASK
+        async with (
+            ClientSession(server.base_url) as client,
+            client.post(f"/sessions/{session_id}/v1/{path}", json={**body, **fields, "stream": stream}) as response,
+        ):
+            seen = await response.text()
+        (chain,) = server.close_session(session_id).chains()
+        (call,) = chain.message_log[-1].message.tool_calls
+        assert call.arguments == '{"a": 3, "b": 4}'
+        assert call.id in seen
+        assert "multiply" not in seen
+        assert chain.message_log[-1].token_ids == tokens_of("qwen3", text)
+
     serve(generation, use)
 
 

@@ -1,6 +1,7 @@
 """Guided responses: who may ask for them, what the engine is told, and that training never sees their log-probs."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -188,6 +189,48 @@ def test_a_demand_for_a_call_is_refused_or_left_to_the_policy(path: str, tools: 
 
     use(refused)
     use(left, forced_tool_choice="auto")
+
+
+@pytest.mark.parametrize(("path", "tools", "choice"), FORCED)
+def test_a_demand_for_a_call_guides_the_engine_to_the_chosen_tools(path: str, tools: Any, choice: Any) -> None:
+    is_required = not (isinstance(choice, dict) and "auto" in json.dumps(choice))
+    is_all = choice in ("required", {"type": "any"}) or '"g"' in json.dumps(choice)
+
+    async def served(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session(trains=False)
+        assert (await ask_at(server, session, path, tools=tools, tool_choice=choice))[0] == 200
+        guide = generation.requests[-1].sampling.guide
+        assert guide is not None
+        assert guide.kind == "structural_tag"
+        form = json.loads(guide.text)["format"]
+        begins = ['<tool_call>\n{"name": "f", "arguments": ', '<tool_call>\n{"name": "g", "arguments": ']
+        assert [tag["begin"] for tag in form["tags"]] == (begins if is_all else begins[:1])
+        assert form["tags"][0]["content"]["json_schema"]["type"] == "object"
+        assert (form["at_least_one"], form["stop_after_first"]) == (is_required, is_required)
+        assert masks(server, session) == [[False, True]]
+
+    async def refused(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask_at(server, server.open_session(), path, tools=tools, tool_choice=choice)
+        assert (status, "masked distribution" in answer["error"]["message"]) == (400, True)
+
+    async def untrained(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session()
+        assert (await ask_at(server, session, path, tools=tools, tool_choice=choice))[0] == 200
+        assert masks(server, session) == [[False, False]]
+
+    use(served, forced_tool_choice="guided")
+    use(refused, forced_tool_choice="guided")
+    use(untrained, forced_tool_choice="guided", guided_calls="untrained")
+
+
+def test_a_demand_for_a_call_excludes_another_constraint() -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session(trains=False)
+        fields = {"tools": CHAT_TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}
+        status, answer = await ask_at(server, session, CHAT, **fields)
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+    use(body, forced_tool_choice="guided")
 
 
 @pytest.mark.parametrize(("path", "tools", "choice"), FREE)

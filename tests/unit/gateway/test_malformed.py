@@ -41,8 +41,21 @@ COMMON: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": {"name": "f"}}),
     ("tools.0", {"tools": [3]}),
 ]
+REFUSED_BY_ALL: list[tuple[str, dict[str, Any]]] = [
+    *((name, {name: "[0-9]+"}) for name in ("guided_regex", "guided_choice", "guided_grammar", "guided_json")),
+    ("guided_decoding_backend", {"guided_decoding_backend": "outlines"}),
+    ("logit_bias", {"logit_bias": {"1": 5}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("continue_final_message", {"continue_final_message": True}),
+    ("add_generation_prompt", {"add_generation_prompt": False}),
+    ("bad_words", {"bad_words": ["a"]}),
+    ("min_tokens", {"min_tokens": 3}),
+    ("ignore_eos", {"ignore_eos": True}),
+    ("n", {"n": 2}),
+]
 CHAT: list[tuple[str, dict[str, Any]]] = [
     *COMMON,
+    *REFUSED_BY_ALL,
     ("messages", {"messages": None}),
     ("messages", {"messages": []}),
     ("messages", {"messages": "hi"}),
@@ -94,13 +107,18 @@ CHAT: list[tuple[str, dict[str, Any]]] = [
     ("response_format", {"response_format": "json"}),
     ("response_format.json_schema", {"response_format": {"type": "json_schema", "schema": {}}}),
     ("modalities", {"modalities": ["audio"]}),
-    ("logit_bias", {"logit_bias": {"1": 5}}),
     ("functions", {"functions": [{"name": "f"}]}),
+    ("messages.1.reasoning_content", {"messages": after_hi({"role": "assistant", "reasoning_content": 3})}),
+    ("system", {"system": "be brief"}),
+    ("instructions", {"instructions": "be brief"}),
+    ("text", {"text": {"format": {"type": "json_object"}}}),
+    ("output_config", {"output_config": {"format": OUTPUT}}),
 ]
 CLEAR = {"type": "clear_thinking_20251015"}
 CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 MESSAGES: list[tuple[str, dict[str, Any]]] = [
     *COMMON,
+    *REFUSED_BY_ALL,
     ("messages", {"messages": None}),
     ("messages", {"messages": []}),
     ("messages", {"messages": "hi"}),
@@ -158,6 +176,10 @@ MESSAGES: list[tuple[str, dict[str, Any]]] = [
     ("stop_sequences", {"stop_sequences": "a"}),
     ("stop_sequences.0", {"stop_sequences": [""]}),
     ("mcp_servers", {"mcp_servers": [{"url": "http://x"}]}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a"}}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("max_completion_tokens", {"max_completion_tokens": 8}),
+    ("stop", {"stop": "a"}),
     ("container", {"container": "c"}),
     ("context_management.edits.0", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
     ("context_management.edits.0", {"context_management": {"edits": [{**CLEAR, "keep": {"value": 1}}]}}),
@@ -167,6 +189,7 @@ NAMESPACE = {"type": "namespace", "name": "n"}
 CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 RESPONSES: list[tuple[str, dict[str, Any]]] = [
     *COMMON,
+    *REFUSED_BY_ALL,
     ("input", {"input": None}),
     ("input", {"input": []}),
     ("input", {"input": 3}),
@@ -225,6 +248,10 @@ RESPONSES: list[tuple[str, dict[str, Any]]] = [
     ("text.format", {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}),
     ("parallel_tool_calls", {"parallel_tool_calls": "no"}),
     ("background", {"background": True}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("max_tokens", {"max_tokens": 8}),
+    ("stop", {"stop": "a"}),
+    ("input", items({"type": "reasoning", "summary": "x"})),
     ("conversation", {"conversation": "conv_1"}),
     ("prompt", {"prompt": {"id": "p"}}),
 ]

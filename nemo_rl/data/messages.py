@@ -1,0 +1,112 @@
+"""Messages as JSON: OpenAI's chat form, which rows and programs use, and the form of this project's own records.
+
+A plain string is a valid content everywhere. The bodies of the gateway's APIs are read in gateway/dialects/content.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, get_args
+
+from nemo_rl.errors import DataError
+from nemo_rl.types import PART_TYPES, Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
+
+TEXT_TYPES = ("text", "input_text", "output_text")  # of a part, in OpenAI's two APIs and in Anthropic's
+_TYPE_NAMES = {part_type: name for name, part_type in PART_TYPES.items()}
+
+
+def to_openai_message(message: Message) -> dict[str, Any]:
+    """Return a message in OpenAI's shape; thinking is `reasoning_content`, as chat templates and servers expect it."""
+    body: dict[str, Any] = {"role": message.role, "content": message.content}
+    if (thinking := message.thinking) is not None:
+        body["reasoning_content"] = thinking
+    if calls := message.tool_calls:
+        body["tool_calls"] = [to_openai_tool_call(call) for call in calls]
+    if (call_id := message.tool_call_id) is not None:
+        body["tool_call_id"] = call_id
+    return body
+
+
+def to_openai_tool_call(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in OpenAI's shape; its arguments are text."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def parse_message(item: Any, where: str = "message") -> Message:
+    """Return an OpenAI message as the project's.
+
+    Raises DataError, naming the place below `where`, for an unknown role and for content that the policy cannot read.
+    """
+    if not isinstance(item, Mapping) or item.get("role") not in get_args(Role):
+        raise DataError(f"{where}: {item!r} is no message with a role of {', '.join(get_args(Role))}")
+    calls = tuple(_parse_tool_call(call) for call in item.get("tool_calls") or ())
+    content = parse_content(item.get("content"), f"{where}.content")
+    if not any(isinstance(part, ThinkingPart) for part in content):
+        return Message(item["role"], "".join(part.text for part in content), calls, item.get("tool_call_id"))
+    if item["role"] != "assistant":
+        raise DataError(f"{where}.content: thinking in a message of role {item['role']}; only the assistant thinks")
+    return Message("assistant", content, calls)
+
+
+def parse_content(content: Any, where: str = "content") -> tuple[TextPart | ThinkingPart, ...]:
+    """Return the parts of a message's content: a text, or a list of parts of type text or thinking.
+
+    Raises DataError that names the part's index and type for an image, audio, a file and whatever else is no text.
+    """
+    if content is None or isinstance(content, str):
+        return (TextPart(content),) if content else ()
+    if not isinstance(content, Sequence):
+        raise DataError(f"{where} is {content!r:.80}, not a text or a list of parts")
+    return tuple(_parse_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _parse_part(part: Any, where: str) -> TextPart | ThinkingPart:
+    if not isinstance(part, Mapping):
+        raise DataError(f"{where} is {part!r:.80}, not an object with type and text")
+    kind = part.get("type", "text")
+    if kind not in (*TEXT_TYPES, "thinking"):
+        raise DataError(f"{where} is a part of type {kind!r}: this policy reads text")
+    text = part.get("thinking", part.get("text")) if kind == "thinking" else part.get("text")
+    if not isinstance(text, str):
+        raise DataError(f"{where} has no text: {part!r:.80}")
+    return ThinkingPart(text) if kind == "thinking" else TextPart(text)
+
+
+def _parse_tool_call(call: Mapping[str, Any]) -> ToolCall:
+    arguments = call["function"].get("arguments", "{}")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(call.get("id") or "", call["function"]["name"], text)
+
+
+def to_record(message: Message) -> dict[str, Any]:
+    """Return a message as records hold it: role, content, calls; and its parts where these do not say everything."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if calls := message.tool_calls:
+        row["tool_calls"] = [asdict(call) for call in calls]
+    if (call_id := message.tool_call_id) is not None:
+        row["tool_call_id"] = call_id
+    if message.parts != Message(message.role, row["content"], calls, call_id).parts:
+        row["parts"] = [_part_to_dict(part) for part in message.parts]
+    return row
+
+
+def parse_record(row: Mapping[str, Any]) -> Message:
+    """Return the message of `to_record`; raises KeyError, TypeError or ValueError for a row that is none."""
+    if (parts := row.get("parts")) is not None:
+        return Message(row["role"], tuple(_part_from_dict(part) for part in parts))
+    calls = tuple(ToolCall(**call) for call in row.get("tool_calls") or ())
+    return Message(row["role"], row["content"], calls, row.get("tool_call_id"))
+
+
+def _part_to_dict(part: Part) -> dict[str, Any]:
+    fields = asdict(part)
+    if isinstance(part, ToolResult):
+        fields["content"] = [_part_to_dict(each) for each in part.content]
+    return {"type": _TYPE_NAMES[type(part)], **fields}
+
+
+def _part_from_dict(fields: Mapping[str, Any]) -> Part:
+    kind, values = fields["type"], {name: value for name, value in fields.items() if name != "type"}
+    if kind == "tool_result":
+        values["content"] = tuple(_part_from_dict(each) for each in values["content"])
+    return PART_TYPES[kind](**values)
