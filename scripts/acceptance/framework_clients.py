@@ -2,7 +2,8 @@
 
 python framework_clients.py NAME    with the session's URL in OPENAI_BASE_URL; the last line is the answers as JSON
 
-The frameworks are used as their manuals show them: nothing here knows the gateway but its address.
+The frameworks are used as their manuals show them: nothing here knows the gateway but its address. With CLIENT_FORCES=1
+each demands a call of a tool in its first request of a question (`tool_choice`), for models that write none themselves.
 """
 
 # pyright: reportMissingImports=false
@@ -19,6 +20,8 @@ SYSTEM = os.environ.get("CLIENT_SYSTEM", "You are a calculator. Use the tools.")
 QUESTIONS = ("What is (3 + 4) * 5?", "Double it, and what is 1 + 2?")
 MODEL = "policy"
 MAX_TURNS = 10  # of a loop that is written here
+FORCES = os.environ.get("CLIENT_FORCES") == "1"
+MAX_FORCED_STEPS = 2  # of a framework that demands a call in every request
 BASE_URL = os.environ.get("OPENAI_BASE_URL", "")
 KEY = os.environ.get("OPENAI_API_KEY", "unused")
 
@@ -51,6 +54,7 @@ TOOLS: Mapping[str, Callable[..., int]] = {"add": add, "multiply": multiply}
 async def openai_agents(*, api: str, stream: bool) -> Answers:
     from agents import (
         Agent,
+        ModelSettings,
         OpenAIChatCompletionsModel,
         OpenAIResponsesModel,
         Runner,
@@ -62,7 +66,9 @@ async def openai_agents(*, api: str, stream: bool) -> Answers:
     set_tracing_disabled(True)
     make = OpenAIResponsesModel if api == "responses" else OpenAIChatCompletionsModel
     model = make(model=MODEL, openai_client=AsyncOpenAI(base_url=BASE_URL, api_key=KEY))
-    agent = Agent(name="calculator", instructions=SYSTEM, model=model, tools=[function_tool(f) for f in TOOLS.values()])
+    settings = ModelSettings(tool_choice="required" if FORCES else None)  # reset by it after a call
+    tools = [function_tool(f) for f in TOOLS.values()]
+    agent = Agent(name="calculator", instructions=SYSTEM, model=model, tools=tools, model_settings=settings)
     answers, history = [], []
     for question in QUESTIONS:
         asked = [*history, {"role": "user", "content": question}]
@@ -85,7 +91,13 @@ async def langgraph(*, api: str, stream: bool) -> Answers:
     model = ChatOpenAI(
         model=MODEL, base_url=BASE_URL, api_key=KEY, use_responses_api=api == "responses", streaming=stream
     )
-    agent = create_react_agent(model, [tool(f) for f in TOOLS.values()], prompt=SYSTEM)
+    tools = [tool(f) for f in TOOLS.values()]
+
+    def choose(state: Any, runtime: Any) -> Any:
+        is_first = state["messages"][-1].type == "human"
+        return model.bind_tools(tools, tool_choice="required" if is_first else None)
+
+    agent = create_react_agent(choose if FORCES else model, tools, prompt=SYSTEM)
     state: dict[str, Any] = {"messages": []}
     answers = []
     for question in QUESTIONS:
@@ -99,7 +111,11 @@ async def smolagents(*, api: str, stream: bool) -> Answers:
 
     model = OpenAIModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY)
     agent = ToolCallingAgent(
-        tools=[tool(f) for f in TOOLS.values()], model=model, instructions=SYSTEM, stream_outputs=stream
+        tools=[tool(f) for f in TOOLS.values()],
+        model=model,  # which demands a call in each request
+        instructions=SYSTEM,
+        stream_outputs=stream,
+        max_steps=MAX_FORCED_STEPS if FORCES else MAX_TURNS,
     )
     agent.logger.level = -1
     return [str(await asyncio.to_thread(agent.run, question, reset=i == 0)) for i, question in enumerate(QUESTIONS)]
@@ -123,7 +139,11 @@ async def pydantic_ai(*, api: str, stream: bool) -> Answers:
         async for _ in events:
             pass
 
-    agent = Agent(model, system_prompt=SYSTEM, tools=list(TOOLS.values()))
+    def choose(context: Any) -> Any:
+        return {"tool_choice": "required"} if context.run_step <= 1 else {}
+
+    settings: Any = choose if FORCES else None
+    agent = Agent(model, system_prompt=SYSTEM, tools=list(TOOLS.values()), model_settings=settings)
     answers: Answers = []
     history: Any = None
     for question in QUESTIONS:
@@ -156,8 +176,9 @@ async def litellm(*, api: str, stream: bool) -> Answers:
     answers = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        for _ in range(MAX_TURNS):
-            done: Any = await client.acompletion(messages=messages, tools=tools, stream=stream, **target)
+        for turn in range(MAX_TURNS):
+            forced = {"tool_choice": {"type": "function", "function": {"name": "add"}}} if FORCES and not turn else {}
+            done: Any = await client.acompletion(messages=messages, tools=tools, stream=stream, **forced, **target)
             if stream:
                 done = client.stream_chunk_builder([chunk async for chunk in done], messages=messages)
             said = done.choices[0].message
@@ -179,9 +200,10 @@ async def litellm_responses(*, stream: bool) -> Answers:
     previous, answers = None, []
     for question in QUESTIONS:
         items: list[Any] = [{"role": "user", "content": question}]
-        for _ in range(MAX_TURNS):
+        for turn in range(MAX_TURNS):
+            forced = {"tool_choice": {"type": "function", "name": "add"}} if FORCES and not turn else {}
             done: Any = await client.aresponses(
-                input=items, tools=tools, stream=stream, previous_response_id=previous, **target
+                input=items, tools=tools, stream=stream, previous_response_id=previous, **forced, **target
             )
             if stream:
                 done = [event async for event in done][-1].response

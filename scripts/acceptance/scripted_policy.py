@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.chat import ChatEncoder
@@ -98,12 +98,9 @@ async def serve(engine: Recorded) -> AsyncIterator[GatewayServer]:
 
 
 @asynccontextmanager
-async def serve_model(
-    engine_name: Literal["hf", "vllm"], directory: Path
-) -> AsyncIterator[tuple[GatewayServer, Recorded]]:
-    """Run a gateway over SmolLM2-135M-Instruct, greedy, while the block runs; its files are written to `directory`."""
+async def serve_model(directory: Path) -> AsyncIterator[tuple[GatewayServer, Recorded]]:
+    """Run a gateway over SmolLM2-135M-Instruct on vLLM, greedy, while the block runs; its files go to `directory`."""
     from nemo_rl.generation.engines import EngineModel
-    from nemo_rl.generation.hf import HFGeneration
     from nemo_rl.generation.vllm.engine import VllmGeneration
     from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
     from tests.contracts.smollm2 import save_smollm2
@@ -112,15 +109,11 @@ async def serve_model(
     tokenizer = load_tokenizer(TokenizerConfig(), path)
     tokenizer.chat_template = template_text(TEMPLATE)
     codec = Codec(ChatEncoder(tokenizer), tool_parser_name="hermes")
-    if engine_name == "hf":
-        engine: Any = HFGeneration(path, max_model_len=MODEL_LEN)
-    else:
-        section = VllmGenerationConfig(vllm_cfg=VllmConfig(max_num_seqs=4))
-        engine = await VllmGeneration.create(section, EngineModel(path, "float32", MODEL_LEN, "cpu"))
+    section = VllmGenerationConfig(vllm_cfg=VllmConfig(max_num_seqs=4))
+    engine = await VllmGeneration.create(section, EngineModel(path, "float32", MODEL_LEN, "cpu"))
     sampling = SamplingParams(MODEL_TOKENS, temperature=0.0, stop_token_ids=codec.encoder.stop_token_ids)
-    rules = CompletionRules(
-        "policy", MODEL_LEN, sampling, seed=1, max_concurrent_calls=4, timeout_s=300, forced_tool_choice="auto"
-    )
+    settings: Any = {"can_guide": True, "forced_tool_choice": "guided"}
+    rules = CompletionRules("policy", MODEL_LEN, sampling, seed=1, max_concurrent_calls=4, timeout_s=300, **settings)
     recorded = Recorded(engine)
     try:
         server = await GatewayServer.start(recorded, codec, rules)  # type: ignore[arg-type]
