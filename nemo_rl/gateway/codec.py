@@ -155,7 +155,7 @@ class Codec:
             for tool in tools
             if tool["function"]["name"] in names
         ]
-        form = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+        form: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
         form |= {"at_least_one": is_required, "stop_after_first": is_required}
         return Guide("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
