@@ -138,11 +138,19 @@ def to_openai_call() -> dict[str, Any]:
     return {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] %}<think>{{ m['reasoning_content'] }}</think>{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def test_thinking_is_rendered_as_the_template_writes_it_or_refused_where_it_knows_none() -> None:
     message = Message("assistant", (ThinkingPart("sum"), TextPart("7")))
-    encoder = ChatEncoder(byte_tokenizer("qwen3"))
-    assert encoder.decode(encoder.encode_answer(message)) == "<think>\nsum\n</think>\n\n7"
-    with pytest.raises(ConfigError, match="thinking"):
+    encoder = ChatEncoder(byte_tokenizer("chatml"), chat_template=THINKING_TEMPLATE)
+    assert encoder.decode(encoder.encode_answer(message)) == "<think>sum</think>7"
+    assert encoder.decode(encoder.encode_answer(message.without_thinking())) == "7"
+    with pytest.raises(ConfigError, match="its thinking is not rendered"):
         ChatEncoder(byte_tokenizer("chatml")).encode_answer(message)
 
 

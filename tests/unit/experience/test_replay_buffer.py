@@ -24,9 +24,12 @@ from nemo_rl.types import (
     FailureClass,
     Message,
     StopReason,
+    TextPart,
+    ThinkingPart,
     Timings,
     TokenizedMessage,
     ToolCall,
+    ToolResult,
     Trajectory,
     TrajectoryGroup,
     WeightSpan,
@@ -112,12 +115,19 @@ NUM_PROMPTS = 5
 LOADER = PromptLoader([prompt(i) for i in range(NUM_PROMPTS)], shuffle=True, seed=1, max_epochs=3)
 TEXT = st.text(max_size=5)
 SECONDS = st.floats(0, 1e6)
-MESSAGES = st.builds(
-    Message,
-    st.sampled_from(("system", "user", "assistant", "tool")),
-    TEXT,
-    st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple),
-    st.none() | TEXT,
+CALLS = st.builds(ToolCall, TEXT, TEXT, TEXT)
+PARTS = st.lists(st.builds(TextPart, TEXT) | st.builds(ThinkingPart, TEXT) | CALLS, max_size=4)
+RESULTS = st.builds(ToolResult, st.none() | TEXT, st.lists(st.builds(TextPart, TEXT), max_size=2).map(tuple))
+MESSAGES = (
+    st.builds(
+        Message,
+        st.sampled_from(("system", "user", "assistant", "tool")),
+        TEXT,
+        st.lists(CALLS, max_size=2).map(tuple),
+        st.none() | TEXT,
+    )
+    | st.builds(Message, st.just("assistant"), PARTS)
+    | st.builds(Message, st.just("tool"), st.tuples(RESULTS))
 )
 SPANS = st.lists(st.builds(WeightSpan, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=2).map(tuple)
 
@@ -187,7 +197,7 @@ def test_no_field_of_a_rollout_is_forgotten() -> None:
     assert [f.name for f in fields(TokenizedMessage)] == [
         "message", "token_ids", "generation_logprobs", "weight_spans",
     ]  # fmt: skip
-    assert [f.name for f in fields(Message)] == ["role", "content", "tool_calls", "tool_call_id"]
+    assert [f.name for f in fields(Message)] == ["role", "parts"]
     assert [f.name for f in fields(Trajectory)] == [
         "prompt", "group_id", "generation_index", "message_log", "stop_reason", "rewards", "answer", "num_turns",
         "weight_versions", "failure", "timings", "other_chains", "loss_weight", "chain_rewards",

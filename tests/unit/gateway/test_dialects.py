@@ -383,7 +383,7 @@ def test_a_client_that_takes_one_call_at_a_time_gets_the_first(path: str, fields
 
     async def use(server: GatewayServer) -> None:
         session_id = server.open_session()
-        body = {"input": "hi"} if path == "responses" else ASK
+        body = {"input": "hi"} if path == "responses" else {**ASK, "max_tokens": 256}
         async with (
             ClientSession(server.base_url) as client,
             client.post(f"/sessions/{session_id}/v1/{path}", json={**body, **fields, "stream": stream}) as response,
