@@ -1,6 +1,8 @@
-"""This machine: cache directory, open-file limit, free ports, weight files, and processes that end with the trainer."""
+"""This machine: cache directory, open-file limit, OpenMP's threads, free ports, weight files, and processes that end
+with the trainer."""
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
@@ -52,6 +54,24 @@ def max_connections(file_limit: int) -> int:
 
 def _finite(limit: int) -> int:
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
+
+
+OMP_PAUSE_HARD = 2  # of OpenMP 5.0: give up the threads, and keep no state
+
+
+def release_openmp_threads() -> None:
+    """Give up the OpenMP threads that the calling thread has computed with; its next parallel work makes new ones.
+
+    Each thread that computes keeps a team of its own. Once all teams together have more threads than the machine has
+    cores, GNU's OpenMP no longer lets a team's threads spin between two parallel regions but puts them to sleep, which
+    takes longer than the regions of a small model (docs/benchmarks.md). So a thread that computes in turn with others
+    calls this before it waits. Does nothing with a runtime that lacks `omp_pause_resource_all`.
+    """
+    if (pause := getattr(_LIBRARIES, "omp_pause_resource_all", None)) is not None:
+        pause(OMP_PAUSE_HARD)
+
+
+_LIBRARIES = ctypes.CDLL(None)  # all that this process has loaded: the runtime comes with torch
 
 
 def write_private(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from nemo_rl.distributed.machine import release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import Generation, WeightManifest, Weights
@@ -112,7 +113,8 @@ class HFGeneration(Generation):
 
     async def _run_cancellable(self, batch: Batch) -> None:
         cancelled = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(self._thread, self._sample, batch, cancelled)
+        release_openmp_threads()  # of the event loop
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._sample_in_turn, batch, cancelled)
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -132,6 +134,12 @@ class HFGeneration(Generation):
         if not all(0 <= token < vocab_size for token in request.token_ids):
             return f"a token id outside the vocabulary of {vocab_size}"
         return None
+
+    def _sample_in_turn(self, batch: Batch, cancelled: threading.Event) -> None:
+        try:
+            self._sample(batch, cancelled)
+        finally:
+            release_openmp_threads()
 
     @torch.inference_mode()
     def _sample(self, batch: Batch, cancelled: threading.Event) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.distributed.machine import release_openmp_threads
 from nemo_rl.errors import WorkerError, WorkerTimeout
 from nemo_rl.interfaces import LossFn, OffloadPart, TopK
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, SentBatch, merge_rows
@@ -213,6 +214,7 @@ class PolicyThread:
         if self._is_closed:
             raise RuntimeError(f"the thread {self._thread.name} is closed")
         future: Future[ResultT] = Future()
+        release_openmp_threads()  # of the caller
         self._calls.put((future, call))
         return future
 
@@ -222,6 +224,7 @@ class PolicyThread:
         while item is not None:
             _run_call(*item)
             del item  # while it waits, the last call's tensors would stay alive
+            release_openmp_threads()
             item = self._calls.get()
 
 

@@ -37,6 +37,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
 
+from nemo_rl.distributed.machine import release_openmp_threads
 from nemo_rl.errors import GenerationError
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,8 @@ class CoreThread:
     def _make_calls(self) -> None:
         """Make all calls that wait; without work for the model, wait for one."""
         while not self._ends and (not self._has_work or not self._calls.empty()):
+            if self._calls.empty():
+                release_openmp_threads()
             for call in self._calls.get():
                 self._guard(call)
 
@@ -377,6 +380,7 @@ class InProcessEngine:
 
     def _flush(self) -> None:
         calls, self._outbox = self._outbox, []
+        release_openmp_threads()  # of the event loop
         self._thread.put(calls)
 
     def _deliver(self, messages: list[tuple[Answer, Any]]) -> None:

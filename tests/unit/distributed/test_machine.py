@@ -117,3 +117,38 @@ def test_an_engines_core_and_worker_end_with_a_trainer_that_is_killed(tmp_path: 
     assert trainer.stdout.read() == ""  # returns once all who hold the pipe, core and worker too, have ended
     trainer.wait()
     trainer.stdout.close()
+
+
+COMPUTE_AND_RELEASE = """
+import os, threading, time
+import torch
+from nemo_rl.distributed.machine import release_openmp_threads
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def wait_for(number):
+    deadline = time.monotonic() + 30
+    while count() > number and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count()
+
+torch.set_num_threads(2)
+release_openmp_threads()  # before any work: there is nothing to give up
+before = count()
+values = torch.ones(1 << 20)
+values.mul_(3)
+during = count()
+release_openmp_threads()
+after = wait_for(before)
+again = values.sum().item()
+print(before, during, after, again)
+"""
+
+
+def test_openmp_threads_are_given_up_and_made_again_at_the_next_work() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPUTE_AND_RELEASE], capture_output=True, text=True, check=True)
+    before, during, after, again = map(float, done.stdout.split())
+    assert during == before + 1  # the team of two has one thread beside its own
+    assert after == before
+    assert again == 3 * 2**20
