@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -53,6 +54,9 @@ class ScoreQuery:
         return [self.part(slice(start, start + size)) for start in range(0, max(len(self.targets), 1), size)]
 
 
+FLOAT32_LOGITS_DEVICES = {"cuda"}  # where vLLM's logits are float32 too: generation/vllm/engine.py, head_dtype
+
+
 @dataclass(frozen=True, slots=True)
 class LogitsHead:
     """The head of a model: the output layer, then scaling and soft capping of the logits.
@@ -74,12 +78,47 @@ class LogitsHead:
 
     def __call__(self, output_layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Return the float32 logits [N, V] of hidden states [N, H]."""
-        logits = output_layer(hidden)
+        logits = project_to_logits(output_layer, hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits.float()
+
+
+def project_to_logits(output_layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits [N, V] of an output layer; in float32 on devices where the engine has them in float32 too.
+
+    Products of bfloat16 are summed in float32 either way; a matrix product that returns bfloat16 then rounds the sums,
+    logits near 20 by up to 0.06. A layer that is split over ranks or has a bias is called as it is.
+    """
+    if hidden.device.type not in FLOAT32_LOGITS_DEVICES or hidden.dtype != torch.bfloat16:
+        return output_layer(hidden)
+    if not isinstance(output_layer, nn.Linear) or output_layer.bias is not None:
+        return output_layer(hidden)
+    weight = output_layer.weight
+    if isinstance(weight, DTensor) or weight.dtype != torch.bfloat16:
+        return output_layer(hidden)
+    return _Float32Product.apply(hidden, weight)  # type: ignore[no-any-return]
+
+
+class _Float32Product(torch.autograd.Function):
+    """hidden @ weight.T of bfloat16 in float32, for which torch 2.13 has no derivative; gradients are bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.device.type == "cpu":  # which has no such product
+            return hidden.float() @ weight.float().T
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        gradient = gradients[0].to(weight.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return gradient @ weight if needs_hidden else None, gradient.T @ hidden if needs_weight else None
 
 
 class CausalLogprobs(nn.Module):

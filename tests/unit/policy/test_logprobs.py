@@ -249,6 +249,36 @@ def test_scores_and_gradients_of_a_split_vocabulary_are_those_of_the_whole(sizes
     torch.testing.assert_close(torch.cat([g for *_, g in results], dim=1), gradient, rtol=1e-6, atol=1e-6)
 
 
+def logits_and_gradients(head: torch.nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    states = hidden.clone().requires_grad_()
+    logits = LogitsHead()(head, states)
+    found = torch.autograd.grad(logits.square().sum(), [states, head.weight])
+    return logits.detach(), *found
+
+
+def test_logits_of_bfloat16_are_summed_and_kept_in_float32_where_the_engine_has_them_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(5, 64).bfloat16(), torch.nn.Linear(64, 37, bias=False).bfloat16()
+    exact = hidden.double() @ head.weight.double().T
+    rounded, *_ = logits_and_gradients(head, hidden)
+    monkeypatch.setattr(token_scores, "FLOAT32_LOGITS_DEVICES", {"cpu"})
+    logits, *gradients = logits_and_gradients(head, hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=0)
+    assert (rounded - exact).abs().max() > 1e-3
+    expected = torch.autograd.grad(  # of the same logits, rounded only in the backward pass
+        (hidden.float() @ head.weight.float().T).square().sum(), [head.weight]
+    )
+    torch.testing.assert_close(gradients[1].float(), expected[0].float(), rtol=2e-2, atol=1e-1)
+    torch.testing.assert_close(gradients[0].double(), 2 * exact @ head.weight.double(), rtol=2e-2, atol=1e-1,
+                               check_dtype=False)  # fmt: skip
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
+    biased = torch.nn.Linear(64, 37).bfloat16()
+    assert torch.equal(LogitsHead()(biased, hidden), biased(hidden).float())
+
+
 class CountCalls(TorchDispatchMode):
     """Counts dispatched operations, most of which are a launch each on an accelerator."""
 
