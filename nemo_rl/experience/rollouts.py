@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+NO_RESULT = error_to_failure(GenerationError("the engine gave no result"), FailureClass.INFRA)
 NEMO_RL_ARGUMENTS = frozenset({"policy_generation", "input_batch", "tokenizer", "task_to_env", "max_seq_len"})
 
 
@@ -358,4 +359,4 @@ async def _try_generate(
                     failures.setdefault(result.request_id, Failure(FailureClass.INFRA, result.cause))
     except Exception as error:
         return error_to_failure(error, FailureClass.INFRA)
-    return error_to_failure(GenerationError("the engine gave no result"), FailureClass.INFRA)
+    return NO_RESULT
