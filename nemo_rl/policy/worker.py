@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from nemo_rl import batch as keys
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig
-from nemo_rl.distributed.devices import resolve_device, use_expandable_segments
+from nemo_rl.distributed.devices import prepare_allocator, resolve_device
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches
@@ -184,7 +184,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         self.truncation = truncation
         self.layout = layout
         self.device = resolve_device(config.device)
-        use_expandable_segments(self.device)
+        prepare_allocator(self.device)
         self.num_optimizer_steps = micro_batches.expected_optimizer_steps(
             num_samples_per_step, config.train_global_batch_size
         )
@@ -367,7 +367,7 @@ class TeacherWorker(ScoringWorker[TeacherConfig]):
         self._section = section
         self.layout = layout
         self.device = resolve_device(config.device)
-        use_expandable_segments(self.device)
+        prepare_allocator(self.device)
         self._build_model(model_path, temperature=temperature)
 
     @property

@@ -1,6 +1,10 @@
 """Devices and engine builds of machines that this one is not: torch, the packages and the driver are replaced."""
 
 import logging
+import os
+import platform
+import subprocess
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -176,3 +180,39 @@ def test_memory_for_other_processes_is_not_in_expandable_segments(
     with shareable_memory(torch.device("cpu")):
         pass
     assert len(allocator.settings) == 2
+
+
+COUNT_PAGE_FAULTS = """
+import resource, torch
+from nemo_rl.distributed.devices import prepare_allocator
+
+def faults_of_ten():
+    torch.ones(16 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(16 << 20)  # 64 MiB, freed at once
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+usual = faults_of_ten()
+prepare_allocator(torch.device("cpu"))
+faults_of_ten()  # the heap grows
+print(usual, faults_of_ten())
+"""
+
+
+def count_page_faults(**environment: str) -> tuple[int, int]:
+    variables = {name: value for name, value in os.environ.items() if name not in devices.MALLOC_VARIABLES}
+    command = [sys.executable, "-c", COUNT_PAGE_FAULTS]
+    done = subprocess.run(command, env=variables | environment, capture_output=True, text=True, check=True)
+    usual, after = done.stdout.split()
+    return int(usual), int(after)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_freed_memory_is_kept_on_a_cpu_unless_the_environment_chooses() -> None:
+    usual, after = count_page_faults()
+    assert usual >= 10 * 32  # 32 huge pages, or 16,384 of the usual size, each time
+    assert after < 10
+    usual, after = count_page_faults(MALLOC_MMAP_THRESHOLD_="65536")
+    assert after >= 10 * 32
