@@ -60,6 +60,8 @@ line() {
   mkdir -p "$OUT"
   echo "RUNNING $name: $decides"
   start=$SECONDS
+  echo "$needed" >"$OUT/$name.gpus"
+  nvidia-smi --query-gpu=name --format=csv,noheader >"$OUT/gpu" 2>/dev/null || true
   nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits --loop=1 >"$OUT/$name.memory" 2>/dev/null &
   local watcher=$!
   timeout "$LIMIT" "$@" >"$OUT/$name.log" 2>&1 || status=$?

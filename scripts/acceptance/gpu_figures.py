@@ -21,6 +21,8 @@ PHASES = {
     "training FLOP/s": ("performance/train_flops",),
     "tokens/s": ("performance/tokens_per_sec",),
 }
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense (NVIDIA's data sheets)
+FLOPS = "performance/train_flops"
 ENDS = 10  # steps at either end that the reward is averaged over
 
 
@@ -31,10 +33,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rising is not None:
         return report_rise(rewards(read_steps(arguments.directory / "runs" / arguments.rising)))
-    print(f"| run | {' | '.join(PHASES)} | peak GB |\n|---|{'---|' * (len(PHASES) + 1)}")
+    gpu = read_text(arguments.directory / "gpu")
+    print(f"| run | {' | '.join(PHASES)} | MFU | peak GB |\n|---|{'---|' * (len(PHASES) + 2)}")
     for directory in sorted(path for path in (arguments.directory / "runs").glob("*") if path.is_dir()):
         steps = read_steps(directory)[1:]  # the first one compiles and fills caches
         cells = [median_of(steps, names) for names in PHASES.values()]
+        cells.append(utilization(steps, gpu, read_text(arguments.directory / f"{directory.name}.gpus")))
         print(
             f"| {directory.name} | {' | '.join(cells)} | {peak_gb(arguments.directory / f'{directory.name}.memory')} |"
         )
@@ -51,6 +55,19 @@ def read_steps(directory: Path) -> list[dict[str, Any]]:
 def median_of(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
     values = [float(step[name]) for step in steps for name in names if name in step]
     return f"{statistics.median(values):.4g}" if values else "-"
+
+
+def utilization(steps: Sequence[dict[str, Any]], gpu: str, num_gpus: str) -> str:
+    """Return the share of the peak in bfloat16 of all of the run's GPUs that training reached (MFU)."""
+    rates = [float(step[FLOPS]) for step in steps if FLOPS in step]
+    peaks = [peak for name, peak in PEAK_FLOPS.items() if name in gpu]
+    if not rates or not peaks or not num_gpus.isdigit():
+        return "-"
+    return f"{statistics.median(rates) / (peaks[0] * int(num_gpus)):.3f}"
+
+
+def read_text(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""
 
 
 def peak_gb(path: Path) -> str:

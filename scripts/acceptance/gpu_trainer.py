@@ -31,6 +31,7 @@ import torch.multiprocessing  # registers how tensors are handed over
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
+from nemo_rl.distributed.tensor_transfer import new_token, receive_tensors, send_tensors
 from nemo_rl.policy import logprobs
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.ranks import SINGLE_RANK
@@ -164,6 +165,31 @@ def measure_block_sizes(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def measure_logits(bench: Bench) -> dict[str, Any]:
+    """Measure a chunk's logits, rounded to bfloat16 or kept in float32: milliseconds and the mean error."""
+    model, device = bench.sizes.model, bench.device
+    head = torch.nn.Linear(model.hidden_size, model.vocab_size, bias=False, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head.weight.normal_()
+    hidden = torch.randn(bench.sizes.chunk, model.hidden_size, device=device).bfloat16().requires_grad_()
+    few = hidden.detach()[:16]
+    exact = few.double() @ head.weight.detach().double().T
+    usual, found = set(logprobs.FLOAT32_LOGITS_DEVICES), {}
+    try:
+        for name, devices in (("bfloat16", set()), ("float32", {device.type})):
+            logprobs.FLOAT32_LOGITS_DEVICES = devices
+            project = partial(logprobs.project_to_logits, head)
+            with torch.no_grad():
+                found[f"{name}_error"] = float((project(few).double() - exact).abs().mean() / exact.std())
+            found[f"{name}_ms"] = 1e3 * seconds_of(
+                lambda project=project: project(hidden).float().sum().backward(), device, bench.sizes.repeats
+            )
+    finally:
+        logprobs.FLOAT32_LOGITS_DEVICES = usual
+    assert found["float32_error"] < 0.1 * found["bfloat16_error"], found
+    return found
+
+
 def measure_fake_peak(bench: Bench) -> dict[str, Any]:
     """Compare the peak of FSDP2's real step on one rank with that of fake tensors."""
     from nemo_rl.policy.memory_trace import TraceCase, trace_peaks
@@ -249,6 +275,41 @@ def _read_tensor(connection: Any) -> None:
     connection.send(int(tensor.long().sum()))
 
 
+def measure_buckets(bench: Bench) -> dict[str, Any]:
+    """Measure the transport `cuda_ipc` between two processes: tensors through one bucket, compared at the other end."""
+    device, size = bench.device, bench.sizes.moved // 8
+    tensors = [(f"weight {n}", torch.full((size // 2,), n, dtype=torch.bfloat16, device=device)) for n in range(8)]
+    token, context = new_token(), multiprocessing.get_context("spawn")
+    sending, receiving = context.Pipe()
+    process = context.Process(target=_receive_buckets, args=(receiving, token, device.type), daemon=True)
+    process.start()
+    try:
+        if not sending.poll(IPC_TIMEOUT_S):
+            raise TimeoutError("the other process did not start")
+        sending.recv()
+        start = time.perf_counter()
+        send_tensors(tensors, token, device=device, timeout_s=IPC_TIMEOUT_S)
+        seconds = time.perf_counter() - start
+        if not sending.poll(IPC_TIMEOUT_S):
+            raise TimeoutError("the other process did not compare the tensors")
+        assert sending.recv() == [(name, n, size // 2) for n, (name, _) in enumerate(tensors)], "other bytes arrived"
+    finally:
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+    return {"seconds": seconds, "gb_per_s": bench.sizes.moved / GB / seconds}
+
+
+def _receive_buckets(connection: Any, token: str, device_type: str) -> None:
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    connection.send("ready")
+    found = []
+    for name, tensor in receive_tensors(token, device=device, timeout_s=IPC_TIMEOUT_S):
+        value = float(tensor.float().mean())
+        found.append((name, value if bool((tensor == value).all()) else None, len(tensor)))
+    connection.send(found)
+
+
 def measure_sft(bench: Bench) -> dict[str, Any]:
     """Train on one small batch through the policy's own worker; its loss must fall by a half."""
     from nemo_rl.policy.worker import make_policy_worker
@@ -314,9 +375,11 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "train_padded": lambda bench: measure_training(bench, packed=False),
     "train_packed": lambda bench: measure_training(bench, packed=True),
     "block_sizes": measure_block_sizes,
+    "logits": measure_logits,
     "fake_tensor_peak": measure_fake_peak,
     "moves": measure_moves,
     "ipc": measure_ipc,
+    "buckets": measure_buckets,
     "sft": measure_sft,
 }
 
@@ -324,6 +387,7 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 def run_parts(bench: Bench, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in names:
         start = time.perf_counter()
+        torch.manual_seed(0)  # no part depends on those before it
         try:
             found = PARTS[name](bench)
         except Exception as error:  # the figures of the other parts are worth having

@@ -2,11 +2,18 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from nemo_rl.config.layout import make_layout
+from nemo_rl.config.loading import load_config, load_distillation_config
+from nemo_rl.recipes import find_recipe
+from tests.functional.gpu import test_run_grpo as gpu_tests
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "scripts/acceptance/gpu.sh"
@@ -55,6 +62,43 @@ def test_a_dry_run_prints_commands_that_start_at_the_repository(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_every_run_is_one_that_two_gpus_allow() -> None:
+    """A mistyped key, or a layout that is refused, would end the first hour."""
+    names = []
+    for text in run_gpu("--dry-run").stdout.splitlines():
+        name, _, command = text.partition(": ")
+        words = shlex.split(command)
+        scripts = [word for word in words if word.startswith("examples/")]
+        if not scripts:
+            continue
+        arguments = [word for word in words[words.index(scripts[0]) + 1 :] if word != "--dry-run"]
+        is_distillation = scripts == ["examples/run_distillation.py"]
+        recipe = "distillation" if is_distillation else "quickstart"
+        if "--config" in arguments:
+            at = arguments.index("--config")
+            recipe, arguments = arguments[at + 1], arguments[:at] + arguments[at + 2 :]
+        load: Any = load_distillation_config if is_distillation else load_config
+        config = load(find_recipe(recipe), [*arguments, "++cluster.gpu_memory_gb=80"])
+        assert make_layout(config, "cuda").device == "cuda", name
+        names.append(name)
+    assert len(names) >= 15
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *gpu_tests.OPTIONS.values(),
+        (gpu_tests.TWO_GPUS,),
+        (gpu_tests.TWO_GPUS, *gpu_tests.TENSOR_PARALLEL),
+        (gpu_tests.TWO_GPUS, *gpu_tests.SPLIT),
+        (gpu_tests.TWO_GPUS, *gpu_tests.SPLIT, *gpu_tests.BACKGROUND),
+    ],
+)
+def test_the_options_of_the_tests_on_gpus_are_allowed(options: tuple[str, ...]) -> None:
+    overrides = [*gpu_tests.SMALL, *options]
+    assert make_layout(load_config(find_recipe("quickstart"), overrides), "cuda").device == "cuda"
+
+
 def test_every_line_runs_in_order_and_ends_in_a_page_of_figures(commands: Path) -> None:
     done = run_with(commands)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,4 +141,6 @@ def test_the_trainer_script_runs_on_a_cpu(tmp_path: Path) -> None:
     figures = json.loads(out.read_text())
     assert figures["train_packed"]["tokens_per_s"] > 0
     assert figures["sft"]["last_loss"] < 0.5 * figures["sft"]["first_loss"]
+    assert figures["logits"]["float32_error"] < figures["logits"]["bfloat16_error"]
+    assert figures["buckets"]["gb_per_s"] > 0
     assert figures["ipc"]["gb"] == pytest.approx(2**20 / 1e9)

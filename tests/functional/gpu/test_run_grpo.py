@@ -27,6 +27,16 @@ SMALL = (
 )
 TWO_GPUS = "cluster.gpus_per_node=2"
 SPLIT = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+TENSOR_PARALLEL = ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+BACKGROUND = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+OPTIONS = {
+    "float32": ("policy.precision=float32",),
+    "packing": ("++policy.sequence_packing={enabled: true, train_mb_tokens: 128, logprob_mb_tokens: 256}",),
+    "lora": ("++policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",),
+    "recomputed": ("++policy.dtensor_cfg.activation_checkpointing=true", "++policy.dtensor_cfg.keep_unsharded=false"),
+    "offloaded": ("++policy.dtensor_cfg.cpu_offload=true",),
+    "reference": ("loss_fn.reference_policy_kl_penalty=0.01",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +78,7 @@ def test_two_steps_with_a_colocated_engine(tmp_path: Path, qwen: str, sleeps: st
     assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, sleep_mode))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("policy.precision=float32",),
-        ("++policy.sequence_packing={enabled: true, train_mb_tokens: 128, logprob_mb_tokens: 256}",),
-        ("++policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",),
-        ("++policy.dtensor_cfg.activation_checkpointing=true", "++policy.dtensor_cfg.keep_unsharded=false"),
-        ("++policy.dtensor_cfg.cpu_offload=true",),
-        ("loss_fn.reference_policy_kl_penalty=0.01",),
-    ],
-    ids=["float32", "packing", "lora", "recomputed", "offloaded", "reference"],
-)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_steps_with_options_of_the_policy(tmp_path: Path, qwen: str, options: tuple[str, ...]) -> None:
     assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, *options))
 
@@ -107,11 +106,7 @@ def test_two_steps_with_two_ranks_and_engines_on_their_devices(tmp_path: Path, q
 
 @two_devices
 def test_two_steps_with_tensor_parallel_policy_and_engine(tmp_path: Path, qwen: str) -> None:
-    parallel = (
-        "policy.dtensor_cfg.tensor_parallel_size=2",
-        "policy.generation.vllm_cfg.tensor_parallel_size=2",
-    )
-    assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, TWO_GPUS, *parallel))
+    assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, TWO_GPUS, *TENSOR_PARALLEL))
 
 
 @two_devices
@@ -121,8 +116,7 @@ def test_two_steps_with_an_engine_on_a_device_of_its_own(tmp_path: Path, qwen: s
 
 @two_devices
 def test_two_steps_in_the_background_of_an_engine_on_a_device_of_its_own(tmp_path: Path, qwen: str) -> None:
-    background = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
-    assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, TWO_GPUS, *SPLIT, *background))
+    assert_two_steps(run_grpo(tmp_path, f"policy.model_name={qwen}", *SMALL, TWO_GPUS, *SPLIT, *BACKGROUND))
 
 
 @two_devices
