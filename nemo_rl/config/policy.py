@@ -63,6 +63,7 @@ class BackendConfig(Section):
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
+    SPLITS_STATE: ClassVar[bool] = False  # all ranks together hold one copy of weights, gradients and optimizer state
 
     backend: str = Field(default="", exclude=True)  # the entry that this section belongs to
     enabled: bool = False  # read where the model's `backend` is "auto"

@@ -268,7 +268,7 @@ async def _takes_turns(config: TrainingRunConfig, layout: Layout, policy: Policy
     if config.policy.offload == "always" or has_teachers or config.reward_model.shares_device:
         return True
     room = await policy.run_with_weights(MeasureRoom())
-    splits_state = config.policy.parallelism.GATHERS_ON_ALL_RANKS
+    splits_state = config.policy.parallelism.SPLITS_STATE
     fits = room.holds_training(len(layout.ranks) if splits_state else config.policy.model_parallel_size)
     logger.info(
         "%.1f of %.1f GB are free beside policy and engine: %s (policy.offload)",

@@ -17,7 +17,7 @@ MAX_MODEL_LEN = 512
 ResultT = TypeVar("ResultT")
 
 
-def tiny_model(*, tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
+def tiny_model(*, tied: bool, seed: int = 0, num_key_value_heads: int = 1) -> Qwen2ForCausalLM:
     """Make a random Qwen2 with a head size that vLLM's CPU attention supports and weights large enough to matter."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -26,7 +26,7 @@ def tiny_model(*, tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=num_key_value_heads,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=tied,
         initializer_range=0.1,

@@ -1,4 +1,7 @@
-"""Mutations of the engine's half of a refit; vLLM's worker imports this module."""
+"""The engine's half of a refit with mutations and records for tests; vLLM's worker imports this module."""
+
+import hashlib
+from collections.abc import Iterator
 
 import torch
 
@@ -16,3 +19,34 @@ class LoadingWithSkippableRepair(WeightLoadingExtension):
     def repack_output_layers(self, model: torch.nn.Module) -> None:
         if self.repairs_output_layers:
             super().repack_output_layers(model)
+
+
+class LoadingFromItsRank(WeightLoadingExtension):
+    """Loads as the product does; the token names a device for each worker, since on a CPU all have the same one."""
+
+    _names: tuple[str, ...] = ()
+
+    def load_device_weights(self, token: str, timeout_s: float) -> None:
+        super().load_device_weights(f"{token}{self.rank}", timeout_s)
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        names: list[str] = []
+
+        def recorded() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                names.append(name)
+                yield name, tensor
+
+        super()._load(recorded())
+        self._names = tuple(names)
+
+    def received_names(self) -> list[str]:
+        """Return the names of the last weights, in the order of their arrival."""
+        return list(self._names)
+
+    def digest_weights(self) -> str:
+        """Return a hash of the worker's own parts of the weights."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.model_runner.get_model().state_dict().items()):
+            found.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()

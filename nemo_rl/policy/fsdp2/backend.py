@@ -37,6 +37,7 @@ class DTensorConfig(BackendConfig):
     """FSDP2, and tensor parallelism by DTensor; the ranks that share the samples also share the weights."""
 
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = True
+    SPLITS_STATE: ClassVar[bool] = True
     SHARES_PREFIXES: ClassVar[bool] = True
 
     backend: str = Field(default="fsdp2", exclude=True)

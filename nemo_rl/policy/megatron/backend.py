@@ -66,6 +66,7 @@ class MegatronConfig(BackendConfig):
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_model_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = "pipeline_model_parallel_size"
     NEEDS_OWN_PROCESS: ClassVar[bool] = True  # its process groups are those of the whole process
+    GATHERS_ON_ALL_RANKS: ClassVar[bool] = True  # each copy of the model by itself
 
     backend: str = Field(default="megatron", exclude=True)
     tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer

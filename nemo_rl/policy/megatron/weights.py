@@ -82,7 +82,7 @@ class StageWeights:
 
     @torch.no_grad()
     def all(self, value: Value, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor) of all stages' weights in the first stage; other stages help to gather them."""
+        """Yield (name, whole tensor) of all stages' weights on every rank of a copy of the model."""
         for weight in self._weights:
             tensors: list[torch.Tensor] | None = None
             if weight.name in self._held:

@@ -146,10 +146,13 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         )
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        if not self._main.is_divided or dtype == DTYPES[self.config.precision]:
-            read = self._main.of if not self._main.is_divided else _itself
-            return self._weights.all(read, dtype) if self.layout.data_parallel_rank == 0 else iter(())
-        return self._weights.all(self._main.whole, dtype)  # all copies of the model help
+        """Return the weights, which every rank gathers from those of its own copy of the model.
+
+        Divided float32 weights are gathered from all copies.
+        """
+        if not self._main.is_divided:
+            return self._weights.all(self._main.of, dtype)
+        return self._weights.all(_itself if dtype == DTYPES[self.config.precision] else self._main.whole, dtype)
 
     def _load_weights(self, path: Path) -> None:
         directory = path / "weights"

@@ -113,7 +113,7 @@ EXPECTED = {
         "two nodes": "cuda_ipc",
         "split": "nccl",
         "cpu offload": "cuda_ipc",
-        "megatron": "shared_memory",
+        "megatron": "cuda_ipc",
     },
     ("vllm", "cpu"): dict.fromkeys(LAYOUTS, "shared_memory"),
     ("hf", "cpu"): {name: "shared_memory" for name in LAYOUTS if name != "two nodes"},  # another machine
