@@ -132,6 +132,10 @@ line split 2 "policy and engine on GPUs of their own, weights over NCCL" \
 line tensor-parallel 2 "tensor parallel policy and engine" \
   "${math[@]}" "${short[@]}" "${half[@]}" "${two[@]}" ++policy.dtensor_cfg.tensor_parallel_size=2 \
   policy.generation.vllm_cfg.tensor_parallel_size=2 "$(run_dir tensor-parallel)"
+line megatron-ranks 2 "two tensor-parallel ranks of Megatron hand the weights to an engine over both GPUs" \
+  "${cuda[@]}" --extra megatron examples/run_grpo.py --config grpo_math_1B.yaml "${short[@]}" "${half[@]}" "${two[@]}" \
+  ++policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false ++policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.generation.vllm_cfg.tensor_parallel_size=2 "$(run_dir megatron-ranks)"
 line learning 1 "reward rises over 60 steps" \
   "${grpo[@]}" policy.device=cuda grpo.max_num_steps=60 "${bf16[@]}" checkpointing.enabled=false "$(run_dir learning)"
 line reward 1 "and by how much: the mean of the last ten steps is above that of the first ten" \
