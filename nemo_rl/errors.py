@@ -19,6 +19,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MAX_LOGGED_CHARACTERS = 300
+MAX_SHOWN_CHARACTERS = 120  # of a value of the configuration
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     0x2028: "\\u2028",
     0x2029: "\\u2029",
@@ -44,7 +45,7 @@ class ConfigError(NemoRLError):
         self.value = value
         self.problem = problem
         self.known = tuple(known)
-        super().__init__(f"{key} = {value!r}: {problem}{suggest_name(key, self.known, value)}")
+        super().__init__(f"{key} = {_show(value)}: {problem}{suggest_name(key, self.known, value)}")
 
     def under(self, prefix: str) -> "ConfigError":
         """Return the same error with `prefix` in front of its key."""
@@ -90,8 +91,14 @@ def raise_config_errors(errors: Iterable[ConfigError]) -> None:
 def _format_group(errors: Sequence[ConfigError]) -> str:
     if len(errors) == 1:
         return f"  {errors[0]}"
-    settings = ", ".join(f"{error.key} = {error.value!r}" for error in errors)
+    settings = ", ".join(f"{error.key} = {_show(error.value)}" for error in errors)
     return f"  {settings}: {errors[0].problem}"
+
+
+def _show(value: object) -> str:
+    """Return a value as an error shows it: the beginning of a long section or text."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 class DataError(NemoRLError):

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MODELS = ("policy", "teacher", "teachers.*")
 PLACEHOLDERS = {"{models}": MODELS, "{teachers}": MODELS[1:]}
 SWITCHES_NOTE = "switches of speed, memory or layout without effect here"
+MAX_SHOWN = 60  # characters of a value in a note
 UNSUPPORTED_NOTE = "removed by --allow-unsupported (results do not depend on them)"
 
 Action = Literal["drop", "note", "refuse", "default"]
@@ -262,7 +263,7 @@ def _expand(prefix: str) -> tuple[str, ...]:
 
 def _format_setting(key: str, value: object) -> str:
     text = _format_value(value)
-    return f"{key} = {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{key} = {text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + '...'}"
 
 
 def _format_value(value: object) -> str:

@@ -45,6 +45,7 @@ from nemo_rl.config.translation import (
 from nemo_rl.errors import ConfigError, raise_config_errors
 
 MAX_PROBLEMS = 500  # of one recipe's schema
+COMMANDS = {"distillation": "distill"}  # by the algorithm's section, where the two have different names
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
@@ -180,6 +181,7 @@ def read_config(
     """
     raw = _read_raw(schema, path, overrides)
     resolved = resolve_interpolations(raw, Path(path))
+    _check_family(resolved, family, schema)
     report = Report(allow_unsupported)
     _translate(resolved, family, report)
     prepare(resolved)
@@ -239,6 +241,15 @@ def _read_raw(schema: type[Section], path: Path, overrides: Sequence[str]) -> di
     for text in overrides:
         apply_override(raw, text, schema)
     return raw
+
+
+def _check_family(resolved: dict[str, Any], family: Family, schema: type[Section]) -> None:
+    """Raise ConfigError for a recipe of another command."""
+    found = find_family(resolved)
+    if found is not None and family not in resolved and found not in schema.model_fields:
+        own, other = (COMMANDS.get(name, name) for name in (family, found))
+        problem = f"unknown key of `nemo-rl {own}`: it belongs to recipes of `nemo-rl {other}`"
+        raise ConfigError(found, resolved[found], problem)
 
 
 def _translate(resolved: dict[str, Any], family: Family, report: Report) -> None:

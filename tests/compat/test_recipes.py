@@ -204,9 +204,35 @@ def test_the_metric_of_a_set_that_does_not_exist_is_refused_before_a_model_loads
         load_dpo_config(path, ["checkpointing.metric_name='val:validation-other_loss'"])
 
 
-def test_a_translation_loads_without_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = Path(__file__).parent / "recipes" / "main" / "grpo.yaml"
-    translated = tmp_path / "grpo.yaml"
+def test_a_recipe_of_another_command_is_named_with_it() -> None:
+    path = Path(__file__).parent / "recipes" / "main" / "sft.yaml"
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith("sft = {'max_num_epochs': 1, ")
+    assert str(error.value).endswith("...: unknown key of `nemo-rl grpo`: it belongs to recipes of `nemo-rl sft`")
+
+
+def test_ppo_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    recipe = tmp_path / "ppo.yaml"
+    base = Path(__file__).parent / "recipes" / "main" / "grpo.yaml"
+    recipe.write_text(
+        f"defaults: {base}\nppo: {{gae_lambda: 1}}\nvalue: {{model_name: m}}\nvalue_loss_fn: {{scale: 1}}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe)
+    cause = "not available: PPO with a value model is not implemented; nearest: grpo.adv_estimator.name: "
+    assert str(error.value) == f"ppo = {{'gae_lambda': 1}}: {cause}reinforce_plus_plus"
+
+
+@pytest.mark.parametrize("name", ["grpo", "async", "distillation", "sft", "dpo", "rm", "eval"])
+@pytest.mark.parametrize("release", ["0.5", "main"])
+def test_a_translation_loads_without_a_note(
+    name: str, release: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Path(__file__).parent / "recipes" / release / f"{name}.yaml"
+    translated = tmp_path / f"{name}.yaml"
     translated.write_text(format_translation(source))
-    assert translated.read_text().startswith("# translated from grpo.yaml\n# read as a recipe of NeMo-RL main")
-    assert load_config(translated) == load_config(source)
+    assert translated.read_text().startswith(f"# translated from {name}.yaml\n# read as a recipe of NeMo-RL")
+    config = load(translated)
+    assert caplog.text == ""
+    assert config == load(source)

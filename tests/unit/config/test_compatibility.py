@@ -281,6 +281,7 @@ def test_a_recipe_of_nemo_rl_for_nemo_gym_loads(load: Load, tmp_path: Path) -> N
           should_mask_flagged_samples: true
           nemo_gym: {{head_url: "http://127.0.0.1:11000"}}
         grpo: {{invalid_tool_call_advantage: -5.0, malformed_thinking_advantage: -5.0}}
+        checkpointing: {{enabled: true, metric_name: "val:total_reward/mean"}}
         reward_penalties:
           penalize_unwanted_tokens: true
           penalize_malformed_think_tag: true
@@ -292,6 +293,7 @@ def test_a_recipe_of_nemo_rl_for_nemo_gym_loads(load: Load, tmp_path: Path) -> N
     assert isinstance(config.data.validation, list)
     assert (config.data.validation[0].dataset_name, config.data.validation[0].repeat) == ("nemo_gym", 4)
     assert set(config.env) == {"math", "nemo_gym"}
+    assert config.checkpointing.metric_name == "val:accuracy"
     assert config.reward_penalties.enabled == ("penalize_unwanted_tokens", "penalize_malformed_think_tag")
 
 
