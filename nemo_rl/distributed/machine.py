@@ -1,6 +1,7 @@
 """This machine: cache directory, open-file limit, OpenMP's threads, free ports, weight files, and processes that end
 with the trainer."""
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -13,6 +14,8 @@ import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -162,6 +165,57 @@ def remove_stale_weight_files(directory: Path) -> None:
             pass
         finally:
             os.close(file)
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What some processes have done so far; two of them tell whether they do anything."""
+
+    cpu_ticks: int  # CPU time of all their threads
+    num_stopped: int  # processes in the state of a SIGSTOP
+
+
+def activity_of(pids: Collection[int]) -> Activity:
+    """Return the activity of processes of this machine; those that have ended count nothing. Source: proc(5)."""
+    found = [fields for pid in pids if (fields := _read_status(pid))]
+    cpu_ticks = sum(int(fields[11]) + int(fields[12]) for fields in found)
+    return Activity(cpu_ticks, num_stopped=sum(fields[0] in "Tt" for fields in found))
+
+
+LOOK_PERIOD_S = 1.0  # between two looks at processes
+
+
+async def wait_until_idle(pids: Collection[int], limit_s: float, *, may_wait: bool = False) -> None:
+    """Return once the processes have done nothing for `limit_s`; without processes, never.
+
+    Idle are processes that use no CPU time, or, where they may wait for others, that are stopped. Only the time that
+    this process has looked on counts: a machine that stands still makes nothing idle.
+    """
+    if not pids:
+        await asyncio.Event().wait()
+    period, idle_s, before = min(LOOK_PERIOD_S, limit_s / 4), 0.0, activity_of(pids)
+    while idle_s < limit_s:
+        await asyncio.sleep(period)
+        now = activity_of(pids)
+        is_idle = now.num_stopped > 0 or (now == before and not may_wait)
+        idle_s, before = (idle_s + period if is_idle else 0.0), now
+
+
+def kill_children(pids: Collection[int]) -> None:
+    """Kill those processes that this one, or another of them, has started; an id may be a stranger's by now."""
+    parents = {os.getpid(), *pids}
+    for pid in pids:
+        if (fields := _read_status(pid)) and int(fields[1]) in parents:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _read_status(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the state on; none of a process that does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name in brackets
+    except OSError:
+        return []
 
 
 def end_with(trainer: int) -> None:

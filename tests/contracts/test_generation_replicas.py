@@ -5,10 +5,12 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
+from nemo_rl.errors import GenerationError
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
@@ -75,6 +77,29 @@ def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_model
     for result in after.values():
         assert result.weight_versions == (2, 2)
         check_exact(new, result)
+
+
+def test_an_engine_that_is_stopped_in_a_refit_is_given_up_and_killed(tiny_models):
+    """The driver's own engine: its refit would wait ten minutes for it."""
+    cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16, in_process=False, stall_timeout_s=2)
+    section, model = VllmGenerationConfig(vllm_cfg=cfg), tiny_model(tied=True, seed=3)
+
+    async def main():
+        others = engine_processes()
+        engine = await make_generation(section, EngineModel(str(tiny_models["tied"]), "float32", MAX_MODEL_LEN, "cpu"))
+        sync = TransportWeightSync([PROMPT], WeightSyncConfig(), "float32")
+        try:
+            await publish(engine, model, 1, sync)
+            (core,) = [process for process in engine_processes() if process not in others]
+            core.suspend()
+            with pytest.raises(GenerationError, match=r"did not load weights: its processes did nothing for 2 s"):
+                await publish(engine, model, 2, sync)
+            assert core.wait(DEADLINE_S) is not None
+        finally:
+            sync.close()
+            await engine.close()
+
+    asyncio.run(main())
 
 
 def test_a_replica_joins_and_another_leaves_while_requests_run(tiny_models):

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from nemo_rl.distributed.machine import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
 from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
-from nemo_rl.interfaces import DeviceWeights, EnginePart, WeightChunks, Weights, WeightStream
+from nemo_rl.interfaces import DeviceWeights, EnginePart, WeightChunks, WeightManifest, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class VllmGeneration:
     """Samples with vLLM's AsyncLLM or an InProcessEngine. All calls are made from the event loop that `create` ran in.
 
     A request that vLLM refuses is a FailedRequest; when the engine has died, GenerationError is raised for all running
-    and all later requests. The other calls raise it too, also when the engine does not answer them in `control_s`.
+    and all later requests. The other calls raise it too, also when the engine does not answer them in `control_s`, or
+    when its processes do nothing for `vllm_cfg.stall_timeout_s` meanwhile.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class VllmGeneration:
 
         self._engine = engine
         self._control_s = control_s
+        self._stall_timeout_s = section.vllm_cfg.stall_timeout_s
+        self._pids: frozenset[int] = frozenset()  # of the engine's own processes
         self._uses_request_seeds = section.vllm_cfg.seeds_requests(device)
         self._can_sleep = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
         self._sampling_params = SamplingParams
@@ -136,7 +140,8 @@ class VllmGeneration:
                     if section.vllm_cfg.in_process:
                         await cast("InProcessEngine", engine).start()
                     else:
-                        await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
+                        workers = await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
+                        generation._pids = frozenset(pid for each in workers for pid in each) - {os.getpid()}
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
@@ -218,7 +223,8 @@ class VllmGeneration:
         self._admission_open.set()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        async with self._engine_deadline("load weights"):
+        waits_for_peers = not isinstance(manifest, WeightManifest)  # or for the network
+        async with self._engine_deadline("load weights", waits_for_peers=waits_for_peers):
             try:
                 await self._load(manifest, weight_version)
             except (WeightSyncError, self._dead_error_type):
@@ -245,15 +251,30 @@ class VllmGeneration:
                 await self._engine.wake_up(list(parts) or None)
 
     @asynccontextmanager
-    async def _engine_deadline(self, what: str) -> AsyncIterator[None]:
-        """Raise GenerationError where the engine dies inside the block, or does not end it before the deadline."""
+    async def _engine_deadline(self, what: str, *, waits_for_peers: bool = False) -> AsyncIterator[None]:
+        """Raise GenerationError where the engine dies or stalls inside the block, or does not end it in time."""
+        stalled = asyncio.Event()
         try:
-            async with asyncio.timeout(self._control_s):
-                yield
-        except TimeoutError as error:
-            raise GenerationError(f"vLLM did not {what} within {self._control_s:g} s") from error
-        except self._dead_error_type as error:
+            async with asyncio.timeout(self._control_s) as deadline:
+                watch = asyncio.create_task(self._end_when_stalled(deadline, stalled, waits_for_peers))
+                try:
+                    yield
+                finally:
+                    watch.cancel()
+        except (TimeoutError, self._dead_error_type) as error:
+            if stalled.is_set():
+                limit = f"{self._stall_timeout_s:g} s (policy.generation.vllm_cfg.stall_timeout_s)"
+                raise GenerationError(f"vLLM did not {what}: its processes did nothing for {limit}") from error
+            if isinstance(error, TimeoutError):
+                raise GenerationError(f"vLLM did not {what} within {self._control_s:g} s") from error
             raise _engine_dead_error() from error
+
+    async def _end_when_stalled(self, deadline: asyncio.Timeout, stalled: asyncio.Event, waits_for_peers: bool) -> None:
+        """Kill the engine's processes and end the deadline once they have done nothing for `stall_timeout_s`."""
+        await wait_until_idle(self._pids, self._stall_timeout_s, may_wait=waits_for_peers)
+        stalled.set()
+        kill_children(self._pids)
+        deadline.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """End the engine's process; requests that still run fail. May be called twice."""

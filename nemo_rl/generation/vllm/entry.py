@@ -44,6 +44,8 @@ class VllmConfig(Section):
     enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
     # on a thread of the driver's process, CPU only; None: true where it takes turns with the trainer on one CPU
     in_process: bool | None = None
+    # without CPU time of the engine's processes while they owe a pause, refit, sleep or wake; then it counts as dead
+    stall_timeout_s: float = Field(default=60.0, gt=0)
     seed_requests: bool | None = None  # a seed for each request: repeatable samples; None: true on a CPU, not on CUDA
 
     def seeds_requests(self, device: str) -> bool:
@@ -172,7 +174,7 @@ async def make_vllm(
 
         return await VllmGeneration.create(section, model, start_timeout_s=start_timeout_s)
 
-    from nemo_rl.generation.router import ReplicatedGeneration, start_engines
+    from nemo_rl.generation.router import MAX_REPLICAS, ReplicatedGeneration, start_engines
     from nemo_rl.generation.vllm.actor import VllmActorGeneration
 
     async def start(index: int) -> "Generation":
@@ -182,8 +184,8 @@ async def make_vllm(
             section, model, slot=slot, num_replicas=num_replicas, start_timeout_s=start_timeout_s
         )
 
-    limit = {"max_replicas": count} if model.device == "cuda" else {}
-    return ReplicatedGeneration(await start_engines(start, count), restart=start, **limit)
+    limit = count if model.device == "cuda" else MAX_REPLICAS
+    return ReplicatedGeneration(await start_engines(start, count), restart=start, max_replicas=limit)
 
 
 VLLM = Entry(VllmGenerationConfig, make=make_vllm, check=check_vllm)

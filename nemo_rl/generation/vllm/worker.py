@@ -36,16 +36,17 @@ class WeightLoadingExtension:
     rank: int  # among the engine's workers
     _stream: TensorStream | None = None
 
-    def detach_from_terminal(self, trainer: int) -> None:
+    def detach_from_terminal(self, trainer: int) -> tuple[int, int]:
         """Leave Ctrl-C in a terminal to the trainer, which ends the engine; die with a trainer that is killed.
 
         `trainer` is the process that started the engine: the parent of this one, or of the engine's core whose executor
-        started this worker. The core ends with it too.
+        started this worker. The core ends with it too. Returns the ids of this process and of its parent.
         """
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             end_with(trainer)
+        return os.getpid(), os.getppid()
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""

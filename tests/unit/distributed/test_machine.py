@@ -1,14 +1,20 @@
+import os
 import random
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from nemo_rl.distributed import machine as ports
 from nemo_rl.distributed.machine import (
+    Activity,
+    activity_of,
+    kill_children,
     max_connections,
     raise_file_limit,
     unused_port,
@@ -152,3 +158,20 @@ def test_openmp_threads_are_given_up_and_made_again_at_the_next_work() -> None:
     assert during == before + 1  # the team of two has one thread beside its own
     assert after == before
     assert again == 3 * 2**20
+
+
+def test_activity_is_that_of_the_processes_named() -> None:
+    program = "while True: pass"
+    with subprocess.Popen([sys.executable, "-c", program]) as busy, subprocess.Popen(["sleep", "600"]) as idle:
+        try:
+            before = activity_of([busy.pid])
+            while activity_of([busy.pid]).cpu_ticks <= before.cpu_ticks:  # of a loaded machine too
+                time.sleep(0.01)
+            os.kill(idle.pid, signal.SIGSTOP)
+            while activity_of([idle.pid, busy.pid]).num_stopped == 0:
+                time.sleep(0.01)
+            assert activity_of([idle.pid]).num_stopped == 1
+        finally:
+            kill_children([busy.pid, idle.pid, os.getppid()])  # the last one is none of ours
+            assert [busy.wait(), idle.wait()] == [-signal.SIGKILL] * 2
+    assert activity_of([busy.pid, idle.pid]) == Activity(0, 0)  # they have ended

@@ -1,15 +1,18 @@
 import asyncio
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nemo_rl.distributed.machine import Activity
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import generate_by_deadline
 from nemo_rl.generation.vllm.engine import VllmGeneration, importing_vllm, to_completion
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
-from nemo_rl.interfaces import WeightManifest
+from nemo_rl.interfaces import DeviceWeights, WeightManifest
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
 from tests.contracts.engines import answers, request
 from tests.fakes.virtual_time import run_in_virtual_time
@@ -105,7 +108,7 @@ CONTROLS = {
 def controlled(answer: Any, *, control_s: float) -> VllmGeneration:
     """An engine with a request under way, all of whose control calls do what `answer` does."""
     engine = dying_engine()
-    for name in ("resume_generation", "collective_rpc", "sleep", "wake_up"):
+    for name in ("resume_generation", "collective_rpc", "sleep", "update_weight_version", "wake_up"):
         setattr(engine, name, answer)
     engine.engine_core = SimpleNamespace(pause_scheduler_async=answer)
     generation = VllmGeneration(engine, VllmGenerationConfig(), device="cpu", control_s=control_s)
@@ -128,6 +131,52 @@ def test_control_of_an_engine_that_has_died_or_stands_still_is_an_error(control:
             await CONTROLS[control](controlled(dies, control_s=600))
         with pytest.raises(GenerationError, match=r"did not .* within 0\.01 s"):
             await CONTROLS[control](controlled(stands_still, control_s=0.01))
+
+    asyncio.run(main())
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, activity: Callable[[int], Activity], num_looks: int) -> VllmGeneration:
+    """An engine in processes of its own, which answers after so many looks at its activity."""
+    looks, is_done = itertools.count(), asyncio.Event()
+
+    def look(pids: Any) -> Activity:
+        if (count := next(looks)) == num_looks:
+            is_done.set()
+        return activity(count)
+
+    async def answer(*args: Any, **kwargs: Any) -> None:
+        await is_done.wait()
+
+    monkeypatch.setattr("nemo_rl.distributed.machine.activity_of", look)
+    engine = controlled(answer, control_s=600)
+    engine._pids = frozenset({2**30})  # of no process
+    engine._stall_timeout_s = 0.04  # four looks
+    return engine
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("activity", [Activity(7, 0), Activity(7, 1)])
+def test_control_of_an_engine_whose_processes_do_nothing_ends_early(
+    control: str, activity: Activity, monkeypatch: pytest.MonkeyPatch
+):
+    async def main() -> None:
+        engine = watched(monkeypatch, lambda look: activity, num_looks=10**9)
+        with pytest.raises(GenerationError, match=r"did nothing for 0\.04 s \(policy\.generation\.vllm_cfg\.stall_"):
+            await CONTROLS[control](engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("weights", "activity"),
+    [
+        (WeightManifest("", ()), lambda look: Activity(look // 3, 0)),  # works now and then
+        (DeviceWeights("", 600.0), lambda look: Activity(7, 0)),  # waits for the ranks that send
+    ],
+)
+def test_a_slow_refit_is_waited_for(weights: Any, activity: Any, monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        await watched(monkeypatch, activity, num_looks=20).update_weights(weights, 1)
 
     asyncio.run(main())
 
