@@ -3,10 +3,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.distributed.cluster import node_ip
 from nemo_rl.distributed.tensor_transfer import (
@@ -112,6 +113,7 @@ class HandOverWeights:
     """Hands the weights to the engine's workers on this rank's device; returns what went wrong. Picklable.
 
     All ranks wait for the slowest, so a dead engine costs `timeout_s` once, and ABSENT_TIMEOUT_S at later refits.
+    A rank beside no engine takes part in gathering the weights, and hands over nothing.
     """
 
     token: str
@@ -119,8 +121,13 @@ class HandOverWeights:
     device_type: str
     num_receivers: int
     bucket_bytes: int
+    ranks: frozenset[int] | None = None  # those with an engine's worker on their device; None: all
 
     def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+        if self.ranks is not None and (dist.get_rank() if dist.is_initialized() else 0) not in self.ranks:
+            for _ in weights:
+                pass
+            return None
         is_cuda = self.device_type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         try:
@@ -146,7 +153,8 @@ class HandOverWeights:
 class CudaIpc:
     """The transport `cuda_ipc`: each policy rank hands the weights to the engine's worker on its own device.
 
-    On a CPU (for tests) the one rank hands them to all `num_receivers` workers.
+    `ranks_of_engines` are the ranks that share an engine's devices, by its name: no rank waits for an engine that has
+    left. None: every rank has one. On a CPU (for tests) the one rank hands them to all `num_receivers` workers.
     """
 
     def __init__(
@@ -156,8 +164,10 @@ class CudaIpc:
         num_receivers: int = 1,
         timeout_s: float = TIMEOUT_S,
         bucket_bytes: int = BUCKET_BYTES,
+        ranks_of_engines: Mapping[str, frozenset[int]] | None = None,
     ) -> None:
         self._hand_over = HandOverWeights("", timeout_s, device, num_receivers, bucket_bytes)
+        self._ranks_of_engines = ranks_of_engines
 
     async def stage(self, policy: Policy) -> DeviceWeights:
         """Return where ranks and workers meet: nothing can be sent before the engines receive."""
@@ -165,9 +175,10 @@ class CudaIpc:
         return DeviceWeights(self._hand_over.token, self._hand_over.timeout_s)
 
     async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+        ranks = self._ranks_beside(engine_names(generation))
         received, sent = await asyncio.gather(
             generation.update_weights(staged, weight_version),
-            policy.run_on_all_ranks(self._hand_over),
+            policy.run_on_all_ranks(replace(self._hand_over, ranks=ranks)),
             return_exceptions=True,  # both end, by themselves or at the deadline
         )
         if isinstance(sent, WorkerError):
@@ -177,10 +188,16 @@ class CudaIpc:
         if isinstance(received, BaseException):
             raise received
         problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(sent) if problem is not None]
-        if len(problems) == len(sent):
+        if len(problems) == (len(sent) if ranks is None else len(ranks)):
             raise WeightSyncError("; ".join(problems))
         for problem in problems:  # of an engine that has died; the router has removed it
             logger.warning("a refit did not reach an engine: %s", problem)
+
+    def _ranks_beside(self, engines: Sequence[str]) -> frozenset[int] | None:
+        known = self._ranks_of_engines
+        if known is None or not known.keys() >= set(engines):
+            return None
+        return frozenset[int]().union(*(known[name] for name in engines))
 
     def close(self) -> None:
         """Do nothing: nothing is held between refits."""

@@ -152,7 +152,19 @@ def _cuda_ipc_problem(layout: "Layout") -> str | None:
 def _make_cuda_ipc(section: WeightSyncConfig, layout: "Layout") -> Transport:
     from nemo_rl.weight_sync.device_memory import CudaIpc
 
-    return CudaIpc()
+    return CudaIpc(ranks_of_engines=_ranks_of_engines(layout))
+
+
+def _ranks_of_engines(layout: "Layout") -> dict[str, frozenset[int]]:
+    """Return the policy ranks on the devices of each engine, by the engine's name."""
+    return {
+        f"engine {index}": frozenset(
+            rank
+            for rank, slot in enumerate(layout.ranks)
+            if slot.node == engine.node and not set(slot.gpus).isdisjoint(engine.gpus)
+        )
+        for index, engine in enumerate(layout.engines)
+    }
 
 
 CUDA_IPC = TransportEntry(WeightSyncConfig, make=_make_cuda_ipc, find_problem=_cuda_ipc_problem, preference=3)

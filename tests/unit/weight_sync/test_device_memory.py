@@ -100,3 +100,33 @@ def test_rank_waits_less_for_an_engine_that_was_not_there_until_it_is_back(monke
 def test_rank_beside_a_dead_engine_is_a_warning(caplog: pytest.LogCaptureFixture):
     delivered(ThreadedRanks("its engine is gone"), Receiver())
     assert "a refit did not reach an engine: rank 1: its engine is gone" in caplog.text
+
+
+def test_rank_beside_an_engine_that_has_left_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Ranks 0 and 1 are beside engine 0, rank 2 beside engine 1; this one is rank 2."""
+    sent: list[int] = []
+    monkeypatch.setattr(
+        device_memory, "send_tensors", lambda weights, *arguments, **options: sent.append(len([*weights]))
+    )
+    monkeypatch.setattr(device_memory.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(device_memory.dist, "get_rank", lambda: 2)
+    ranks_of_engines = {"engine 0": frozenset({0, 1}), "engine 1": frozenset({2})}
+    gathered: list[str] = []
+
+    async def deliver(*names: str) -> None:
+        transport = CudaIpc(device="cpu", ranks_of_engines=ranks_of_engines)
+        await transport.deliver(Ranks(), Named(*names), await transport.stage(Ranks()), 1)  # type: ignore[arg-type]
+
+    class Ranks:
+        async def run_on_all_ranks(self, use: Callable[[Any], Any]) -> Sequence[Any]:
+            return [None, None, use((gathered.append(name) or name, tensor) for name, tensor in WEIGHTS)]
+
+    class Named(Dead):
+        def __init__(self, *names: str) -> None:
+            self.replicas, self.replica_names = names, names
+
+    asyncio.run(deliver("engine 0", "engine 1"))
+    assert sent == [2]
+    asyncio.run(deliver("engine 0"))
+    assert sent == [2]
+    assert gathered == ["a.weight", "b.weight"] * 2  # it takes part in the gathering

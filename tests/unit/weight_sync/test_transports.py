@@ -9,7 +9,7 @@ from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.devices import Device
 from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_recipe
-from nemo_rl.weight_sync.device_memory import Broadcast
+from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
 from nemo_rl.weight_sync.host_memory import SharedMemory
 from nemo_rl.weight_sync.transports import choose_transport, make_transport
 
@@ -155,3 +155,9 @@ def test_transport_of_a_user_is_made_by_its_dotted_path_and_never_chosen_by_auto
 def test_unknown_transport_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean nccl"):
         WEIGHT_TRANSPORTS.read({"transport": "ncl"})
+
+
+def test_ranks_know_the_engine_on_their_device():
+    transport = make_transport(WeightSyncConfig(), cuda(ranks=5, engines=2, gpus=2))
+    assert isinstance(transport, CudaIpc)
+    assert transport._ranks_of_engines == {"engine 0": frozenset({0, 1}), "engine 1": frozenset({2, 3})}
