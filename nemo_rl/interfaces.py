@@ -132,29 +132,6 @@ class HasReplicas(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """Names of the engines of a `Resizable`, by their state."""
-
-    wanted: int
-    serving: tuple[str, ...]
-    starting: tuple[str, ...]
-    waiting: tuple[str, ...]  # started: they serve from the next refit on
-    leaving: tuple[str, ...]  # without new requests; they end at a refit at which they have none
-
-
-@runtime_checkable
-class Resizable(Protocol):
-    """A Generation whose number of engines can change while it works."""
-
-    @property
-    def state(self) -> ReplicaState: ...
-
-    def resize(self, count: int) -> None:
-        """Have `count` engines from the next refit on; raises ValueError for a number that is not possible."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
 class WeightEntry:
     """One tensor in a weight file."""
 

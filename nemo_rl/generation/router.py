@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
 from nemo_rl.errors import GenerationError, summarize_error
-from nemo_rl.interfaces import EnginePart, Generation, ReplicaState, Weights, WeightStream
+from nemo_rl.interfaces import EnginePart, Generation, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,22 @@ CLOSE_S = 60.0
 MAX_REPLICAS = 1024
 MAX_DEATHS = 3  # of replicas under one request; then the request is taken to be what kills them
 
+RETRY_S = (10.0, 60.0)  # before each further attempt to start a replica
+
 Restart = Callable[[int], Awaitable[Generation]]  # starts the engine of a replica's index
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """The replicas of a `ReplicatedGeneration`, by name."""
+
+    wanted: int
+    serving: tuple[str, ...]
+    starting: tuple[str, ...]
+    waiting: tuple[str, ...]  # started: they serve from the next refit on
+    leaving: tuple[str, ...]  # without new requests; they end at a refit at which they have none
+    failed: tuple[str, ...] = ()  # could not be started; the next `resize` tries again
+    problem: str = ""  # the cause of the last start that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,7 @@ class ReplicatedGeneration:
         max_replicas: int = MAX_REPLICAS,
         control_s: float = CONTROL_S,
         max_sessions: int = MAX_SESSIONS,
+        retry_s: Sequence[float] = RETRY_S,
     ) -> None:
         if not engines:
             raise ValueError("no engine")
@@ -77,6 +93,8 @@ class ReplicatedGeneration:
         self._control_s = control_s
         self._restarted: dict[int, Generation] = {}  # waiting for weights
         self._starting: dict[int, asyncio.Task[None]] = {}
+        self._retry_s = tuple(retry_s)
+        self._failed: dict[int, str] = {}  # replicas that could not be started, and the cause
         self._background: set[asyncio.Task[None]] = set()
         self._last_death: GenerationError | None = None
         self._closed = False
@@ -93,14 +111,16 @@ class ReplicatedGeneration:
 
     @property
     def state(self) -> ReplicaState:
-        """Return which replicas serve, start, wait and leave."""
+        """Return which replicas serve, start, wait and leave, and which could not be started."""
         groups = (
             self._load_balancer.members,
             self._starting.keys() & self._wanted,
             self._restarted.keys(),
             (self._live_engines.keys() | self._closing.keys()) - self._wanted,
+            self._failed.keys(),
         )
-        return ReplicaState(len(self._wanted), *(tuple(map(_name, sorted(group))) for group in groups))
+        named = (tuple(map(_name, sorted(group))) for group in groups)
+        return ReplicaState(len(self._wanted), *named, problem=next(reversed(self._failed.values()), ""))
 
     def resize(self, count: int) -> None:
         """Have `count` replicas: new ones start in the background and serve from the next refit on, and surplus ones
@@ -117,6 +137,7 @@ class ReplicatedGeneration:
         leaving = sorted(self._live_engines.keys() - self._wanted)
         unused = (index for index in range(self._max_replicas) if index not in kept and index not in leaving)
         self._wanted = set(kept)
+        self._failed.clear()
         for index in itertools.islice(itertools.chain(leaving, unused), count - len(kept)):
             self._wanted.add(index)
         for index in self._starting.keys() - self._wanted:
@@ -239,12 +260,20 @@ class ReplicatedGeneration:
         if closing := self._closing.get(index):  # its devices are not free before
             await asyncio.wait([closing])
         what = "start" if instead_of is None else "restart"
-        try:
-            self._restarted[index] = await self._restart(index)
-        except Exception as error:  # the others keep serving without it, whatever kept it from starting
-            logger.warning("cannot %s engine replica %d: %s", what, index, summarize_error(error))
-        else:
-            logger.info("engine replica %d has started; it serves from the next refit on", index)
+        for retry_s in (*self._retry_s, None):
+            try:
+                self._restarted[index] = await self._restart(index)
+            except Exception as error:  # the others keep serving without it, whatever kept it from starting
+                cause = summarize_error(error)
+            else:
+                logger.info("engine replica %d has started; it serves from the next refit on", index)
+                return
+            if retry_s is None:
+                logger.warning("cannot %s engine replica %d, given up: %s", what, index, cause)
+                self._failed[index] = cause
+            else:
+                logger.warning("cannot %s engine replica %d, next attempt in %g s: %s", what, index, retry_s, cause)
+                await asyncio.sleep(retry_s)
 
     def _spawn_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -13,14 +13,16 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from nemo_rl.commands import Command, ExitCode
 from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.interfaces import Generation, Resizable
+from nemo_rl.generation.router import ReplicaState, ReplicatedGeneration
+from nemo_rl.interfaces import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +32,22 @@ SILENT_S = 60.0  # without a new state after which the run is taken to have ende
 WAIT_S = 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class ReportedState:
+    """The content of `replicas.json`."""
+
+    replicas: ReplicaState
+    refusal: str  # why the last number asked for cannot be had; "" where it can
+    beats: int  # how often it was written
+
+
+_REPORTED_STATE = TypeAdapter(ReportedState)
+
+
 @contextlib.asynccontextmanager
 async def follow_requests(generation: Generation, run_dir: Path) -> AsyncIterator[None]:
-    """Do what `nemo-rl replicas` asks for inside the block; nothing for an engine that is no `Resizable`."""
-    if not isinstance(generation, Resizable):
+    """Do what `nemo-rl replicas` asks for inside the block; nothing for an engine without replicas."""
+    if not isinstance(generation, ReplicatedGeneration):
         yield
         return
     task = asyncio.create_task(_follow(generation, run_dir))
@@ -47,14 +61,14 @@ async def follow_requests(generation: Generation, run_dir: Path) -> AsyncIterato
             (run_dir / name).unlink(missing_ok=True)
 
 
-async def _follow(generation: Resizable, run_dir: Path) -> None:
-    problem, beats = "", 0
+async def _follow(generation: ReplicatedGeneration, run_dir: Path) -> None:
+    refusal, beats = "", 0
     while True:
         try:
             if (text := _take_request(run_dir / REQUEST_FILE)) is not None:
-                problem = _resize(generation, text)
+                refusal = _resize(generation, text)
             beats += 1
-            _replace(run_dir / STATE_FILE, json.dumps({**asdict(generation.state), "problem": problem, "beats": beats}))
+            _replace(run_dir / STATE_FILE, json.dumps(asdict(ReportedState(generation.state, refusal, beats))))
         except Exception as error:  # as a full disk: must not end the run
             logger.debug("the state of the replicas cannot be read or written: %s", error)
         await asyncio.sleep(PERIOD_S)
@@ -71,7 +85,7 @@ def _take_request(path: Path) -> str | None:
     return text
 
 
-def _resize(generation: Resizable, text: str) -> str:
+def _resize(generation: ReplicatedGeneration, text: str) -> str:
     """Change the number of replicas; return why it cannot be."""
     try:
         count = int(text)
@@ -89,18 +103,19 @@ def _replace(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def _read_state(run_dir: Path) -> dict[str, Any]:
+def _read_state(run_dir: Path) -> ReportedState:
     """Return the state that the run wrote last. Raises DataError where there is none."""
     try:
-        return json.loads((run_dir / STATE_FILE).read_text())
+        return _REPORTED_STATE.validate_json((run_dir / STATE_FILE).read_bytes())
     except FileNotFoundError as error:
         if not run_dir.is_dir():
             raise DataError(f"{run_dir}: no such run directory") from error
         problem = "the run has ended, has not started its engines yet, or has one in its own process"
         cure = "to change their number, start it with policy.generation.num_replicas of 2 or more, or in_actor: true"
         raise DataError(f"{run_dir / STATE_FILE}: not there: {problem}; {cure}") from error
-    except ValueError as error:
-        raise DataError(f"{run_dir / STATE_FILE}: is no state of replicas: {error}") from error
+    except ValidationError as error:
+        problem = f"is no state of replicas: {error.errors(include_url=False)[0]['msg']}"
+        raise DataError(f"{run_dir / STATE_FILE}: {problem}") from error
 
 
 def _run(parsed: argparse.Namespace) -> ExitCode:
@@ -113,33 +128,36 @@ def _run(parsed: argparse.Namespace) -> ExitCode:
     _replace(parsed.run_dir / REQUEST_FILE, str(parsed.count))
     taken = _wait(parsed.run_dir, before, SILENT_S, is_reached=lambda _: not (parsed.run_dir / REQUEST_FILE).exists())
     state = _wait(parsed.run_dir, taken, SILENT_S)  # written after the request was taken
-    if state["problem"]:
-        raise ConfigError("COUNT", parsed.count, state["problem"])
+    if state.refusal:
+        raise ConfigError("COUNT", parsed.count, state.refusal)
     if parsed.wait:
         state = _wait(parsed.run_dir, state, parsed.wait, is_reached=_is_settled)
     _print(state)
+    if failed := state.replicas.failed:
+        raise DataError(f"{parsed.run_dir}: {', '.join(failed)} did not start: {state.replicas.problem}")
     return ExitCode.DONE
 
 
-def _is_settled(state: dict[str, Any]) -> bool:
-    return len(state["serving"]) == state["wanted"] and not state["leaving"]
+def _is_settled(state: ReportedState) -> bool:
+    replicas = state.replicas
+    return bool(replicas.failed) or (len(replicas.serving) == replicas.wanted and not replicas.leaving)
 
 
 def _wait(
     run_dir: Path,
-    seen: dict[str, Any],
+    seen: ReportedState,
     limit_s: float,
     *,
-    is_reached: Callable[[dict[str, Any]], bool] = lambda state: True,
-) -> dict[str, Any]:
+    is_reached: Callable[[ReportedState], bool] = lambda state: True,
+) -> ReportedState:
     """Return the first newer state for which `is_reached` holds. Raises DataError at the limit, or when the run is
     silent."""
-    until, spoke, beats = time.monotonic() + limit_s, time.monotonic(), seen["beats"]
+    until, spoke, beats = time.monotonic() + limit_s, time.monotonic(), seen.beats
     while True:
         state = _read_state(run_dir)
-        if state["beats"] != beats:
-            spoke, beats = time.monotonic(), state["beats"]
-        if beats != seen["beats"] and is_reached(state):
+        if state.beats != beats:
+            spoke, beats = time.monotonic(), state.beats
+        if beats != seen.beats and is_reached(state):
             return state
         if time.monotonic() - spoke > SILENT_S:
             raise DataError(f"{run_dir}: the run has written no state for {SILENT_S:g} s; has it been killed?")
@@ -149,11 +167,16 @@ def _wait(
         time.sleep(PERIOD_S / 4)
 
 
-def _print(state: dict[str, Any]) -> None:
-    sys.stdout.write(f"wanted: {state['wanted']}\n")
-    for group in ("serving", "starting", "waiting", "leaving"):
-        names = ", ".join(state[group])
-        sys.stdout.write(f"{group}: {len(state[group])}{f' ({names})' if names else ''}\n")
+def _print(state: ReportedState) -> None:
+    replicas = state.replicas
+    sys.stdout.write(f"wanted: {replicas.wanted}\n")
+    for group in fields(replicas):
+        names = getattr(replicas, group.name)
+        if isinstance(names, tuple) and (names or group.name != "failed"):
+            listed = f" ({', '.join(names)})" if names else ""
+            sys.stdout.write(f"{group.name}: {len(names)}{listed}\n")
+    if replicas.problem:
+        sys.stdout.write(f"problem: {replicas.problem}\n")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +191,8 @@ REPLICAS = Command(
     """Show the engine replicas of a training run, or change their number while it trains.
 
 New replicas start beside the others and serve from the next refit on. Replicas that leave get no more requests, answer
-those that they have, and end at the next refit: no request is lost. On GPUs there are at most as many as the run was
+those that they have, and end at the next refit: no request is lost. A start that fails is tried again twice, after 10
+and 60 s. On GPUs there are at most as many as the run was
 started with (policy.generation.num_replicas), since their devices were set aside then.""",
     _add_arguments,
     _run,

@@ -15,6 +15,7 @@ from nemo_rl.interfaces import WeightManifest, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.refit import engine_replicas
 from tests.fakes.generation import FakeGeneration, sample
+from tests.fakes.virtual_time import run_in_virtual_time
 
 MANIFEST = WeightManifest("", ())
 DEADLINE_S = 120.0
@@ -354,11 +355,42 @@ def test_a_replica_that_cannot_be_restarted_is_said(caplog):
         router = ReplicatedGeneration([Mortal(answers=0), FakeGeneration()], restart=restart)
         await answers(router, several(2))
         await asyncio.gather(*router._background)
-        return len(router.replicas)
+        return len(router.replicas), router.state
 
     with caplog.at_level(logging.WARNING):
-        assert run(main()) == 1
-    assert "cannot restart engine replica 0: GenerationError: no memory" in caplog.messages
+        left, state = run_in_virtual_time(main())
+    assert left == 1
+    assert (state.wanted, state.failed, state.problem) == (2, ("engine 0",), "GenerationError: no memory")
+    assert caplog.messages[1:] == [
+        "cannot restart engine replica 0, next attempt in 10 s: GenerationError: no memory",
+        "cannot restart engine replica 0, next attempt in 60 s: GenerationError: no memory",
+        "cannot restart engine replica 0, given up: GenerationError: no memory",
+    ]
+
+
+def test_a_start_that_fails_is_tried_again_and_a_resize_tries_anew():
+    async def main():
+        outcomes = iter([GenerationError("a"), FakeGeneration(), *[GenerationError("b")] * 3, FakeGeneration()])
+
+        async def start(index: int) -> FakeGeneration:
+            if isinstance(outcome := next(outcomes), GenerationError):
+                raise outcome
+            return outcome
+
+        router = ReplicatedGeneration([FakeGeneration()], restart=start)
+        states = []
+        for count in (2, 3, 3):
+            router.resize(count)
+            await asyncio.gather(*router._background)
+            states.append((router.state.waiting, router.state.failed))
+        await router.close()
+        return states
+
+    assert run_in_virtual_time(main()) == [
+        (("engine 1",), ()),
+        (("engine 1",), ("engine 2",)),
+        (("engine 1", "engine 2"), ()),
+    ]
 
 
 @settings(max_examples=60, deadline=None)

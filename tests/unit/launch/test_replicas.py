@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from nemo_rl import cli
-from nemo_rl.generation.router import ReplicatedGeneration
+from nemo_rl.errors import GenerationError
+from nemo_rl.generation.router import ReplicaState, ReplicatedGeneration, Restart
 from nemo_rl.launch import replicas
 from nemo_rl.launch.replicas import follow_requests
 from tests.fakes.generation import FakeGeneration
@@ -23,11 +25,12 @@ def ask(run_dir: Path, *words: str) -> Callable[[], int]:
     return lambda: cli.run(["replicas", str(run_dir), *words])
 
 
-async def with_run(run_dir: Path, *questions: Callable[[], int]) -> tuple[list[int], int]:
-    """The exit codes of commands beside a run of two engines, which refits all the time; how many it has then."""
+async def start_fake(index: int) -> FakeGeneration:
+    return FakeGeneration()
 
-    async def start(index: int) -> FakeGeneration:
-        return FakeGeneration()
+
+async def with_run(run_dir: Path, *questions: Callable[[], int], start: Restart = start_fake) -> tuple[list[int], int]:
+    """The exit codes of commands beside a run of two engines, which refits all the time; how many it has then."""
 
     async def refit() -> None:
         while True:
@@ -36,7 +39,7 @@ async def with_run(run_dir: Path, *questions: Callable[[], int]) -> tuple[list[i
             await router.resume()
             await asyncio.sleep(0.01)
 
-    router = ReplicatedGeneration([FakeGeneration(), FakeGeneration()], restart=start, max_replicas=4)
+    router = ReplicatedGeneration([FakeGeneration(), FakeGeneration()], restart=start, max_replicas=4, retry_s=())
     async with follow_requests(router, run_dir):
         training = asyncio.create_task(refit())
         while not (run_dir / replicas.STATE_FILE).exists():  # noqa: ASYNC110 - nothing tells
@@ -67,11 +70,26 @@ def test_a_number_that_cannot_be_had_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_a_replica_that_does_not_start_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def start(index: int) -> FakeGeneration:
+        raise GenerationError("no memory")
+
+    codes, left = asyncio.run(with_run(tmp_path, ask(tmp_path, "3", "--wait"), ask(tmp_path, "2"), start=start))
+    assert (codes, left) == ([2, 0], 2)
+    told = capsys.readouterr()
+    assert (
+        "wanted: 3\nserving: 2 (engine 0, engine 1)\nstarting: 0\nwaiting: 0\nleaving: 0\nfailed: 1 (engine 2)"
+        in told.out
+    )
+    assert "engine 2 did not start: GenerationError: no memory" in told.err
+    assert "failed" not in told.out.split("wanted: 2")[1]  # it is no longer wanted
+
+
 def test_a_request_that_is_no_number_is_refused(tmp_path: Path) -> None:
     (tmp_path / replicas.REQUEST_FILE).write_text("many")
 
     def problem() -> int:
-        assert "many" in json.loads((tmp_path / replicas.STATE_FILE).read_text())["problem"]
+        assert "many" in json.loads((tmp_path / replicas.STATE_FILE).read_text())["refusal"]
         return 0
 
     assert asyncio.run(with_run(tmp_path, problem)) == ([0], 2)
@@ -92,6 +110,13 @@ def test_a_killed_run_is_recognised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "SILENT_S", 0.05)
-    (tmp_path / replicas.STATE_FILE).write_text('{"wanted": 1, "beats": 3}')
+    state = ReplicaState(1, ("engine 0",), (), (), ())
+    (tmp_path / replicas.STATE_FILE).write_text(json.dumps(asdict(replicas.ReportedState(state, "", 3))))
     assert ask(tmp_path)() == 2
     assert "has it been killed?" in capsys.readouterr().err
+
+
+def test_a_damaged_state_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / replicas.STATE_FILE).write_text('{"beats": 3')
+    assert ask(tmp_path)() == 2
+    assert "is no state of replicas: Invalid JSON" in capsys.readouterr().err
