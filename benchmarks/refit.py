@@ -23,8 +23,7 @@ from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import GenerationRequest, SamplingParams
-from nemo_rl.weight_sync.host_memory import SharedMemory
-from nemo_rl.weight_sync.refit import TransportWeightSync
+from nemo_rl.weight_sync.refit import SharedMemory, TransportWeightSync
 
 WARM_UP_ROUNDS, ROUNDS = 3, 12
 BAR = 10.0  # copies

@@ -1,4 +1,4 @@
-"""The engine's half of weights in a file: tensors read in place. The trainer's half: weight_sync/host_memory.py."""
+"""The engine's half of weights in a file: tensors read in place. The trainer's half: weight_sync/refit.py."""
 
 import fcntl
 import mmap

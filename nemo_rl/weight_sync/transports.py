@@ -108,7 +108,7 @@ def _shared_memory_problem(layout: "Layout") -> str | None:
 
 
 def _make_shared_memory(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.host_memory import SharedMemory
+    from nemo_rl.weight_sync.refit import SharedMemory
 
     return SharedMemory()
 
@@ -125,7 +125,7 @@ def _object_store_problem(layout: "Layout") -> str | None:
 
 
 def _make_object_store(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.host_memory import ObjectStore
+    from nemo_rl.weight_sync.refit import ObjectStore
 
     return ObjectStore()
 

@@ -17,7 +17,7 @@ from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.interfaces import DeviceWeights
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.weight_sync.device_memory import HandOverWeights
-from nemo_rl.weight_sync.host_memory import WeightFile
+from nemo_rl.weight_sync.refit import WeightFile
 from tests.contracts.engines import MAX_MODEL_LEN, answers, exact_logprobs, request, tiny_model
 from tests.contracts.layouts import MEGATRON
 from tests.contracts.policies import make_policy

@@ -18,8 +18,7 @@ from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.interfaces import Generation, WeightManifest, Weights
 from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
-from nemo_rl.weight_sync.host_memory import ObjectStore, SharedMemory, WeightFile
-from nemo_rl.weight_sync.refit import TransportWeightSync
+from nemo_rl.weight_sync.refit import ObjectStore, SharedMemory, TransportWeightSync, WeightFile
 from nemo_rl.weight_sync.transports import Transport, make_transport
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 

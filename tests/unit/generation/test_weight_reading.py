@@ -9,7 +9,7 @@ from nemo_rl.distributed import actors
 from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightChunks
-from nemo_rl.weight_sync.host_memory import PutWeights
+from nemo_rl.weight_sync.refit import PutWeights
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import torch
 
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.weight_sync import host_memory as weight_file
-from nemo_rl.weight_sync.host_memory import (
+from nemo_rl.weight_sync import refit as weight_file
+from nemo_rl.weight_sync.refit import (
     ALIGNMENT,
     PutWeights,
     SharedMemory,
@@ -79,7 +79,7 @@ def test_files_of_killed_runs_are_removed_and_those_in_use_stay(tmp_path: Path):
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path
-        from nemo_rl.weight_sync.host_memory import WeightFile
+        from nemo_rl.weight_sync.refit import WeightFile
         WeightFile(Path(sys.argv[1]))
         os._exit(0)  # as if killed: nothing is cleaned up
     """)

@@ -10,7 +10,7 @@ from nemo_rl.distributed.devices import Device
 from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_recipe
 from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
-from nemo_rl.weight_sync.host_memory import SharedMemory
+from nemo_rl.weight_sync.refit import SharedMemory
 from nemo_rl.weight_sync.transports import choose_transport, make_transport
 
 
