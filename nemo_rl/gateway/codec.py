@@ -58,12 +58,12 @@ class ParsedResponse:
 
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
-    """What reading a response depends on, beside its tokens."""
+    """The conditions of reading a response, beside its tokens."""
 
     call_id_seed: str  # the ids of its tool calls are a function of this
     stop_strings: tuple[str, ...] = ()
     with_tools: bool = True
-    with_parallel_calls: bool = True  # False: calls after the first are left out of the message
+    with_parallel_calls: bool = True  # False: calls after the first are dropped from the message
     is_thinking: bool = False  # the prompt has opened the thinking
     tools: Tools = ()  # tell some parsers the types of arguments
 

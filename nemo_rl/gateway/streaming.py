@@ -59,7 +59,7 @@ CallLater: TypeAlias = Callable[[float, Callable[[], None]], asyncio.TimerHandle
 
 @dataclass(frozen=True, slots=True)
 class CallMarkup:
-    """What begins and ends a tool call in a parser's text; `only_at_start`: a call is the whole response."""
+    """The marks that begin and end a tool call in a parser's text; `only_at_start`: a call is the whole response."""
 
     opening: tuple[str, ...]
     closing: str | None

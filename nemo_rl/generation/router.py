@@ -126,7 +126,7 @@ class ReplicatedGeneration:
         """Have `count` replicas: new ones start in the background and serve from the next refit on, and surplus ones
         get no more requests, answer those that they have, and end at the next refit.
 
-        Raises ValueError for a number that cannot be had; nothing is changed then.
+        Raises ValueError for a number that is not possible; nothing is changed then.
         """
         if self._restart is None and count > len(self._live_engines):
             raise ValueError(f"{count} engine replicas: none can be started; at most {len(self._live_engines)}")

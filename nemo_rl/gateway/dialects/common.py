@@ -1,4 +1,4 @@
-"""What the requests and responses of several APIs share: tool choices, guides, refused fields, events.
+"""Shared parts of the requests and responses of several APIs: tool choices, guides, refused fields, events.
 
 content.py reads the content of messages.
 """
@@ -113,7 +113,7 @@ def choose_guide(by_format: Guide | None, structured: StructuredOutputs | None, 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a request asks of its tool calls."""
+    """The constraints of a request on its tool calls."""
 
     parses_calls: bool = True  # False: calls stay text
     is_forced: bool = False  # a call, or a call of certain tools, is demanded

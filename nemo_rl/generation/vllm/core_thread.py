@@ -4,7 +4,7 @@
     InProcessEngine.generate  --calls-->  CoreThread: admit, step, collect tokens
     awaits its queue        <--outputs--  one message a step, only for what somebody waits for
 
-Against AsyncLLM nothing is serialised, a request that nobody streams is told once, at its
+Against AsyncLLM nothing is serialised, a request that is not streamed is told once, at its
 end, and its log-probs are joined there instead of token by token. The death of the core, other than an exception, is
 the death of this process. It imports vLLM: import it inside `importing_vllm`.
 """
@@ -170,7 +170,7 @@ class CoreThread:
             self._running[answer.request.request_id] = answer
 
     def abort(self, request_id: str) -> None:
-        """End a request that nobody waits for; one that is unknown is ignored. On the core's thread."""
+        """End a request without a waiting caller; one that is unknown is ignored. On the core's thread."""
         if self._running.pop(request_id, None) is not None and self._failure is None:
             self._core.abort_requests([request_id])
 
