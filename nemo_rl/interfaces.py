@@ -1,6 +1,6 @@
 """Every protocol of the program: the architecture in one file.
 
-Implementations: environments/, generation/, policy/, weight_sync/, losses/policy_gradient.py and advantage.py,
+Implementations: environments/, generation/, policy/, weight_sync/, losses/, algorithms/advantages.py,
 observability/, experience/sources.py. Shapes: B samples, T tokens, R named rewards.
 """
 

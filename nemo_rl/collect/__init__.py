@@ -1,1 +1,1 @@
-"""Collections of rollouts: their store, and what is made of it: merges, profiles, Slurm jobs."""
+"""Collections of rollouts: their store, and what is made of it: merges and profiles."""

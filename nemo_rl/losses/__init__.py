@@ -1,1 +1,1 @@
-"""Losses: one file a type, with its section, check, factory and computation."""
+"""Losses: the section, check, factory and computation of each."""

@@ -1,1 +1,1 @@
-"""See it: the web application, comparison and verdicts over run directories and collections. Reads files alone."""
+"""The viewer of run directories and collections: pages, comparisons, verdicts, and a step recomputed from its files."""
