@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.gateway.codec import Codec, ReadingRules
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.types import Completion, FailedRequest, Guide
@@ -92,6 +94,24 @@ def test_a_response_matches_its_schema_or_grammar(engine_and_loop: Any, tokenize
     assert isinstance(done, Completion), done
     assert done.finish_reason == "stop"
     assert json.loads(tokenizer.decode(done.token_ids, skip_special_tokens=True))["a"] in (1, 2)
+
+
+def test_a_forced_call_is_of_the_chosen_tool_and_ends_the_response(engine_and_loop: Any, tokenizer: Any) -> None:
+    engine, loop = engine_and_loop
+    codec = Codec(ChatEncoder(tokenizer), tool_parser_name="hermes")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    for names in (["f"], ["g"], ["f", "g"]):
+        guide = codec.call_guide(tools, names, is_required=True)
+        asked = request("a", stop_token_ids=codec.encoder.stop_token_ids, max_new_tokens=300, guide=guide)
+        done = loop.run(answers(engine, [asked]))["a"]
+        assert isinstance(done, Completion), done
+        assert done.finish_reason == "stop"
+        message = codec.read(done.token_ids, ReadingRules("1", tools=tools)).message
+        (call,) = message.tool_calls
+        assert call.name in names
+        assert json.loads(call.arguments)["a"] in (1, 2)
+        assert not message.content
 
 
 def test_a_constraint_that_cannot_be_compiled_fails_its_request_alone(engine_and_loop: Any) -> None:
