@@ -103,7 +103,9 @@ class Message:
     @property
     def content(self) -> str:
         """Return the text, or that of a tool's result, without thinking and calls."""
-        return "".join(part.text for part in self.parts if isinstance(part, (TextPart, ToolResult)))
+        if len(self.parts) == 1 and isinstance(only := self.parts[0], TextPart):
+            return only.text
+        return "".join([part.text for part in self.parts if isinstance(part, (TextPart, ToolResult))])
 
     @property
     def thinking(self) -> str | None:
@@ -113,7 +115,7 @@ class Message:
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+        return tuple([part for part in self.parts if isinstance(part, ToolCall)])
 
     @property
     def tool_call_id(self) -> str | None:
