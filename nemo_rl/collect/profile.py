@@ -12,9 +12,8 @@ import numpy.typing as npt
 from nemo_rl.collect.files import atomic_write
 from nemo_rl.collect.shards import TASKS_FILE, Task, read_tasks
 from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, RolloutTable, read_table
-from nemo_rl.data.rows import encode_json_line
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.records import best_of_k_probabilities, majority_at_k
+from nemo_rl.experience.records import best_of_k_probabilities, encode_json_line, majority_at_k
 
 Floats = npt.NDArray[np.float64]
 

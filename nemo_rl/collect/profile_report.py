@@ -16,7 +16,7 @@ from rich.table import Table
 
 from nemo_rl.collect.files import atomic_write
 from nemo_rl.collect.profile import Comparison, Floats, Profile, Summary, iter_task_rows
-from nemo_rl.data.rows import encode_json_line
+from nemo_rl.experience.records import encode_json_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

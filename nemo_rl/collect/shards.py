@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.collect.files import atomic_write
-from nemo_rl.data.rows import encode_json_line, read_jsonl
+from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.experience.records import encode_json_line
 
 FORMAT = 1  # of identity files
 MAX_DIFFERENCES_SHOWN = 20

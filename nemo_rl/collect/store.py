@@ -13,8 +13,8 @@ from typing import Any
 
 from nemo_rl.collect.files import AppendOnlyFile, atomic_write, read_lines
 from nemo_rl.collect.shards import KeySpace, RolloutKey, ShardFiles, ShardIdentity, find_shards
-from nemo_rl.data.rows import encode_json_line
 from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.experience.records import encode_json_line
 from nemo_rl.types import Failure
 
 logger = logging.getLogger(__name__)

@@ -36,16 +36,6 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def encode_json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
-    """Return `values` as one line of UTF-8 with its newline.
-
-    Half a surrogate pair, which a message may hold and UTF-8 cannot, is written as its JSON escape: Python's json reads
-    it back unchanged, while stricter readers (orjson) refuse such a line. Without `allow_nan`, NaN raises ValueError.
-    """
-    text = json.dumps(values, ensure_ascii=False, allow_nan=allow_nan)
-    return (text + "\n").encode("utf-8", errors="backslashreplace")  # only surrogates cannot be encoded
-
-
 def to_jsonable(value: Any) -> Any:
     """Return the value itself if JSON can hold it, else a copy with foreign parts as numbers or text."""
     try:

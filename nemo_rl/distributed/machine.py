@@ -169,7 +169,7 @@ def remove_stale_weight_files(directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What some processes have done so far; two of them tell whether they do anything."""
+    """The work of some processes so far; two of them tell whether they do anything."""
 
     cpu_ticks: int  # CPU time of all their threads
     num_stopped: int  # processes in the state of a SIGSTOP

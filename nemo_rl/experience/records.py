@@ -5,12 +5,13 @@ Details are for the viewer: advantages, and each token's log-probs of policy and
 """
 
 import asyncio
+import json
 import logging
 import math
 import os
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -18,17 +19,20 @@ from math import comb
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl import batch as keys
 from nemo_rl.data.messages import to_record
-from nemo_rl.data.rows import encode_json_line, read_jsonl
+from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, RolloutError
-from nemo_rl.experience.assembly import BatchRow
-from nemo_rl.interfaces import Policy
-from nemo_rl.types import Failure, FailureClass, StopReason, TokenizedMessage, TrainingBatch, Trajectory
+from nemo_rl.types import Failure, FailureClass, StopReason, TokenizedMessage, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+    from nemo_rl.experience.assembly import BatchRow
+    from nemo_rl.interfaces import Policy
+    from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +276,16 @@ def _message_to_dict(tokenized: TokenizedMessage, write_token_ids: bool) -> dict
     return row
 
 
+def encode_json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
+    """Return `values` as one line of UTF-8 with its newline.
+
+    Half a surrogate pair, which a message may hold and UTF-8 cannot, is written as its JSON escape: Python's json reads
+    it back unchanged, while stricter readers (orjson) refuse such a line. Without `allow_nan`, NaN raises ValueError.
+    """
+    text = json.dumps(values, ensure_ascii=False, allow_nan=allow_nan)
+    return (text + "\n").encode("utf-8", errors="backslashreplace")  # only surrogates cannot be encoded
+
+
 class RolloutWriter:
     """Appends rollouts to a JSON Lines file; also a context manager.
 
@@ -380,7 +394,7 @@ class RolloutDetails:
         self._has_failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    async def record(self, step: int, batch: TrainingBatch, rows: Sequence[BatchRow], policy: Policy) -> None:
+    async def record(self, step: int, batch: "TrainingBatch", rows: "Sequence[BatchRow]", policy: "Policy") -> None:
         """Record the first groups of a batch that is about to be trained on, with the policy on the device.
 
         `rows` are the origins of the batch's rows. Log-probs that the batch lacks are computed for these groups alone.
@@ -403,7 +417,7 @@ class RolloutDetails:
             logger.error("details of rollouts are not written: %s did not take them in time", self._path)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, step: int, sample: TrainingBatch, origins: Sequence[BatchRow]) -> None:
+    def _write(self, step: int, sample: "TrainingBatch", origins: "Sequence[BatchRow]") -> None:
         if self._has_failed or step % self._period:  # the period may have grown since the step was recorded
             return
         try:
@@ -416,7 +430,7 @@ class RolloutDetails:
             logger.exception("details of rollouts cannot be written to %s", self._path)
             self._has_failed = True
 
-    def _rows(self, sample: TrainingBatch, origins: Sequence[BatchRow]) -> Iterator[dict[str, Any]]:
+    def _rows(self, sample: "TrainingBatch", origins: "Sequence[BatchRow]") -> Iterator[dict[str, Any]]:
         for row, origin in enumerate(origins):
             group_id, generation_index = origin.trajectory_key
             yield {
@@ -426,8 +440,10 @@ class RolloutDetails:
                 **self._tokens(sample[row]),
             }
 
-    def _tokens(self, each: TrainingBatch) -> dict[str, Any]:
+    def _tokens(self, each: "TrainingBatch") -> dict[str, Any]:
         """Return the columns of one row: all tokens as text, the numbers of the sampled ones."""
+        import torch  # here: the viewer and collections load this module without it
+
         length = int(each[keys.LENGTHS])
         kept = torch.arange(length)
         if length > MAX_TOKENS:
@@ -464,6 +480,6 @@ class RolloutDetails:
             os.replace(unfinished, self._path)
 
 
-def _round(values: torch.Tensor) -> list[float | None]:
+def _round(values: "torch.Tensor") -> list[float | None]:
     """Return numbers as JSON has them: None where one is not finite."""
     return [round(value, DIGITS) if math.isfinite(value) else None for value in values.tolist()]

@@ -24,8 +24,9 @@ from nemo_rl.collect.store import RolloutStore
 from nemo_rl.config.collect import EvalRunConfig, SampledRunConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.data.rows import encode_json_line, read_jsonl
+from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.records import encode_json_line
 from nemo_rl.experience.rollouts import RolloutDependencies
 from nemo_rl.experience.scoring import PromptKey, rescore_rollouts
 from nemo_rl.interfaces import Generation

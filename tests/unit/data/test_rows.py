@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data.rows import RowFile, encode_json_line, read_jsonl
+from nemo_rl.data.rows import RowFile, read_jsonl
 from nemo_rl.errors import DataError
+from nemo_rl.experience.records import encode_json_line
 
 HALF_PAIRS = "high \ud83d, low \ude00 \\ud83d"
 

@@ -96,3 +96,9 @@ def test_view_serves_until_it_is_stopped(tmp_path: Path) -> None:
         finally:
             killer.cancel()
             process.kill()
+
+
+def test_pages_and_collections_are_read_without_torch() -> None:
+    """Importing it takes seconds."""
+    code = "import sys, nemo_rl.viewer.server, nemo_rl.collect.commands; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
