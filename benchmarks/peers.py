@@ -61,6 +61,8 @@ THROUGHPUT = (
     "policy.optimizer.kwargs.lr=1e-7",  # what is measured must not change what is sampled
     "data.train.env_name=length",
 )
+# Each prompt of a group is computed once, exactly: TRL has no such option.
+OWN = ("policy.sequence_packing.enabled=true", "policy.sequence_packing.share_prefixes=true")
 LENGTH_REWARD, SLOW_REWARD = ("++env.length.type=rewards:length_reward", "++env.length.type=rewards:slow_reward")
 FULL = "policy.generation.ignore_eos=true"
 
@@ -88,8 +90,13 @@ WORKS = (
 # The work of both
 
 
-async def make_work(overrides: Sequence[str], num_steps: int, *, reward: str = "spell") -> dict[str, Any]:
-    """Return what both sides train on: settings, and the prompts of all steps in order with those that are held out."""
+async def make_work(
+    overrides: Sequence[str], num_steps: int, *, reward: str = "spell", own: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what both sides train on: settings, and the prompts of all steps in order with those that are held out.
+
+    `own` overrides are those of this project's side alone.
+    """
     config = load_config(RECIPE, [*COMMON, *overrides])
     model_path = await resolve_model(config.policy.model_name)
     inputs = load_inputs(config, model_path, load_prompts(config))
@@ -112,7 +119,7 @@ async def make_work(overrides: Sequence[str], num_steps: int, *, reward: str = "
     (held_out,) = inputs.validation
     return {
         "recipe": str(RECIPE),
-        "overrides": [*COMMON, *overrides],
+        "overrides": [*COMMON, *overrides, *own],
         "model": model_path,
         "trl": trl_arguments(config),
         "reward": reward,
@@ -266,7 +273,7 @@ def throughput(work: Throughput, python: Path, num_steps: int, warm_up_steps: in
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-model-"))
             own = (f"policy.model_name={untrained(asyncio.run(resolve_model('nemo_rl/quickstart')), directory)}",)
         total = num_steps + warm_up_steps
-        prepared = asyncio.run(make_work((*THROUGHPUT, *work.overrides, *own), total, reward=work.reward))
+        prepared = asyncio.run(make_work((*THROUGHPUT, *work.overrides, *own), total, reward=work.reward, own=OWN))
         sides = open_sides(prepared, python, stack)
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(total):
@@ -291,7 +298,7 @@ def race(seed: int, python: Path, num_steps: int) -> dict[str, Any]:
     The accuracy is measured every EVALUATION_PERIOD steps, out of the time; a side that is there takes no more steps.
     `train_s` is None for a side that has not reached it in `num_steps`.
     """
-    work = asyncio.run(make_work((f"grpo.seed={seed}", f"grpo.max_num_steps={num_steps}"), num_steps))
+    work = asyncio.run(make_work((f"grpo.seed={seed}", f"grpo.max_num_steps={num_steps}"), num_steps, own=OWN))
     with ExitStack() as stack:
         sides = open_sides(work, python, stack)
         result: dict[str, Any] = {

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
@@ -289,20 +291,21 @@ class Batcher(Generic[ItemT, ResultT]):
 class BlockingCalls:
     """At most `max_concurrency` blocking calls at once; further calls wait.
 
-    Each runs in a daemon thread of its own (some 50 µs), which unlike an executor's is not joined when the interpreter
-    exits. A call that is cancelled or times out leaves its thread running, since a thread cannot be stopped, and frees
-    its slot.
+    Each runs on a daemon thread, which unlike an executor's is not joined when the interpreter exits, and which takes
+    further calls until none has come for IDLE_THREAD_S. A call that is cancelled or times out leaves its thread
+    running, since a thread cannot be stopped, and frees its slot.
     """
 
     def __init__(self, name: str, max_concurrency: int) -> None:
         self._name = name
         self._semaphore = asyncio.Semaphore(max_concurrency)
+        self._idle: list[SimpleQueue[_BlockingCall]] = []  # of threads that wait for a call, the last to come first
 
     async def run(self, function: Callable[[], ResultT], *, timeout_s: float | None = None) -> ResultT:
         """Return the function's result or raise its exception; raise TimeoutError `timeout_s` after it began."""
         async with self._semaphore:
             future: Future[ResultT] = Future()
-            threading.Thread(target=_run_into_future, args=(future, function), name=self._name, daemon=True).start()
+            self._start((future, function))
             try:
                 async with asyncio.timeout(timeout_s) as deadline:
                     return await asyncio.wrap_future(future)
@@ -310,6 +313,39 @@ class BlockingCalls:
                 if deadline.expired():
                     raise TimeoutError(f"no answer in {timeout_s:g} s") from error
                 raise
+
+    def _start(self, call: "_BlockingCall") -> None:
+        try:
+            calls = self._idle.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=_make_calls, args=(calls, self._idle), name=self._name, daemon=True).start()
+        calls.put(call)
+
+
+IDLE_THREAD_S = 10.0
+_BlockingCall: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
+
+
+def _make_calls(calls: "SimpleQueue[_BlockingCall]", idle: "list[SimpleQueue[_BlockingCall]]") -> None:
+    """Make the calls of a thread until none has come for IDLE_THREAD_S; between two it is in `idle`."""
+    while True:
+        try:
+            future, function = calls.get(timeout=IDLE_THREAD_S)
+        except Empty:
+            try:
+                idle.remove(calls)
+            except ValueError:  # taken in this moment: a call is on its way
+                continue
+            return
+        if future.set_running_or_notify_cancel():
+            resolve = _call(future, function)
+            idle.append(calls)  # first: the next call, which the result may bring about, needs no other thread then
+            resolve()
+            del resolve  # while the thread waits, what it holds would stay alive
+        else:
+            idle.append(calls)
+        del future, function
 
 
 def is_async_callable(function: Callable[..., Any]) -> bool:
@@ -323,12 +359,12 @@ def _contract_failure(problem: str) -> Failure:
     return error_to_failure(EnvironmentContractError(problem))
 
 
-def _run_into_future(future: Future[Any], function: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+def _call(future: Future[Any], function: Callable[[], Any]) -> Callable[[], None]:
+    """Call the function; return the call that tells the future what became of it."""
     try:
-        future.set_result(function())
+        return partial(future.set_result, function())
     except Exception as error:
-        future.set_exception(error)
+        return partial(future.set_exception, error)
     except BaseException as error:  # SystemExit and the like; a thread never receives a Ctrl-C
-        future.set_exception(UserExitError(describe_exit(error)).with_traceback(error.__traceback__))
+        exit_error = UserExitError(describe_exit(error)).with_traceback(error.__traceback__)
+        return partial(future.set_exception, exit_error)

@@ -15,7 +15,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -312,7 +312,9 @@ class InProcessEngine:
         """Return the number of requests that somebody waits for."""
         return len(self._unfinished)
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; closing or cancelling it ends the request.
 
         Raises ValueError or vLLM's own error for a request that vLLM refuses, EngineDeadError.

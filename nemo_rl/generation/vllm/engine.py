@@ -178,12 +178,14 @@ class VllmGeneration:
             raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # it would kill the engine
         prompt = self._tokens_input(list(request.token_ids))
         num_told = 0
-        async for output in self._engine.generate(prompt, self._params(request), request.request_id):
-            if request.on_tokens is not None and (new := output.outputs[0].token_ids[num_told:]):
-                request.on_tokens(num_told, new)
-                num_told += len(new)
-            if request.on_tokens is None or output.finished:  # FINAL_ONLY: the first is the whole answer
-                return output
+        outputs = self._engine.generate(prompt, self._params(request), request.request_id)
+        async with contextlib.aclosing(outputs):  # else the event loop closes it, in a task of its own
+            async for output in outputs:
+                if request.on_tokens is not None and (new := output.outputs[0].token_ids[num_told:]):
+                    request.on_tokens(num_told, new)
+                    num_told += len(new)
+                if request.on_tokens is None or output.finished:  # FINAL_ONLY: the first is the whole answer
+                    return output
         raise GenerationError(f"vLLM gave no answer to {request.request_id}")
 
     def _params(self, request: GenerationRequest) -> "SamplingParams":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.environments import boundary
 from nemo_rl.environments.boundary import BlockingCalls, CheckedEnvironment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
@@ -131,6 +132,36 @@ def test_result_error_and_deadline() -> None:
         assert await calls.run(lambda: 4) == 4  # the room of the call that hangs is free again
 
     asyncio.run(main())
+
+
+def test_calls_one_after_another_share_a_thread_and_one_that_hangs_keeps_its_own() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 1)
+        first = await calls.run(threading.get_ident)
+        assert {await calls.run(threading.get_ident) for _ in range(20)} == {first}
+        with pytest.raises(TimeoutError):
+            await calls.run(release.wait, timeout_s=0.05)
+        assert await calls.run(threading.get_ident) != first
+
+    asyncio.run(main())
+    release.set()
+
+
+def test_threads_without_a_call_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "IDLE_THREAD_S", 0.05)
+    threads: list[threading.Thread] = []
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 1)
+        for _ in range(2):  # the second one's thread is another
+            await calls.run(lambda: threads.append(threading.current_thread()))
+            await asyncio.to_thread(threads[-1].join, 60)
+            assert not threads[-1].is_alive()
+
+    asyncio.run(main())
+    assert threads[0] is not threads[1]
 
 
 def test_no_more_calls_at_once_than_there_is_room_for() -> None:
