@@ -124,6 +124,8 @@ async def step_each(
         except Exception as error:  # the item's own content: deep JSON, a state without its keys, a worker's death
             return error_to_failure(error, failure_class)
 
+    if len(conversations) == len(states) == 1:  # without a task, which costs more than the rest of this
+        return [await guarded(conversations[0], states[0])]
     items = zip(conversations, states, strict=True)
     return list(await asyncio.gather(*(guarded(conversation, state) for conversation, state in items)))
 
