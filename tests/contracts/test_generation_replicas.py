@@ -94,7 +94,8 @@ def test_an_engine_that_is_stopped_in_a_refit_is_given_up_and_killed(tiny_models
             core.suspend()
             with pytest.raises(GenerationError, match=r"did not load weights: its processes did nothing for 2 s"):
                 await publish(engine, model, 2, sync)
-            assert core.wait(DEADLINE_S) is not None
+            core.wait(DEADLINE_S)
+            assert not core.is_running()
         finally:
             sync.close()
             await engine.close()
