@@ -9,7 +9,8 @@ uv run scripts/acceptance/learning.py megatron      on two stages of Megatron-co
 uv run scripts/acceptance/learning.py lora          adapters alone (lora.yaml)
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 
-`--steps N` ends a run early, to see that it runs at all: then no bar is held.
+`nemo-rl check` reads every run that learns, and must raise no alarm. `--steps N` ends a run early, to see that it runs
+at all: then no bar is held.
 """
 
 import argparse
@@ -59,10 +60,14 @@ class Outcome:
     sampled: tuple[float, float]
     greedy: tuple[float, float]
     seconds: float
+    alarms: tuple[str, ...]  # of `nemo-rl check`
 
     def row(self, verdict: bool) -> str:
         (s0, s1), (g0, g1) = self.sampled, self.greedy
-        return f"| {self.name} | {s0:.3f} -> {s1:.3f} | {g0:.3f} -> {g1:.3f} | {self.seconds:.0f} | {verdict} |"
+        alarms = ", ".join(self.alarms) or "none"
+        return (
+            f"| {self.name} | {s0:.3f} -> {s1:.3f} | {g0:.3f} -> {g1:.3f} | {self.seconds:.0f} | {alarms} | {verdict} |"
+        )
 
 
 def run(name: str, *arguments: str) -> Outcome:
@@ -78,7 +83,9 @@ def run(name: str, *arguments: str) -> Outcome:
             timeout=3600,
         )
         seconds = time.monotonic() - started
-        lines = (next(Path(log_dir).glob("exp_*")) / "metrics.jsonl").read_text().splitlines()
+        run_dir = next(Path(log_dir).glob("exp_*"))
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        alarms = find_alarms(run_dir)
     validations = [row for row in map(json.loads, lines) if "validation/accuracy" in row]
     first, last = validations[0], validations[-1]
     return Outcome(
@@ -86,7 +93,20 @@ def run(name: str, *arguments: str) -> Outcome:
         (first["validation/accuracy"], last["validation/accuracy"]),
         (first["validation/greedy_accuracy"], last["validation/greedy_accuracy"]),
         seconds,
+        alarms,
     )
+
+
+def find_alarms(run_dir: Path) -> tuple[str, ...]:
+    """Return the names of what `nemo-rl check` finds alarming; its warnings are printed."""
+    command = [sys.executable, "-m", "nemo_rl", "check", str(run_dir), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"nemo-rl check exits with {done.returncode}: {done.stderr}")
+    findings = json.loads(done.stdout)
+    for finding in findings:
+        print(f"{finding['severity']}: {finding['name']}: {finding['evidence']}", file=sys.stderr)
+    return tuple(finding["name"] for finding in findings if finding["severity"] == "alarm")
 
 
 def learning(
@@ -103,6 +123,7 @@ def learning(
             and outcome.sampled[1] >= SAMPLED_END
             and outcome.greedy[1] - outcome.greedy[0] >= GREEDY_GAIN
             and outcome.greedy[1] >= GREEDY_END
+            and not outcome.alarms
         )
         passed &= verdict
         print(outcome.row(verdict), flush=True)
@@ -145,7 +166,7 @@ if __name__ == "__main__":
     parser.add_argument("--api", choices=list(AGENTS), nargs="*", default=list(AGENTS), help="of `agent`")
     parser.add_argument("--steps", type=int)
     arguments = parser.parse_args()
-    print("| run | sampled | greedy | s | as it should |\n|---|---|---|---|---|", flush=True)
+    print("| run | sampled | greedy | s | alarms | as it should |\n|---|---|---|---|---|---|", flush=True)
     if arguments.what == "controls":
         passed = controls()
     elif arguments.what == "agent":
