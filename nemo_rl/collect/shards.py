@@ -129,7 +129,11 @@ class ShardIdentity:
     def check(self, path: Path) -> None:
         """Raise ConfigError unless the identity at `path` is this one, with every difference."""
         if differences := describe_identity_differences(ShardIdentity.read(path).to_dict(), self.to_dict()):
-            raise ConfigError("output_dir", str(path.parent), f"holds rollouts of another run:\n{differences}")
+            raise ConfigError(
+                "output_dir",
+                str(path.parent),
+                f"holds rollouts of another run; choose another directory:\n{differences}",
+            )
 
 
 def describe_identity_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
