@@ -295,6 +295,9 @@ class InProcessEngine:
         self.engine_core = self  # AsyncLLM's client of the core
         self._loop = asyncio.get_running_loop()
         self._renderer = renderer_from_config(config)
+        eos = self._renderer.get_eos_token_id()
+        self._renderer.get_eos_token_id = lambda: eos  # it asks the tokenizer anew for each request, which takes 30 us
+        self._num_requests = 0
         self._inputs = InputProcessor(config, self._renderer)
         self._outbox: list[Call] = []
         self._unfinished: set[str] = set()  # ids of requests that somebody waits for
@@ -320,7 +323,8 @@ class InProcessEngine:
         Raises ValueError or vLLM's own error for a request that vLLM refuses, EngineDeadError.
         """
         request = self._inputs.process_inputs(request_id, prompt, params, self._tasks)
-        self._inputs.assign_request_id(request)
+        self._num_requests += 1  # as vLLM's `assign_request_id`, with a count for its random suffix
+        request.external_req_id, request.request_id = request_id, f"{request_id}-{self._num_requests}"
         tokenizer = self._renderer.tokenizer if params.stop else None
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request) if params.stop else None
         answer = Answer(request, asyncio.Queue(), detokenizer)
