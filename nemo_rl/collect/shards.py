@@ -280,7 +280,11 @@ def _check_unchanged(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash"
                 difference = (
                     f"task {count} differs\n  was {_truncate_for_display(before)}\n  is  {_truncate_for_display(now)}"
                 )
-                raise ConfigError("output_dir", str(path.parent), f"holds a collection of other data: {difference}")
+                raise ConfigError(
+                    "output_dir",
+                    str(path.parent),
+                    f"holds a collection of other data; choose another directory: {difference}",
+                )
             digest.update(now)
             count += 1
     return count

@@ -92,7 +92,7 @@ def test_another_configuration_is_refused_with_each_difference(path: Path) -> No
     with pytest.raises(ConfigError, match=r"temperature: was 1\.0, is 0\.5") as error:
         run(path, "collect.limit=1", "policy.generation.temperature=0.5", "policy.generation.timeout_s=5")
     assert "timeout_s" not in str(error.value)
-    with pytest.raises(ConfigError, match="holds a collection of other data: task 1 differs"):
+    with pytest.raises(ConfigError, match="holds a collection of other data; choose another directory: task 1 differs"):
         run(path, "collect.limit=2")
 
 
