@@ -113,7 +113,7 @@ LOADERS = {  # of config/loading.py
 
 def verb_of(path: Path) -> str:
     """Return the command that runs a recipe: by its sections and those of the recipes below it."""
-    from nemo_rl.config import recipe_files  # here, since every command imports this module
+    from nemo_rl.config import recipe_files  # imports yaml: here, since every command imports this module
 
     for _, sections in recipe_files.walk_layers(path):
         if found := next((verb for section, verb in VERBS.items() if section in sections), None):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_rl.config.compatibility import Cause, Report, find_models
-from nemo_rl.config.keys import at
+from nemo_rl.config.recipe_files import at
 from nemo_rl.errors import ConfigError
 
 # Samplers of the single controller: the key of their bound, and what becomes of a group that exceeds it.

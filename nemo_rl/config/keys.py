@@ -6,17 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.config.recipe_files import at
 from nemo_rl.errors import CombinedConfigError, ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf.errors import OmegaConfBaseException
 
 Path: TypeAlias = Sequence[str | int]
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # an interpolation of one key and nothing else
@@ -54,18 +52,6 @@ def find_schema_node(path: Path, raw: Any, schema: type[Section] = GRPORunConfig
             return None
         node = _child_node(node, name, at(raw, path[: depth + 1]))
     return node
-
-
-def at(raw: Any, path: Path) -> Any:
-    """Return the value at `path` of plain mappings and lists; None where there is none."""
-    for name in path:
-        if isinstance(raw, Mapping) and name in raw:
-            raw = raw[name]
-        elif isinstance(raw, list) and str(name).isdigit() and int(name) < len(raw):
-            raw = raw[int(name)]
-        else:
-            return None
-    return raw
 
 
 def has(raw: Any, path: Path) -> bool:
@@ -238,19 +224,6 @@ def name_source(error: ConfigError, raw: Any) -> ConfigError:
     if not readers:
         return error
     return ConfigError(key, error.value, f"{error.problem} (read by {', '.join(readers)})", known=error.known)
-
-
-def make_interpolation_error(error: "OmegaConfBaseException", raw: Any, source: str | None = None) -> ConfigError:
-    """Return the error of a value that cannot be resolved: an unknown key or resolver, or text that is no
-    interpolation."""
-    key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")
-    if type(error).__name__ == "MissingMandatoryValue":
-        return ConfigError(key, "???", "must be set")
-    reason = str(error).splitlines()[0]
-    if "not found" in reason:
-        reason += " (an interpolation sees what recipes and overrides set, not the schema's defaults)"
-    where = f" (in {source})" if source else ""
-    return ConfigError(key or "interpolation", at(raw, key.split(".")), f"cannot be resolved: {reason}{where}")
 
 
 def _strip_union_members(loc: Path, raw: Any, error_type: str) -> Path:

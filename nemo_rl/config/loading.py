@@ -19,7 +19,6 @@ from nemo_rl.config.compatibility import Report, find_cause
 from nemo_rl.config.keys import (
     ERROR_MESSAGES,
     UNKNOWN_KEY,
-    at,
     dotted,
     kind_of_field,
     make_schema_error,
@@ -32,7 +31,7 @@ from nemo_rl.config.keys import Path as KeyPath
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
 from nemo_rl.config.overrides import apply_override, merge_layers
-from nemo_rl.config.recipe_files import escape_interpolations, names_below, read_layer, resolve_interpolations
+from nemo_rl.config.recipe_files import at, escape_interpolations, names_below, read_layer, resolve_interpolations
 from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
 from nemo_rl.config.translation import (
     FAMILIES,

@@ -15,9 +15,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_rl.config.keys import at, dotted, find_schema_node, has
+from nemo_rl.config.keys import dotted, find_schema_node, has
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.config.recipe_files import at
 from nemo_rl.config.translation import moved_key
 from nemo_rl.errors import ConfigError
 

@@ -2,20 +2,22 @@
 
 `${grpo.seed}`, `${mul:${a},${b}}` and the like mean what they do in NeMo-RL's recipes. OmegaConf resolves them; the
 plain forms, whose meaning is the same in any grammar, are resolved here, since the import of OmegaConf takes longer
-than all else that reads a recipe. Imports neither the schema nor, where all forms are plain, OmegaConf.
+than all else that reads a recipe. Imports neither the schema nor pydantic nor, where all forms are plain, OmegaConf.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nemo_rl.config.keys import at, make_interpolation_error
 from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_packaged, recipe_names
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 MAX_RECIPE_BYTES, MAX_NODES, MAX_DEPTH, MAX_DIGITS, MAX_BRACKETS = 10 * 2**20, 100_000, 64, 1000, 1000
 FLOAT, TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
@@ -91,6 +93,18 @@ def walk_layers(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         layer = read_layer(current, above)
         yield current, layer
         waiting += [(below, current) for below in names_below(current, layer)]
+
+
+def at(raw: Any, path: Sequence[str | int]) -> Any:
+    """Return the value at `path` of plain mappings and lists; None where there is none."""
+    for name in path:
+        if isinstance(raw, Mapping) and name in raw:
+            raw = raw[name]
+        elif isinstance(raw, list) and str(name).isdigit() and int(name) < len(raw):
+            raw = raw[int(name)]
+        else:
+            return None
+    return raw
 
 
 def _find_below(path: Path, name: str) -> Path:
@@ -242,8 +256,21 @@ def _resolve_with_omegaconf(raw: dict[str, Any], recipe: Path | None) -> dict[st
             try:
                 OmegaConf.create(layer)
             except OmegaConfBaseException as in_layer:
-                raise make_interpolation_error(in_layer, None, source=str(path)) from in_layer
-        raise make_interpolation_error(error, raw) from error
+                raise _make_interpolation_error(in_layer, None, source=str(path)) from in_layer
+        raise _make_interpolation_error(error, raw) from error
+
+
+def _make_interpolation_error(error: "OmegaConfBaseException", raw: Any, source: str | None = None) -> ConfigError:
+    """Return the error of a value that cannot be resolved: an unknown key or resolver, or text that is no
+    interpolation."""
+    key = (getattr(error, "full_key", None) or "").replace("[", ".").replace("]", "")
+    if type(error).__name__ == "MissingMandatoryValue":
+        return ConfigError(key, "???", "must be set")
+    reason = str(error).splitlines()[0]
+    if "not found" in reason:
+        reason += " (an interpolation sees what recipes and overrides set, not the schema's defaults)"
+    where = f" (in {source})" if source else ""
+    return ConfigError(key or "interpolation", at(raw, key.split(".")), f"cannot be resolved: {reason}{where}")
 
 
 def escape_interpolations(value: Any) -> Any:

@@ -1,15 +1,19 @@
 """NeMo-RL's recipes of reward models in this project's terms: one process, one model directory, its best weights.
 
-`admit` runs before the table of single keys, `translate` after it. Unknown keys are refused as in every other recipe.
+`admit` runs before a backend is chosen and before the table of single keys, `translate` after them. Unknown keys are
+refused as in every other recipe.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nemo_rl.config.compatibility import Cause, Report, find_cause, is_same_value
-from nemo_rl.config.keys import at, find_schema_node, make_unknown_key_error
+from nemo_rl.config.compatibility import Cause, Report, find_cause, is_same_value, load_rules
+from nemo_rl.config.keys import UNKNOWN_KEY, dotted, find_schema_node, make_unknown_key_error
+from nemo_rl.config.recipe_files import at
+from nemo_rl.errors import ConfigError
 
 ONE_PROCESS = Cause("layout", "a reward model trains in one process, on one device")
+KIND_KEYS = ("enabled", "reward_model_type")
 OWN_CONFIG = Cause("results", "a reward model has the config.json of its model")
 OWN_LOSS = Cause("results", "reward models learn from pairs (Bradley and Terry)")
 ALL_WEIGHTS = Cause("results", "all weights are trained")
@@ -34,10 +38,38 @@ def admit(config: dict[str, Any], report: Report) -> None:
     policy = config.get("policy")
     if not isinstance(policy, dict):
         return
-    kind = policy.pop("reward_model_cfg", None)
-    loss = kind.get("reward_model_type", "bradley_terry") if isinstance(kind, dict) else "bradley_terry"
+    _check_kind(policy.pop("reward_model_cfg", None), report)
+    _check_megatron_names(config, policy, report)
+
+
+def _check_kind(section: object, report: Report) -> None:
+    key = "policy.reward_model_cfg"
+    if section is None:
+        return
+    if not isinstance(section, dict):
+        report.problems.append(ConfigError(key, section, f"must be a mapping of {' and '.join(KIND_KEYS)}"))
+        return
+    for name in section.keys() - set(KIND_KEYS):
+        report.problems.append(ConfigError(f"{key}.{name}", section[name], UNKNOWN_KEY, known=KIND_KEYS))
+    loss = section.get("reward_model_type", "bradley_terry")
     if loss != "bradley_terry":
-        report.refuse("policy.reward_model_cfg.reward_model_type", loss, OWN_LOSS)
+        report.refuse(f"{key}.reward_model_type", loss, OWN_LOSS)
+
+
+def _check_megatron_names(config: dict[str, Any], policy: dict[str, Any], report: Report) -> None:
+    """Report the unknown keys of Megatron's section, which is removed; known are the schema's and the table's."""
+    path = ("policy", "megatron_cfg")
+    section, node = policy.get("megatron_cfg"), find_schema_node(path, config)  # of GRPO
+    if section is None:
+        return
+    if not isinstance(section, dict):
+        report.problems.append(ConfigError(dotted(path), section, "must be a mapping"))
+        policy.pop("megatron_cfg")
+        return
+    of_table = (rule.key.split(".") for rule in load_rules())
+    known = {parts[2] for parts in of_table if tuple(parts[:2]) == path} | (node.names if node is not None else set())
+    for name in section.keys() - known:
+        report.problems.append(make_unknown_key_error((*path, name), config))
 
 
 def translate(config: dict[str, Any], report: Report) -> None:

@@ -18,7 +18,7 @@ from nemo_rl.config.compatibility import (
     find_release,
     load_table,
 )
-from nemo_rl.config.keys import at
+from nemo_rl.config.recipe_files import at
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.errors import ConfigError
 
@@ -45,13 +45,13 @@ def translate(config: dict[str, Any], family: Family, report: Report) -> None:
     if family == "eval":
         _move_sampled_model(config)
     _spread_flat_data(config)
+    if family == "rm" and release is not None:
+        reward_models.admit(config, report)
     choose_backend(config)
     _clip_as_megatron(config)
     _rename(config, family)
     if family in ("dpo", "rm"):
         _translate_preferences(config)
-    if family == "rm" and release is not None:
-        reward_models.admit(config, report)
     for step in _STEPS:
         step(config, report)
     apply_rules(config, report)

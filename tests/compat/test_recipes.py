@@ -160,6 +160,10 @@ def test_reward_models_of_several_ranks_are_refused() -> None:
         ("checkpointing.metric_name=val:los", "the mean over the validation sets"),
         ("checkpointing.higher_is_better=true", "better when it is lower"),
         ("policy.reward_model_cfg.reward_model_type=regression", "learn from pairs"),
+        ("++policy.reward_model_cfg.typo=1", r"policy\.reward_model_cfg\.typo = 1: unknown key; known: enabled, "),
+        ("policy.reward_model_cfg=regression", r"policy\.reward_model_cfg = 'regression': must be a mapping of"),
+        ("++policy.megatron_cfg.typo=1", r"policy\.megatron_cfg\.typo = 1: unknown key"),
+        ("policy.megatron_cfg=off", r"policy\.megatron_cfg = .*must be a mapping"),
         ("policy.megatron_cfg.enabled=true", "Megatron's optimizer and schedule are not read"),
     ],
 )

@@ -1,5 +1,7 @@
 """Plain interpolations have the values that OmegaConf gives them; all others are left to it."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -82,3 +84,9 @@ def test_a_packaged_recipe_resolves_to_the_same_both_ways(name: str) -> None:
     except ConfigError:  # a fragment, whose references stand in other recipes
         return
     assert recipe_files.resolve_interpolations(raw) == expected
+
+
+def test_recipe_files_are_read_without_the_schema() -> None:
+    code = "import sys, nemo_rl.config.recipe_files as r; print('pydantic' in sys.modules, 'omegaconf' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False False"
