@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.engines import EngineModel
-from nemo_rl.generation.vllm.engine import VllmGeneration
+from nemo_rl.generation.vllm.engine import WORKER_EXTENSION, VllmGeneration
 from nemo_rl.interfaces import WeightManifest
 from nemo_rl.types import Completion
 from tests.contracts.engines import MAX_MODEL_LEN, answers, request, section, tiny_model
@@ -167,3 +167,21 @@ def test_closing_fails_what_runs_and_leaves_the_process_as_it_was(
             await again.close()
 
     engine_loop.run(main())
+
+
+def test_engines_with_different_extensions_of_the_worker_share_a_process(
+    engine_loop: asyncio.Runner, spelling_model: EngineModel
+) -> None:
+    async def generate_twice() -> list[dict[str, Any]]:
+        first = await start(spelling_model)  # with the tests' extension
+        other = await VllmGeneration.create(
+            section(in_process=True, worker_extension_cls=WORKER_EXTENSION), spelling_model
+        )
+        try:
+            return [await answers(engine, [request("a", max_new_tokens=3)]) for engine in (first, other)]
+        finally:
+            await first.close()
+            await other.close()
+
+    one, another = engine_loop.run(generate_twice())
+    assert one["a"].token_ids == another["a"].token_ids

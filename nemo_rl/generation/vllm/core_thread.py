@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -401,12 +402,23 @@ def _hand_over(messages: list[tuple[Answer, Any]]) -> None:
 
 
 def _start_core(config: VllmConfig) -> EngineCore:
-    """Start the core; vLLM's CPU worker replaces torch's function for the number of threads, which others here use."""
+    """Start the core, and undo what vLLM changes for all of this process.
+
+    Its CPU worker replaces torch's function for the number of threads, which others here use. The class of the workers
+    gets the extension as a base, after which it refuses that of another engine: this worker gets a class of its own.
+    """
     set_num_threads = torch.set_num_threads
+    worker_class: Any = resolve_obj_by_qualname(cast(str, config.parallel_config.worker_cls))
+    bases = worker_class.__bases__
     try:
-        return EngineCore(config, Executor.get_class(config), log_stats=False)
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
     finally:
         torch.set_num_threads = set_num_threads  # type: ignore[assignment]
+        extensions = worker_class.__bases__[len(bases) :]
+        worker_class.__bases__ = bases
+    worker = cast(Any, core.model_executor).driver_worker.worker
+    worker.__class__ = type(worker_class.__name__, (worker_class, *extensions), {})
+    return core
 
 
 def _end_core(core: EngineCore) -> None:
