@@ -286,4 +286,4 @@ def load_weights(module: nn.Module, model: PreTrainedModel, directory: Path) -> 
     try:
         copy_tensors(module, model, open_tensors(str(directory), model, {}))
     except ConfigError as error:
-        raise CheckpointError(f"{directory} cannot be loaded, or holds another model: {error}") from error
+        raise CheckpointError(f"{directory} cannot be loaded, or holds another model: {error.problem}") from error

@@ -159,7 +159,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         try:
             tensors = open_tensors(str(directory), self._model, {})
         except ConfigError as error:
-            raise CheckpointError(f"{directory} cannot be loaded, or holds another model: {error}") from error
+            raise CheckpointError(f"{directory} cannot be loaded, or holds another model: {error.problem}") from error
         self._weights.load(tensors, self._main.store)
         self._main.copy_to_model()
 
