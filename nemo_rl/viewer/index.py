@@ -84,7 +84,7 @@ class RolloutIndex:
         self._num_rows = 0
         self._saved_rows = 0
         # of the names of the index's two files
-        self._base = index_storage.base(cache or index_storage.cache_directory(), path)
+        self._base = index_storage.index_path(cache or index_storage.cache_directory(), path)
         self._records: BinaryIO | None = None  # None: closed
         self._columns = np.empty(0, RECORD)
         if path.exists():
@@ -266,7 +266,7 @@ class RolloutIndex:
         try:
             self._records = index_storage.open_locked(self._base.with_suffix(".records"))
         except OSError:  # another viewer writes it, or the directory is read-only
-            self._base = index_storage.private_base(self.path)
+            self._base = index_storage.private_index_path(self.path)
             self._records = index_storage.open_locked(self._base.with_suffix(".records"))
         num_rows = self._num_rows
         self._reset()

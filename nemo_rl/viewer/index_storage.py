@@ -174,12 +174,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-rl" / "viewer"
 
 
-def base(directory: Path, path: Path) -> Path:
+def index_path(directory: Path, path: Path) -> Path:
     """Return where in a directory the index of a file is kept, but for the suffixes."""
     return directory / hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
 
 
-def private_base(path: Path) -> Path:
+def private_index_path(path: Path) -> Path:
     """Return a place for an index that lasts as long as this process. Raises OSError where there is none."""
     return _private_directory() / f"{path.stem}-{next(_numbers)}"
 

@@ -313,6 +313,22 @@ def test_follow_a_running_step(page: Any, runs: Path) -> None:
     assert page.locator("details#config[open]").count() == 1
 
 
+def test_the_list_of_rollouts_follows_a_running_step_until_a_filter_is_chosen(page: Any, runs: Path) -> None:
+    train = runs / "exp_002" / "rollouts" / "train.jsonl"
+    page.goto("/s/exp_002/rollouts/train")
+    page.wait_for_function("document.getElementById('live').textContent === 'live'")
+    shown = int(page.inner_text("main p[role=status]").split()[0])
+    write_lines(train, [rollout(100)])
+    page.wait_for_selector(f"text={shown + 1} rollouts")
+    page.select_option("select[name=sort]", "-reward")
+    with page.expect_response(lambda answer: answer.url.endswith("/s/exp_002/rollouts/train")) as answer:
+        write_lines(train, [rollout(101)])
+    assert f"{shown + 2} rollouts" in answer.value.text()
+    page.evaluate("() => new Promise((done) => setTimeout(done))")  # after what the answer leads to
+    assert page.input_value("select[name=sort]") == "-reward"
+    assert f"{shown + 1} rollouts" in main_text(page)
+
+
 def test_million_tokens_stay_usable(page: Any, runs: Path) -> None:
     write_lines(runs / "agent" / "rollouts" / "train.jsonl", [rollout(1, group="long", text="token " * 1_000_000)])
     page.goto("/s/agent")

@@ -67,7 +67,9 @@
     const main = byId("main"), next = page.getElementById("main");
     if (!next || main.contains(document.activeElement) && document.activeElement.matches("input, select")) return;
     const typed = [...main.querySelectorAll("form.filters input")].some((each) => each.value !== each.defaultValue);
-    const chosen = [...main.querySelectorAll("form.filters option")].some((each) => each.selected !== each.defaultSelected);
+    // Where no option is marked as selected, the first one is.
+    const rendered = (select) => Math.max(0, [...select.options].findIndex((each) => each.defaultSelected));
+    const chosen = [...main.querySelectorAll("form.filters select")].some((each) => each.selectedIndex !== rendered(each));
     if (typed || chosen) return;  // filters that were not sent yet
     const unfolded = [...main.querySelectorAll("details[id]")].filter((each) => each.open).map((each) => each.id);
     const focused = main.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
