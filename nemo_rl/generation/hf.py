@@ -5,12 +5,15 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
 from nemo_rl.distributed.machine import release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
@@ -83,6 +86,7 @@ class HFGeneration(Generation):
             model_path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
         )
         self._model = model.to(device).eval()
+        keep_float32_logits(self._model)
         self._model_path = model_path
         self._device = device
         self._max_batch_size = max_batch_size
@@ -229,6 +233,26 @@ class HFGeneration(Generation):
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def keep_float32_logits(model: Any) -> None:
+    """Let the output layer of a bfloat16 model return float32 sums, on the devices where the policy's logits are these.
+
+    A layer with a bias is left as it is, as in the policy (policy/logprobs.py).
+    """
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != torch.bfloat16:
+        return
+    if layer.weight.device.type in FLOAT32_LOGITS_DEVICES:
+        layer.forward = partial(_multiply_in_float32, layer)
+
+
+def _multiply_in_float32(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits [..., V] of bfloat16 states [..., H]."""
+    if hidden.device.type == "cpu":  # which has no such product
+        return hidden.float() @ layer.weight.float().T
+    product = torch.mm(hidden.flatten(0, -2), layer.weight.T, out_dtype=torch.float32)
+    return product.unflatten(0, hidden.shape[:-1])
 
 
 def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:

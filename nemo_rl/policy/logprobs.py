@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
 from nemo_rl.policy.hf_model import small_model
@@ -54,9 +55,6 @@ class ScoreQuery:
         return [self.part(slice(start, start + size)) for start in range(0, max(len(self.targets), 1), size)]
 
 
-FLOAT32_LOGITS_DEVICES = {"cuda"}  # where vLLM's logits are float32 too: generation/vllm/engine.py, head_dtype
-
-
 @dataclass(frozen=True, slots=True)
 class LogitsHead:
     """The head of a model: the output layer, then scaling and soft capping of the logits.
@@ -87,7 +85,7 @@ class LogitsHead:
 
 
 def project_to_logits(output_layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits [N, V] of an output layer; in float32 on devices where the engine has them in float32 too.
+    """Return the logits [N, V] of an output layer; in float32 on devices where every engine has them in float32 too.
 
     Products of bfloat16 are summed in float32 either way; a matrix product that returns bfloat16 then rounds the sums,
     logits near 20 by up to 0.06. A layer that is split over ranks or has a bias is called as it is.

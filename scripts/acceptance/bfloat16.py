@@ -115,7 +115,7 @@ def measure_refits(case: Case, wanted: list[tuple[int, bool]]) -> Iterator[dict[
     from tests.contracts.smollm2 import Misplaced, RecordedScores, make_policy, probes
 
     if case.float32_logits:
-        logprobs.FLOAT32_LOGITS_DEVICES.add("cpu")
+        logprobs.FLOAT32_LOGITS_DEVICES |= {"cpu"}
     policy = make_policy(case.model)
     with asyncio.Runner() as runner:
         engine = runner.run(start_engine(case))
@@ -198,7 +198,7 @@ def command(case: Case, steps: int) -> list[str]:
     }
     if case.float32_logits:
         overrides["policy.generation.vllm_kwargs"] = "{hf_overrides: {head_dtype: float32}}"
-    devices = "logprobs.FLOAT32_LOGITS_DEVICES.add('cpu')" if case.float32_logits else "None"
+    devices = "logprobs.FLOAT32_LOGITS_DEVICES |= {'cpu'}" if case.float32_logits else "None"
     script = str(ROOT / "examples" / "run_grpo.py")
     start = (
         f"import runpy; from nemo_rl.policy import logprobs; {devices}; runpy.run_path({script!r}, run_name='__main__')"

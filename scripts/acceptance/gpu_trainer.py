@@ -174,9 +174,9 @@ def measure_logits(bench: Bench) -> dict[str, Any]:
     hidden = torch.randn(bench.sizes.chunk, model.hidden_size, device=device).bfloat16().requires_grad_()
     few = hidden.detach()[:16]
     exact = few.double() @ head.weight.detach().double().T
-    usual, found = set(logprobs.FLOAT32_LOGITS_DEVICES), {}
+    usual, found = logprobs.FLOAT32_LOGITS_DEVICES, {}
     try:
-        for name, devices in (("bfloat16", set()), ("float32", {device.type})):
+        for name, devices in (("bfloat16", frozenset[str]()), ("float32", frozenset({device.type}))):
             logprobs.FLOAT32_LOGITS_DEVICES = devices
             project = partial(logprobs.project_to_logits, head)
             with torch.no_grad():

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl.generation import hf
 from nemo_rl.generation.hf import HFGeneration, filter_logits, sample_token, to_weight_spans
 from nemo_rl.types import SamplingParams, WeightSpan
 from tests.contracts.engines import answers, request, save_tiny_model
@@ -69,3 +70,29 @@ def test_cancelled_pause_holds_nothing(tmp_path: Path):
         return result
 
     assert len(asyncio.run(main())["a"].token_ids) == 200
+
+
+def first_logprob(model: Path) -> float:
+    async def main() -> float:
+        engine = HFGeneration(str(model), dtype="bfloat16")
+        result = (await answers(engine, [request("a", tokens=range(3, 9), max_new_tokens=1)]))["a"]
+        await engine.close()
+        return result.logprobs[0]
+
+    return asyncio.run(main())
+
+
+def test_logits_of_bfloat16_are_kept_in_float32_where_the_policy_has_them_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = save_tiny_model(tmp_path, tied=True)
+    layers: list[torch.nn.Linear] = []
+    rounded = first_logprob(path)
+    keep = hf.keep_float32_logits
+    monkeypatch.setattr(hf, "FLOAT32_LOGITS_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(hf, "keep_float32_logits", lambda m: (keep(m), layers.append(m.get_output_embeddings())))
+    assert first_logprob(path) != rounded
+    hidden = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = layers[0](hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), hidden.double() @ layers[0].weight.double().T, atol=1e-5, rtol=0)
