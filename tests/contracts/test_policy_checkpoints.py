@@ -155,11 +155,10 @@ def test_loading_without_optimizer_or_without_anything(run: Layouts, tmp_path: P
         run("plain", "llama", ("load", tmp_path / "nothing"))
 
 
-@pytest.mark.parametrize(("layout", "other"), [("plain", "gpt2"), ("megatron tp 2", "qwen3")])
-def test_checkpoint_of_another_model_is_refused(layout: str, other: str, run: Layouts, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(run: Layouts, tmp_path: Path) -> None:
     run("plain", "llama", ("save", tmp_path, {"save_optimizer": False}))
     with pytest.raises(CheckpointError, match="another model") as error:
-        run(layout, other, ("load", tmp_path))
+        run("plain", "gpt2", ("load", tmp_path))
     assert "policy.model_name" not in str(error.value)  # which may be right
 
 
