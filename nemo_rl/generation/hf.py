@@ -244,7 +244,7 @@ def keep_float32_logits(model: Any) -> None:
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != torch.bfloat16:
         return
     if layer.weight.device.type in FLOAT32_LOGITS_DEVICES:
-        layer.forward = partial(_multiply_in_float32, layer)
+        setattr(layer, "forward", partial(_multiply_in_float32, layer))  # noqa: B010
 
 
 def _multiply_in_float32(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
