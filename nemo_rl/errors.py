@@ -19,7 +19,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MAX_LOGGED_CHARACTERS = 300
-MAX_SHOWN_CHARACTERS = 120  # of a value of the configuration
+MAX_SHOWN_CHARACTERS = 120  # of a value of the configuration that is no text
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     0x2028: "\\u2028",
     0x2029: "\\u2029",
@@ -96,9 +96,12 @@ def _format_group(errors: Sequence[ConfigError]) -> str:
 
 
 def _show(value: object) -> str:
-    """Return a value as an error shows it: the beginning of a long section or text."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+    """Return a value as an error shows it: both ends of a long one, since a path's last parts tell the most."""
+    text, limit = repr(value), MAX_LOGGED_CHARACTERS if isinstance(value, str) else MAX_SHOWN_CHARACTERS
+    if len(text) <= limit + 2:  # quotes
+        return text
+    half = limit // 2
+    return f"{text[:half]}[... {len(text) - 2 * half} characters ...]{text[-half:]}"
 
 
 class DataError(NemoRLError):

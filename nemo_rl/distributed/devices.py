@@ -128,19 +128,27 @@ def keep_freed_memory() -> bool:
 
     Else it gives the tensors of a step back to the kernel, which hands them out again page by page: 5,000 to 19,000
     page faults in a step of the quickstart, against 100 to 1,700. Another C library has no such call.
+    glibc before 2.35 refuses a threshold above 32 MiB: there, blocks of that size and more still go back at once.
     """
     if any(name in os.environ for name in MALLOC_VARIABLES):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(parameter, value) for parameter, value in MALLOC_PARAMETERS)
+    if mallopt is None:
+        return False
+    chosen = {
+        name: next((value for value in values if mallopt(parameter, value)), None)
+        for name, (parameter, *values) in MALLOC_PARAMETERS.items()
+    }
+    logger.debug("set glibc's malloc (None: refused): %s", chosen)
+    return None not in chosen.values()
 
 
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-MALLOC_PARAMETERS = (  # of glibc's malloc.h, and bytes as a C int
-    (-3, 2**30),  # M_MMAP_THRESHOLD: smaller blocks come from the heap
-    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: of the heap's free end
-    (-2, 2**28),  # M_TOP_PAD: by which the heap grows
-)
+MALLOC_PARAMETERS = {  # the number in glibc's malloc.h, and bytes as a C int: the first that it takes
+    "M_MMAP_THRESHOLD": (-3, 2**30, 2**25),  # smaller blocks come from the heap
+    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),  # of the heap's free end
+    "M_TOP_PAD": (-2, 2**28),  # by which the heap grows
+}
 
 
 def use_expandable_segments(device: "torch.device") -> bool:

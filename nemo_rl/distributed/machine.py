@@ -14,10 +14,10 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -72,6 +72,14 @@ def release_openmp_threads() -> None:
     """
     if (pause := getattr(_LIBRARIES, "omp_pause_resource_all", None)) is not None:
         pause(OMP_PAUSE_HARD)
+
+
+def compute_in_turn(function: Callable[..., ResultT], *args: Any) -> ResultT:
+    """Return the function's result, and release the OpenMP threads of the calling thread, also where it raises."""
+    try:
+        return function(*args)
+    finally:
+        release_openmp_threads()
 
 
 _LIBRARIES = ctypes.CDLL(None)  # all that this process has loaded: the runtime comes with torch
@@ -175,34 +183,42 @@ class Activity:
     num_stopped: int  # processes in the state of a SIGSTOP
 
 
-def activity_of(pids: Collection[int]) -> Activity:
-    """Return the activity of processes of this machine; those that have ended count nothing. Source: proc(5)."""
+def read_activity(pids: Collection[int]) -> Activity | None:
+    """Return the activity of processes of this machine; those that have ended count nothing. Source: proc(5).
+
+    None: none of them can be read, since all have ended or this machine hides /proc.
+    """
     found = [fields for pid in pids if (fields := _read_status(pid))]
+    if not found:
+        return None
     cpu_ticks = sum(int(fields[11]) + int(fields[12]) for fields in found)
-    return Activity(cpu_ticks, num_stopped=sum(fields[0] in "Tt" for fields in found))
+    return Activity(cpu_ticks, num_stopped=sum(fields[0] == "T" for fields in found))
 
 
-LOOK_PERIOD_S = 1.0  # between two looks at processes
+POLL_PERIOD_S = 1.0  # between two polls of processes
 
 
 async def wait_until_idle(pids: Collection[int], limit_s: float, *, may_wait: bool = False) -> None:
-    """Return once the processes have done nothing for `limit_s`; without processes, never.
+    """Return once the processes have done nothing for `limit_s`; never without processes that can be read at first.
 
     Idle are processes that use no CPU time, or, where they may wait for others, that are stopped. Only the time that
     this process has looked on counts: a machine that stands still makes nothing idle.
     """
-    if not pids:
+    period, idle_s, before = min(POLL_PERIOD_S, limit_s / 4), 0.0, read_activity(pids)
+    if before is None:
         await asyncio.Event().wait()
-    period, idle_s, before = min(LOOK_PERIOD_S, limit_s / 4), 0.0, activity_of(pids)
     while idle_s < limit_s:
         await asyncio.sleep(period)
-        now = activity_of(pids)
-        is_idle = now.num_stopped > 0 or (now == before and not may_wait)
+        now = read_activity(pids)
+        is_idle = (now is not None and now.num_stopped > 0) or (now == before and not may_wait)
         idle_s, before = (idle_s + period if is_idle else 0.0), now
 
 
 def kill_children(pids: Collection[int]) -> None:
-    """Kill those processes that this one, or another of them, has started; an id may be a stranger's by now."""
+    """Kill those processes that this one, or another of them, has started.
+
+    An id may have been reused by another process.
+    """
     parents = {os.getpid(), *pids}
     for pid in pids:
         if (fields := _read_status(pid)) and int(fields[1]) in parents:

@@ -1,1 +1,1 @@
-"""`nemo-rl doctor`: what it measures of a machine and of a recipe's files, and what it makes of it."""
+"""`nemo-rl doctor`: what it measures of a machine and of a recipe's files, and its findings."""

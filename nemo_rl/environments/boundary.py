@@ -13,12 +13,14 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.distributed.machine import compute_in_turn
 from nemo_rl.errors import EnvironmentContractError, UserExitError, summarize_error
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
@@ -116,7 +118,11 @@ async def step_each(
     states: Sequence[Mapping[str, Any]],
     failure_class: FailureClass = FailureClass.ENVIRONMENT,
 ) -> list[StepResult]:
-    """Return the result of `step_one` for each item on its own: what it raises is the failure of its item alone."""
+    """Return the result of `step_one` for each item on its own: what it raises is the failure of its item alone.
+
+    A single item runs in the caller's task, several in a task each. User code that cancels its current task therefore
+    cancels the caller in the first case, as in an `Environment.step` of its own, and fails its item in the second.
+    """
 
     async def guarded(conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
         try:
@@ -295,7 +301,8 @@ class BlockingCalls:
 
     Each runs on a daemon thread, which unlike an executor's is not joined when the interpreter exits, and which takes
     further calls until none has come for IDLE_THREAD_S. A call that is cancelled or times out leaves its thread
-    running, since a thread cannot be stopped, and frees its slot.
+    running, since a thread cannot be stopped, and frees its slot. Each call has an empty `contextvars` context, but
+    what it sets for its thread (torch's grad mode, `threading.local`) stays for that thread's later calls.
     """
 
     def __init__(self, name: str, max_concurrency: int) -> None:
@@ -364,7 +371,11 @@ def _contract_failure(problem: str) -> Failure:
 def _call(future: Future[Any], function: Callable[[], Any]) -> Callable[[], None]:
     """Call the function; return the call that tells the future what became of it."""
     try:
-        return partial(future.set_result, function())
+        return partial(future.set_result, Context().run(compute_in_turn, function))
+    except StopIteration as error:  # no future of asyncio takes it: its caller would wait forever
+        raised = RuntimeError("user code raised StopIteration").with_traceback(error.__traceback__)
+        raised.__cause__ = error
+        return partial(future.set_exception, raised)
     except Exception as error:
         return partial(future.set_exception, error)
     except BaseException as error:  # SystemExit and the like; a thread never receives a Ctrl-C

@@ -235,5 +235,5 @@ async def cancel_tasks(tasks: Collection[asyncio.Task[Any]], timeout_s: float = 
         frames = task.get_stack(limit=1)
         where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "unknown"
         name = getattr(task.get_coro(), "__qualname__", task.get_name())
-        logger.error("left behind %s at %s: it ignored its cancellation for %g s", name, where, timeout_s)
+        logger.error("abandoned task %s at %s: it ignored its cancellation for %g s", name, where, timeout_s)
     return len(pending)

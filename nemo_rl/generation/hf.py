@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
-from nemo_rl.distributed.machine import release_openmp_threads
+from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import Generation, WeightManifest, Weights
@@ -118,7 +118,9 @@ class HFGeneration(Generation):
     async def _run_cancellable(self, batch: Batch) -> None:
         cancelled = threading.Event()
         release_openmp_threads()  # of the event loop
-        running = asyncio.get_running_loop().run_in_executor(self._thread, self._sample_in_turn, batch, cancelled)
+        running = asyncio.get_running_loop().run_in_executor(
+            self._thread, compute_in_turn, self._sample, batch, cancelled
+        )
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -138,12 +140,6 @@ class HFGeneration(Generation):
         if not all(0 <= token < vocab_size for token in request.token_ids):
             return f"a token id outside the vocabulary of {vocab_size}"
         return None
-
-    def _sample_in_turn(self, batch: Batch, cancelled: threading.Event) -> None:
-        try:
-            self._sample(batch, cancelled)
-        finally:
-            release_openmp_threads()
 
     @torch.inference_mode()
     def _sample(self, batch: Batch, cancelled: threading.Event) -> None:
@@ -216,7 +212,7 @@ class HFGeneration(Generation):
         self._compute_lock.release()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._load, manifest)
+        await asyncio.get_running_loop().run_in_executor(self._thread, compute_in_turn, self._load, manifest)
         self._weight_version = weight_version
 
     @torch.no_grad()

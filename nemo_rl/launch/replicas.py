@@ -37,7 +37,7 @@ class ReportedState:
     """The content of `replicas.json`."""
 
     replicas: ReplicaState
-    refusal: str  # why the last number asked for cannot be had; "" where it can
+    refusal: str  # why the last number asked for is not possible; "" where it can
     beats: int  # how often it was written
 
 
@@ -114,8 +114,9 @@ def _read_state(run_dir: Path) -> ReportedState:
         cure = "to change their number, start it with policy.generation.num_replicas of 2 or more, or in_actor: true"
         raise DataError(f"{run_dir / STATE_FILE}: not there: {problem}; {cure}") from error
     except ValidationError as error:
-        problem = f"is no state of replicas: {error.errors(include_url=False)[0]['msg']}"
-        raise DataError(f"{run_dir / STATE_FILE}: {problem}") from error
+        first = error.errors(include_url=False)[0]
+        where = f"{'.'.join(map(str, first['loc']))}: " if first["loc"] else ""
+        raise DataError(f"{run_dir / STATE_FILE}: is no state of replicas: {where}{first['msg']}") from error
 
 
 def _run(parsed: argparse.Namespace) -> ExitCode:

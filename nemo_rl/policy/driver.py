@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.machine import release_openmp_threads
+from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import WorkerError, WorkerTimeout
 from nemo_rl.interfaces import LossFn, OffloadPart, TopK
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, SentBatch, merge_rows
@@ -65,7 +65,7 @@ class ScoringCalls(ABC):
     async def _score(self, name: str, batch: TrainingBatch, *args: Any) -> list[torch.Tensor]:
         """Return the rows of all ranks, of which the first that has a row returns it."""
         parts = await self._call_all(name, self._to_send(batch), *args)
-        return await asyncio.to_thread(merge_rows, parts, batch)
+        return await asyncio.to_thread(compute_in_turn, merge_rows, parts, batch)
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Return rank 0's result."""

@@ -23,3 +23,16 @@ def test_an_error_seen_from_further_out_has_the_whole_key() -> None:
 def test_a_cause_is_the_type_and_the_first_line_of_an_error() -> None:
     assert summarize_error(ValueError("\nfirst\nsecond")) == "ValueError: first"
     assert summarize_error(TimeoutError()) == "TimeoutError"
+
+
+def test_a_long_path_is_shown_with_both_ends_and_a_shorter_one_whole() -> None:
+    path = "/scratch/" + "x" * 271 + "/weights/model.safetensors"  # 306 characters and the quotes
+    assert len(path) == 306
+    assert str(ConfigError("a", path[:300], "no")) == f"a = {path[:300]!r}: no"
+    shown = f"{repr(path)[:150]}[... 8 characters ...]{repr(path)[-150:]}"
+    assert str(ConfigError("a", path, "no")) == f"a = {shown}: no"
+
+
+def test_a_long_section_is_shown_with_both_ends() -> None:
+    shown = f"[{'0, ' * 19}0,[... 180 characters ...] {'0, ' * 19}0]"
+    assert str(ConfigError("a", [0] * 100, "no")) == f"a = {shown}: no"

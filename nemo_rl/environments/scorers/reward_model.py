@@ -15,6 +15,7 @@ from pydantic import Field
 from nemo_rl.config.environment import EndpointScorerConfig, ModelScorerConfig
 from nemo_rl.config.kinds import Entry, Section
 from nemo_rl.distributed.load_balancer import LoadBalancer
+from nemo_rl.distributed.machine import compute_in_turn
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.scorers.registry import ScoreError, score_each
 from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
@@ -103,7 +104,8 @@ class _ThreadReplica:
         self._model = self._executor.submit(RewardModel, name, section).result()
 
     async def score(self, conversations: Sequence[tuple[Message, ...]]) -> Sequence[float | Failure]:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._model.score, conversations)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, compute_in_turn, self._model.score, conversations)
 
     def kill(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -4,7 +4,7 @@
     InProcessEngine.generate  --calls-->  CoreThread: admit, step, collect tokens
     awaits its queue        <--outputs--  one message a step, only for what somebody waits for
 
-Against AsyncLLM nothing is serialised, a request that is not streamed is told once, at its
+Against AsyncLLM nothing is serialised, a request that is not streamed gets one output, at its
 end, and its log-probs are joined there instead of token by token. The death of the core, other than an exception, is
 the death of this process. It imports vLLM: import it inside `importing_vllm`.
 """

@@ -324,13 +324,13 @@ def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[No
             yield
     finally:
         own = {name for name in before.keys() | os.environ.keys() if name.startswith("VLLM_")}
-        put_back_environment(before, ENGINE_VARIABLES | own | added.keys())
+        restore_environment(before, ENGINE_VARIABLES | own | added.keys())
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
 
 
-def put_back_environment(before: Mapping[str, str], names: Collection[str]) -> None:
+def restore_environment(before: Mapping[str, str], names: Collection[str]) -> None:
     """Give the variables `names` the values that they had `before`."""
     for name in names:
         if name in before:
@@ -360,7 +360,7 @@ def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncL
         if section.vllm_cfg.in_process:
             from nemo_rl.generation.vllm.core_thread import InProcessEngine
 
-            put_back_environment(before, {"LD_PRELOAD"})  # now: other processes may start beside the core
+            restore_environment(before, {"LD_PRELOAD"})  # now: other processes may start beside the core
             return InProcessEngine(config)
         from vllm.v1.engine.async_llm import AsyncLLM
 

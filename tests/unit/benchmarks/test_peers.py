@@ -37,7 +37,7 @@ def raced(
 ) -> tuple[dict[str, Any], dict[str, Racer]]:
     sides = {"trl": Racer("trl", seconds=1.0, steps=trl_steps), "own": Racer("own", seconds=0.5, steps=own_steps)}
 
-    async def make_work(*_: Any) -> dict[str, Any]:
+    async def make_work(*_: Any, **__: Any) -> dict[str, Any]:
         return {}
 
     monkeypatch.setattr(peers, "make_work", make_work)

@@ -187,10 +187,10 @@ import resource, torch
 from nemo_rl.distributed.devices import prepare_allocator
 
 def faults_of_ten():
-    torch.ones(16 << 20)
+    torch.ones(6 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        torch.ones(16 << 20)  # 64 MiB, freed at once
+        torch.ones(6 << 20)  # 24 MiB, freed at once: below the highest threshold of glibc before 2.35
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 torch.set_num_threads(1)
@@ -212,7 +212,7 @@ def count_page_faults(**environment: str) -> tuple[int, int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_freed_memory_is_kept_on_a_cpu_unless_the_environment_chooses() -> None:
     usual, after = count_page_faults()
-    assert usual >= 10 * 32  # 32 huge pages, or 16,384 of the usual size, each time
+    assert usual >= 10 * 12  # 12 huge pages, or 6,144 of the usual size, each time
     assert after < 10
     usual, after = count_page_faults(MALLOC_MMAP_THRESHOLD_="65536")
-    assert after >= 10 * 32
+    assert after >= 10 * 12

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import random
 import resource
@@ -12,11 +13,10 @@ import pytest
 
 from nemo_rl.distributed import machine as ports
 from nemo_rl.distributed.machine import (
-    Activity,
-    activity_of,
     kill_children,
     max_connections,
     raise_file_limit,
+    read_activity,
     unused_port,
     unused_ports,
 )
@@ -140,12 +140,14 @@ def wait_for(number):
     return count()
 
 torch.set_num_threads(2)
+number = torch.get_num_threads()
 release_openmp_threads()  # before any work: there is nothing to give up
 before = count()
 values = torch.ones(1 << 20)
 values.mul_(3)
 during = count()
 release_openmp_threads()
+assert torch.get_num_threads() == number == 2
 after = wait_for(before)
 again = values.sum().item()
 print(before, during, after, again)
@@ -164,14 +166,55 @@ def test_activity_is_that_of_the_processes_named() -> None:
     program = "while True: pass"
     with subprocess.Popen([sys.executable, "-c", program]) as busy, subprocess.Popen(["sleep", "600"]) as idle:
         try:
-            before = activity_of([busy.pid])
-            while activity_of([busy.pid]).cpu_ticks <= before.cpu_ticks:  # of a loaded machine too
+            ticks = cpu_ticks_of(busy.pid)
+            while cpu_ticks_of(busy.pid) <= ticks:  # of a loaded machine too
                 time.sleep(0.01)
             os.kill(idle.pid, signal.SIGSTOP)
-            while activity_of([idle.pid, busy.pid]).num_stopped == 0:
+            while num_stopped_of(idle.pid, busy.pid) == 0:
                 time.sleep(0.01)
-            assert activity_of([idle.pid]).num_stopped == 1
+            assert num_stopped_of(idle.pid) == 1
         finally:
-            kill_children([busy.pid, idle.pid, os.getppid()])  # the last one is none of ours
+            kill_children([busy.pid, idle.pid])
             assert [busy.wait(), idle.wait()] == [-signal.SIGKILL] * 2
-    assert activity_of([busy.pid, idle.pid]) == Activity(0, 0)  # they have ended
+    assert read_activity([busy.pid, idle.pid]) is None  # they have ended
+
+
+def cpu_ticks_of(pid: int) -> int:
+    activity = read_activity([pid])
+    assert activity is not None
+    return activity.cpu_ticks
+
+
+def num_stopped_of(*pids: int) -> int:
+    activity = read_activity(pids)
+    assert activity is not None
+    return activity.num_stopped
+
+
+def test_a_process_of_another_parent_is_not_killed() -> None:
+    program = "sleep 600 & echo $!; wait $!; echo $?"
+    with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        kill_children([grandchild])
+        os.kill(grandchild, signal.SIGTERM)  # the first signal that ends it is the one that its parent is told
+        assert parent.stdout.read() == f"{128 + signal.SIGTERM}\n"
+
+
+@pytest.mark.parametrize("state", ["t", "R"])
+def test_a_process_that_a_debugger_holds_is_not_stopped(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    monkeypatch.setattr(ports, "_read_status", lambda pid: [state, *["3"] * 20])
+    assert read_activity([1, 2]) == ports.Activity(12, 0)
+
+
+def test_processes_that_cannot_be_read_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_read_status", lambda pid: [])
+
+    async def main() -> None:
+        waiting = asyncio.create_task(ports.wait_until_idle([1], 0.01))
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        waiting.cancel()
+
+    asyncio.run(main())

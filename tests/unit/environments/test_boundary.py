@@ -3,10 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 
+from nemo_rl.distributed import machine
 from nemo_rl.environments import boundary
 from nemo_rl.environments.boundary import BlockingCalls, CheckedEnvironment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
@@ -130,6 +132,41 @@ def test_result_error_and_deadline() -> None:
         with pytest.raises(TimeoutError, match=r"no answer in 0.05 s"):
             await calls.run(threading.Event().wait, timeout_s=0.05)
         assert await calls.run(lambda: 4) == 4  # the room of the call that hangs is free again
+
+    asyncio.run(main())
+
+
+def test_stop_iteration_of_user_code_is_raised_as_a_runtime_error() -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="user code raised StopIteration") as raised:
+            await asyncio.wait_for(BlockingCalls("test", 1).run(lambda: next(iter(()))), 60)
+        assert isinstance(raised.value.__cause__, StopIteration)
+
+    asyncio.run(main())
+
+
+def test_calls_of_one_thread_do_not_share_context_variables() -> None:
+    variable = ContextVar("variable", default="")
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 1)
+        await calls.run(lambda: variable.set("first"))
+        assert await calls.run(variable.get) == ""
+
+    asyncio.run(main())
+
+
+def test_each_call_releases_its_openmp_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(machine, "release_openmp_threads", lambda: released.append(threading.get_ident()))
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 1)
+        thread = await calls.run(threading.get_ident)
+        assert released == [thread]
+        with pytest.raises(KeyError):
+            await calls.run(raise_key_error)
+        assert released == [thread] * 2
 
     asyncio.run(main())
 

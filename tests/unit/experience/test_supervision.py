@@ -219,7 +219,7 @@ def test_budget_of_everything_never_stops():
     assert budget.summary() == "1 of 1 rollouts failed (reward 1); first cause: reward: nan"
 
 
-def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(
+def test_a_task_that_swallows_its_cancellation_is_named_and_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cancel_tasks, "__defaults__", (0.05,))
@@ -237,6 +237,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(
     tasks: list[asyncio.Task[None]] = []
     assert run_async(work()) == 7
     [message] = caplog.messages
+    assert message.startswith("abandoned task ")
     assert "stubborn at " in message
     assert "test_supervision.py:" in message
     tasks[0]._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -135,22 +135,22 @@ def test_control_of_an_engine_that_has_died_or_stands_still_is_an_error(control:
     asyncio.run(main())
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, activity: Callable[[int], Activity], num_looks: int) -> VllmGeneration:
-    """An engine in processes of its own, which answers after so many looks at its activity."""
-    looks, is_done = itertools.count(), asyncio.Event()
+def watched(monkeypatch: pytest.MonkeyPatch, activity: Callable[[int], Activity], num_polls: int) -> VllmGeneration:
+    """An engine in processes of its own, which answers after so many polls of its activity."""
+    polls, is_done = itertools.count(), asyncio.Event()
 
-    def look(pids: Any) -> Activity:
-        if (count := next(looks)) == num_looks:
+    def poll(pids: Any) -> Activity:
+        if (count := next(polls)) == num_polls:
             is_done.set()
         return activity(count)
 
     async def answer(*args: Any, **kwargs: Any) -> None:
         await is_done.wait()
 
-    monkeypatch.setattr("nemo_rl.distributed.machine.activity_of", look)
+    monkeypatch.setattr("nemo_rl.distributed.machine.read_activity", poll)
     engine = controlled(answer, control_s=600)
     engine._pids = frozenset({2**30})  # of no process
-    engine._stall_timeout_s = 0.04  # four looks
+    engine._stall_timeout_s = 0.04  # four polls
     return engine
 
 
@@ -160,7 +160,7 @@ def test_control_of_an_engine_whose_processes_do_nothing_ends_early(
     control: str, activity: Activity, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
-        engine = watched(monkeypatch, lambda look: activity, num_looks=10**9)
+        engine = watched(monkeypatch, lambda poll: activity, num_polls=10**9)
         with pytest.raises(GenerationError, match=r"did nothing for 0\.04 s \(policy\.generation\.vllm_cfg\.stall_"):
             await CONTROLS[control](engine)
 
@@ -170,13 +170,13 @@ def test_control_of_an_engine_whose_processes_do_nothing_ends_early(
 @pytest.mark.parametrize(
     ("weights", "activity"),
     [
-        (WeightManifest("", ()), lambda look: Activity(look // 3, 0)),  # works now and then
-        (DeviceWeights("", 600.0), lambda look: Activity(7, 0)),  # waits for the ranks that send
+        (WeightManifest("", ()), lambda poll: Activity(poll // 3, 0)),  # works now and then
+        (DeviceWeights("", 600.0), lambda poll: Activity(7, 0)),  # waits for the ranks that send
     ],
 )
 def test_a_slow_refit_is_waited_for(weights: Any, activity: Any, monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        await watched(monkeypatch, activity, num_looks=20).update_weights(weights, 1)
+        await watched(monkeypatch, activity, num_polls=20).update_weights(weights, 1)
 
     asyncio.run(main())
 

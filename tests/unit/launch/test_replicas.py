@@ -120,3 +120,10 @@ def test_a_damaged_state_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / replicas.STATE_FILE).write_text('{"beats": 3')
     assert ask(tmp_path)() == 2
     assert "is no state of replicas: Invalid JSON" in capsys.readouterr().err
+
+
+def test_a_state_of_another_shape_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = asdict(replicas.ReportedState(ReplicaState(1, (), (), (), ()), "", 3)) | {"beats": "many"}
+    (tmp_path / replicas.STATE_FILE).write_text(json.dumps(state))
+    assert ask(tmp_path)() == 2
+    assert "is no state of replicas: beats: Input should be a valid integer" in capsys.readouterr().err
