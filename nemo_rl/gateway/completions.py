@@ -121,6 +121,7 @@ class CompletionHandler:
     ) -> Answer:
         request = self._check(request, trains=live.trains)
         call = self._encode_call(lambda: _begin_in_session(live, request, with_echo=is_named))
+        self._check_guide_follows_thinking(request, call)
         sample_index = live.acquire_sample_index(call)
         try:
             seed = _derive_seed(live.seed, array("q", call.prompt_token_ids).tobytes(), sample_index)
@@ -199,6 +200,8 @@ class CompletionHandler:
         return request
 
     def _apply_forcing(self, request: CallRequest, forcing: Forcing) -> CallRequest:
+        if not request.tools:
+            raise RequestError(400, "tool_choice: a call that is required needs tools", param="tool_choice")
         if self._rules.forced_tool_choice == "auto":
             return request
         if self._rules.forced_tool_choice == "refused":
@@ -231,6 +234,18 @@ class CompletionHandler:
                 "a guided response is sampled from a masked distribution, which is not the policy's that is trained; "
                 "gateway.guided_calls: untrained serves it and leaves its tokens out of the loss",
             )
+
+    def _check_guide_follows_thinking(self, request: CallRequest, call: PendingCall) -> None:
+        """Raise RequestError for a guided response that would be read as thinking, which the prompt has opened.
+
+        Text may precede calls that are not required, so thinking can close there.
+        """
+        forcing, field = request.forcing, request.guide_field
+        is_optional = forcing is not None and field == forcing.field and not forcing.is_required
+        if request.guide is None or is_optional or not self._codec.opens_thinking(call.prompt_token_ids):
+            return
+        text = f"{field}: the chat template opens thinking, and a guide would mask the end of it"
+        raise make_unsupported_error(field, text)
 
     def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
         """Return the encoded call. An error of the template or tokenizer about the messages is the client's mistake."""

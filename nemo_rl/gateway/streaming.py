@@ -117,6 +117,7 @@ class ResponseStream:
         self._decoder = TokenDecoder(codec.encoder)
         self._fed: list[int] = []
         self._num_read = 0  # of these
+        self._error: Exception | None = None  # of a reading; the timer's caller would lose it
         self._text = ""
         self._sent = {ReasoningDelta: "", TextDelta: ""}
         self._num_calls = 0
@@ -134,7 +135,11 @@ class ResponseStream:
         self._content_start = 0 if reasoning_parser is None else None  # None: not known yet
 
     def feed(self, start: int, token_ids: Sequence[int]) -> None:
-        """Take tokens, of which the first has index `start`; those that came before are skipped (an engine's retry)."""
+        """Take tokens, of which the first has index `start`; those that came before are skipped (an engine's retry).
+
+        Raises the error of a reading, also of an earlier one that the timer started.
+        """
+        self._raise_error()
         self._fed += token_ids[len(self._fed) - start :]
         if self._fed:
             self._begin()
@@ -143,6 +148,7 @@ class ResponseStream:
         wait_s = self._read_at + INTERVAL_S - self._clock() if self._has_sent else 0.0
         if wait_s <= 0:
             self._read_fed()
+            self._raise_error()
         elif self._timer is None and self._call_later is not None:
             self._timer = self._call_later(wait_s, self._read_fed)
 
@@ -158,12 +164,19 @@ class ResponseStream:
             self._timer = None
 
     def _read_fed(self) -> None:
-        """Read the tokens that were fed since the last reading."""
+        """Read the tokens that were fed since the last reading; an error is kept for `_raise_error`."""
         self._stop_timer()
         self._read_at = self._clock()
-        new = self._fed[self._num_read :]
-        self._num_read = len(self._fed)
-        self._read(new)
+        try:
+            self._read(self._fed[self._num_read :])
+        except Exception as error:  # of the tokenizer, a parser or the sink
+            self._error = error
+        else:
+            self._num_read = len(self._fed)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _read(self, token_ids: Sequence[int]) -> None:
         """Send what these tokens decide."""
@@ -175,8 +188,12 @@ class ResponseStream:
             self._read_content(text, self._content_start)
 
     def finish(self, completion: Completion, response: ParsedResponse) -> None:
-        """Send what is left. Raises EngineError where other tokens were streamed than the completion has."""
+        """Send what is left.
+
+        Raises EngineError where other tokens were streamed than the completion has, and the error of a reading.
+        """
         self._stop_timer()
+        self._raise_error()
         if tuple(self._fed) != completion.token_ids[: len(self._fed)]:
             raise EngineError("the engine replaced tokens that were streamed already")
         self._begin()

@@ -145,7 +145,8 @@ class ChatMessage(Body):
         )
         is_thinking = role == "assistant" and self.reasoning_content is not None
         thinking = (ThinkingPart(self.reasoning_content or ""),) if is_thinking else ()
-        return Message(role, (*thinking, *read_text(self.content, f"{where}.content")), calls, self.tool_call_id)
+        call_id = self.tool_call_id if role == "tool" else None  # with another role it means nothing
+        return Message(role, (*thinking, *read_text(self.content, f"{where}.content")), calls, call_id)
 
     def echo(self) -> Echo | None:
         """Return the tokens of the call that this message came from, where the client sent them back."""
@@ -227,7 +228,7 @@ class ChatRequest(Body):
             raise make_unsupported_error("modalities", "modalities must be ['text']")
         if any(not stop for stop in self.stop_strings) or len(self.stop_strings) > MAX_STOP_STRINGS:
             raise RequestError(400, f"stop takes up to {MAX_STOP_STRINGS} non-empty strings", param="stop")
-        reject_fields(self)
+        reject_fields(self, format_field="response_format")
 
     @property
     def ignored_fields(self) -> frozenset[str]:

@@ -31,26 +31,36 @@ REFUSED_FIELDS = frozenset(
     | {"input", "instructions", "messages", "system", "text", "response_format", "output_config", "output_format"}
     | {"max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences", "previous_response_id"}
 )
-NEUTRAL = {"best_of": 1, "min_tokens": 0}  # values with which such a field asks for nothing
+# Values with which a field asks for nothing that is not so anyway.
+NEUTRAL: Mapping[str, object] = {"best_of": 1, "min_tokens": 0, "n": 1, "add_generation_prompt": True}
 GUIDED = "guided_"  # how the names of vLLM's older options for guided decoding begin
 
 
 def extra_fields(body: Body) -> dict[str, Any]:
-    """Return the fields beyond a body's schema that have a value."""
+    """Return the fields beyond a body's schema that have a value other than a neutral one."""
     extra = (body.model_extra or {}).items()
-    return {name: value for name, value in extra if value is not False and value not in (None, [], {})}
+    return {
+        name: value
+        for name, value in extra
+        if value is not False and value not in (None, [], {}) and not (name in NEUTRAL and value == NEUTRAL[name])
+    }
 
 
-def reject_fields(body: Body) -> None:
-    """Raise RequestError for the first field that cannot be honoured and must not be ignored."""
+def reject_fields(body: Body, *, format_field: str) -> None:
+    """Raise RequestError for the first field that cannot be honoured and must not be ignored.
+
+    `format_field`: what this API calls the format of a response.
+    """
     extra = extra_fields(body)
     for name in sorted(extra):
         if name.startswith(GUIDED):
-            text = f"{name}: not supported; the API's own field for the format of a response is, or structured_outputs"
-            raise make_unsupported_error(name, text)
-        if name in REFUSED_FIELDS and extra[name] != NEUTRAL.get(name):
+            fields = format_field
+            if "structured_outputs" in type(body).model_fields:
+                fields += " or structured_outputs"
+            raise make_unsupported_error(name, f"{name}: not supported; use {fields}")
+        if name in REFUSED_FIELDS:
             raise make_unsupported_error(name, f"{name}: not supported by this server in this API")
-    if extra.get("n", 1) != 1:
+    if "n" in extra:
         raise make_unsupported_error("n", "n must be 1; send the request n times")
     if (body.model_extra or {}).get("add_generation_prompt") is False:
         text = "add_generation_prompt: a response is always a turn of its own"

@@ -102,7 +102,7 @@ class MessagesRequest(Body):
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        reject_fields(self)
+        reject_fields(self, format_field="output_config.format")
         if self.context_management is not None:
             self.context_management.reject_edits()
         if self.messages[-1].role == "assistant":

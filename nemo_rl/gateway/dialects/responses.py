@@ -76,7 +76,7 @@ class ResponsesRequest(Body):
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        reject_fields(self)
+        reject_fields(self, format_field=FORMAT_FIELD)
         tools = tuple(each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}"))
         if len(tools) > MAX_TOOLS:
             raise RequestError(400, f"tools: at most {MAX_TOOLS}, those of namespaces included", param="tools")

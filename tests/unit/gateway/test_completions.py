@@ -136,6 +136,7 @@ def test_a_text_that_cannot_fit_is_refused_without_encoding_it(monkeypatch):
 def test_sampling_is_the_runs_and_ignored_fields_are_noted_once(caplog):
     generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
     fields = {"temperature": 0.0, "top_p": 0.5, "seed": 3, "user": "me", "presence_penalty": None}
+    fields |= {"n": 1, "min_tokens": 0, "best_of": 1, "add_generation_prompt": True}  # nothing that is not so anyway
     with caplog.at_level(logging.INFO, logger="nemo_rl.gateway"):
         ask(generation, request(**fields), request(**fields, stop="x"))
     assert [each.sampling.temperature for each in generation.requests] == [0.7, 0.7]

@@ -70,8 +70,9 @@ def test_anthropics_client_gets_anthropics_errors():
     async def use(server: GatewayServer) -> None:
         session_id = server.open_session()
         async with anthropic_client(f"{server.base_url}/sessions/{session_id}") as client:
+            tool: Any = {"name": "f", "input_schema": {"type": "object"}}
             with pytest.raises(anthropic.BadRequestError, match=r"tool_choice\.type") as refused:
-                await client.messages.create(**ASK, tool_choice={"type": "any"})
+                await client.messages.create(**ASK, tools=[tool], tool_choice={"type": "any"})
             assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
         async with anthropic_client(f"{server.base_url}/sessions/unknown") as client:
             with pytest.raises(anthropic.NotFoundError) as unknown:
@@ -407,3 +408,27 @@ def test_edits_of_the_context_that_keep_everything_are_accepted():
             assert kept.stop_reason == "end_turn"
 
     serve(speaking(), use)
+
+
+def test_an_error_of_a_timed_reading_is_raised_by_the_next_call_and_reads_no_token_twice():
+    ids, response = tokens_of("qwen3", "abcd"), codec_of("qwen3").read(tokens_of("qwen3", "abcd"), ReadingRules("1"))
+    completion = Completion("r", ids, (0.0,) * len(ids), "stop")
+    sent: list[Any] = []
+
+    def sink(delta: Any) -> None:
+        if delta == TextDelta("b"):
+            raise OSError("the client is gone")
+        sent.append(delta)
+
+    timers, start = Timers(), StreamStart("id", "m", 1)
+    stream = ResponseStream(
+        codec_of("qwen3"), start, sink, ReadingRules("1"), clock=lambda: 1.0, call_later=timers.call_later
+    )
+    stream.feed(0, ids[:1])
+    stream.feed(1, ids[1:2])
+    timers.elapse()  # raises nothing into the event loop
+    with pytest.raises(OSError, match="the client is gone"):
+        stream.feed(2, ids[2:3])
+    with pytest.raises(OSError, match="the client is gone"):
+        stream.finish(completion, response)
+    assert sent == [start, TextDelta("a")]

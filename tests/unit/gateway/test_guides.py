@@ -239,3 +239,62 @@ def test_a_choice_among_all_tools_is_no_demand(path: str, tools: Any, choice: An
         assert (await ask_at(server, server.open_session(), path, tools=tools, tool_choice=choice))[0] == 200
 
     use(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "choice"),
+    [(CHAT, None, "required"), (RESPONSES, [], "required"), (MESSAGES, None, {"type": "any"})],
+)
+@pytest.mark.parametrize("mode", ["refused", "auto", "guided"])
+def test_a_demand_for_a_call_needs_tools(path: str, tools: Any, choice: Any, mode: str) -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        session = server.open_session(trains=False)
+        status, answer = await ask_at(server, session, path, tools=tools, tool_choice=choice)
+        error = answer["error"]
+        assert (status, error.get("param", "tool_choice")) == (400, "tool_choice")
+        assert error["message"] == "tool_choice: a call that is required needs tools"
+        assert not generation.requests
+
+    use(body, forced_tool_choice=mode)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        *((path, {"tools": tools, "tool_choice": choice}, "tool_choice") for path, tools, choice in FORCED),
+        *((path, fields, param) for path, fields, param, _ in GUIDED),
+    ],
+)
+def test_a_guided_response_is_refused_where_the_prompt_opens_thinking(
+    monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr("nemo_rl.gateway.codec.Codec.opens_thinking", lambda codec, token_ids: True)
+    choice = fields.get("tool_choice")
+    may_be_text = isinstance(choice, dict) and "auto" in json.dumps(choice)  # in which thinking can close
+
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask_at(server, server.open_session(trains=False), path, **fields)
+        assert status == (200 if may_be_text else 400)
+        assert len(generation.requests) == may_be_text
+        if not may_be_text:
+            assert answer["error"]["message"].startswith(param)
+            assert "the chat template opens thinking" in answer["error"]["message"]
+        assert (await ask_at(server, server.open_session(), path))[0] == 200
+
+    use(body, forced_tool_choice="guided")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, "response_format or structured_outputs"),
+        (RESPONSES, "text.format or structured_outputs"),
+        (MESSAGES, "output_config.format"),
+    ],
+)
+def test_vllms_older_options_name_the_apis_own_field(path: str, fields: str) -> None:
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask_at(server, server.open_session(), path, guided_regex="a")
+        assert (status, answer["error"]["message"]) == (400, f"guided_regex: not supported; use {fields}")
+
+    use(body)
