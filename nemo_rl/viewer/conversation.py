@@ -56,8 +56,18 @@ def message_text(message: Mapping[str, Any]) -> str:
     parts = message.get("parts")  # of a record, where they say more than the content does
     content = parts if isinstance(parts, list) else message.get("content")
     if isinstance(content, list):
-        return "\n".join(text for part in content if (text := _part_text(part)))
+        return _join_parts(content)
     return content if isinstance(content, str) else "" if content is None else to_text(content)
+
+
+def _join_parts(parts: Sequence[object]) -> str:
+    """Return the texts of parts as `Message.content` joins them, with a line break after thinking."""
+    said, is_after_thinking = "", False
+    for part in parts:
+        if text := _part_text(part):
+            said += f"\n{text}" if is_after_thinking else text
+            is_after_thinking = isinstance(part, dict) and part.get("type") == "thinking"
+    return said
 
 
 def _part_text(part: object) -> str:
@@ -66,7 +76,7 @@ def _part_text(part: object) -> str:
     if part.get("type") == "tool_call":
         return ""  # shown with the calls
     if isinstance(part.get("content"), list):
-        return "\n".join(_part_text(each) for each in part["content"])
+        return _join_parts(part["content"])
     if part.get("type") == "thinking":
         return f"<think>{part.get('text') or part.get('thinking') or ''}</think>"
     text = part.get("text")
