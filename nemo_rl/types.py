@@ -89,14 +89,18 @@ class Message:
         """Make a message of a text or of parts, without empty texts, followed by tool calls.
 
         Raises TypeError for content that is neither a text nor parts of the types above (an image, say), and ValueError
-        for a tool's result in a message of another role.
+        for a tool's result in a message of another role, for a tool's message with thinking or calls but no result, and
+        for a `tool_call_id` that no result takes.
         """
         if isinstance(content, str):
             parts: tuple[Part, ...] = (TextPart(content),) if content else ()
         else:
             parts = _check_parts(role, content)
         if role == "tool" and not any(isinstance(part, ToolResult) for part in parts):
-            parts = (ToolResult(tool_call_id, tuple(part for part in parts if isinstance(part, TextPart))),)
+            parts = (_make_result(parts, tool_call_id),)
+        elif tool_call_id is not None:
+            reason = "the parts have a tool's result" if role == "tool" else f"a message of role {role} answers no call"
+            raise ValueError(f"tool_call_id {tool_call_id!r:.80}: {reason}")
         object.__setattr__(self, "role", role)
         object.__setattr__(self, "parts", (*parts, *tool_calls) if tool_calls else parts)
 
@@ -127,6 +131,15 @@ class Message:
         if not any(isinstance(part, ThinkingPart) for part in self.parts):
             return self
         return Message(self.role, tuple(part for part in self.parts if not isinstance(part, ThinkingPart)))
+
+
+def _make_result(parts: Sequence[Part], call_id: str | None) -> ToolResult:
+    texts = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, TextPart):
+            raise ValueError(f"parts[{i}] is a {type(part).__name__} in a tool's message without a ToolResult")
+        texts.append(part)
+    return ToolResult(call_id, tuple(texts))
 
 
 def _check_parts(role: str, parts: Sequence[Part]) -> tuple[Part, ...]:

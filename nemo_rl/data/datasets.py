@@ -25,7 +25,7 @@ from nemo_rl.data.prompts import Blend, InMemoryPrompts, LazyPrompts
 from nemo_rl.data.rows import InMemoryRows, RowFile, to_jsonable
 from nemo_rl.data.sources import load_rows
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Prompt
+from nemo_rl.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,13 @@ def _find_held_out(
 
 def prompt_digest(prompt: Prompt) -> int:
     """Return a digest of a prompt's task, messages, state and tools."""
-    messages = [(m.role, m.content, [(c.id, c.name, c.arguments) for c in m.tool_calls]) for m in prompt.messages]
+    messages = [_digested(message) for message in prompt.messages]
     content = [prompt.task_name, messages, to_jsonable(dict(prompt.env_state)), to_jsonable(list(prompt.tools))]
     return int(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16], 16)
+
+
+def _digested(message: Message) -> list[Any]:
+    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    rare = {"thinking": message.thinking, "tool_call_id": message.tool_call_id}
+    rare = {name: value for name, value in rare.items() if value is not None}
+    return [message.role, message.content, calls, *([rare] if rare else [])]  # without: as earlier versions did

@@ -35,17 +35,41 @@ def to_openai_tool_call(call: ToolCall) -> dict[str, Any]:
 def parse_message(item: Any, where: str = "message") -> Message:
     """Return an OpenAI message as the project's.
 
-    Raises DataError, naming the place below `where`, for an unknown role and for content that the policy cannot read.
+    An assistant's `reasoning_content` is thinking before its content, as `to_openai_message` writes it.
+
+    Raises DataError, naming the place below `where`, for an unknown role, for content that the policy cannot read, for
+    a call without a name, and for thinking or an answered call that the role cannot have.
     """
     if not isinstance(item, Mapping) or item.get("role") not in get_args(Role):
         raise DataError(f"{where}: {item!r} is no message with a role of {', '.join(get_args(Role))}")
-    calls = tuple(_parse_tool_call(call) for call in item.get("tool_calls") or ())
+    role, calls = item["role"], item.get("tool_calls") or ()
+    calls = tuple(_parse_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+    call_id = item.get("tool_call_id")
+    if call_id and role != "tool":
+        raise DataError(
+            f"{where}.tool_call_id: {call_id!r:.80} in a message of role {role}; only a tool answers a call"
+        )
     content = parse_content(item.get("content"), f"{where}.content")
-    if not any(isinstance(part, ThinkingPart) for part in content):
-        return Message(item["role"], "".join(part.text for part in content), calls, item.get("tool_call_id"))
+    has_thinking = any(isinstance(part, ThinkingPart) for part in content)
+    if has_thinking and role != "assistant":
+        raise DataError(f"{where}.content: thinking in a message of role {role}; only the assistant thinks")
+    reasoning = _parse_reasoning(item, where, has_thinking=has_thinking)
+    if reasoning or has_thinking:
+        return Message("assistant", (*reasoning, *content), calls)
+    return Message(role, "".join(part.text for part in content), calls, call_id if role == "tool" else None)
+
+
+def _parse_reasoning(item: Mapping[str, Any], where: str, *, has_thinking: bool) -> tuple[ThinkingPart, ...]:
+    reasoning, where = item.get("reasoning_content"), f"{where}.reasoning_content"
+    if reasoning is None or (reasoning == "" and (has_thinking or item["role"] != "assistant")):
+        return ()  # a column of a table that this row leaves empty
     if item["role"] != "assistant":
-        raise DataError(f"{where}.content: thinking in a message of role {item['role']}; only the assistant thinks")
-    return Message("assistant", content, calls)
+        raise DataError(f"{where}: thinking in a message of role {item['role']}; only the assistant thinks")
+    if not isinstance(reasoning, str):
+        raise DataError(f"{where} is {reasoning!r:.80}, not a text")
+    if has_thinking:
+        raise DataError(f"{where}: the content has parts of type thinking too; give one of both")
+    return (ThinkingPart(reasoning),)
 
 
 def parse_content(content: Any, where: str = "content") -> tuple[TextPart | ThinkingPart, ...]:
@@ -72,10 +96,13 @@ def _parse_part(part: Any, where: str) -> TextPart | ThinkingPart:
     return ThinkingPart(text) if kind == "thinking" else TextPart(text)
 
 
-def _parse_tool_call(call: Mapping[str, Any]) -> ToolCall:
-    arguments = call["function"].get("arguments", "{}")
+def _parse_tool_call(call: Any, where: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where} has no function.name")
+    arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(call.get("id") or "", call["function"]["name"], text)
+    return ToolCall(call.get("id") or "", function["name"], text)
 
 
 def to_record(message: Message) -> dict[str, Any]:

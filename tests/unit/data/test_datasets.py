@@ -1,5 +1,6 @@
 """From sections of the configuration to prompt sets: merging, ids, names, held-out prompts, lengths."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 from nemo_rl.config.data import DataConfig, DatasetConfig, InputDataConfig
 from nemo_rl.config.registries import DATASETS
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.datasets import check_prompt_lengths, load_datasets, load_input
+from nemo_rl.data.datasets import check_prompt_lengths, load_datasets, load_input, prompt_digest
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, ToolCall
+from nemo_rl.types import Message, Prompt, TextPart, ThinkingPart, ToolCall
 from tests.fakes.gym_stack import row_of
 from tests.templates import byte_tokenizer
 
@@ -322,3 +323,15 @@ def test_a_set_without_rows_or_a_name_is_refused(tmp_path: Path) -> None:
         load_input(InputDataConfig(input=written(tmp_path / "a.jsonl")))
     with pytest.raises(ConfigError, match=r"data\.input\.dataset_name"):
         load_input(InputDataConfig(input=DatasetConfig(env_name="e")))
+
+
+def test_digest_tells_prompts_apart_by_thinking_and_answered_call_and_keeps_that_of_others():
+    def digest(*messages: Message) -> int:
+        return prompt_digest(Prompt("p", "math", messages))
+
+    assert digest(Message("user", "2+2")) == int(
+        hashlib.sha256(json.dumps(["math", [["user", "2+2", []]], {}, []]).encode()).hexdigest()[:16], 16
+    )
+    thoughts = [Message("assistant", (ThinkingPart(text), TextPart("4"))) for text in ("a", "b")]
+    results = [Message("tool", "4", tool_call_id=call_id) for call_id in ("c1", "c2", None)]
+    assert len({digest(message) for message in (*thoughts, thoughts[0].without_thinking(), *results)}) == 6

@@ -12,6 +12,8 @@ from nemo_rl.types import Message, TextPart, ThinkingPart, ToolCall, ToolResult
 from tests.templates import byte_tokenizer
 
 ADD = ToolCall("c1", "add", '{"a": 1}')
+THOUGHT = {"type": "thinking", "thinking": "x"}
+CALL = {"id": "c1", "function": {"name": "add", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
@@ -110,6 +112,15 @@ def test_a_row_may_have_a_text_or_parts() -> None:
         ({"role": "user", "content": 3}, "messages[2].content is 3"),
         ({"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}, "only the assistant thinks"),
         ({"role": "robot", "content": "x"}, "messages[2]"),
+        ({"role": "user", "content": "x", "reasoning_content": "so"}, "messages[2].reasoning_content: thinking in a"),
+        ({"role": "assistant", "content": [THOUGHT], "reasoning_content": "so"}, "messages[2].reasoning_content: the"),
+        ({"role": "assistant", "content": "x", "reasoning_content": 3}, "messages[2].reasoning_content is 3"),
+        ({"role": "user", "content": "x", "tool_call_id": "c1"}, "messages[2].tool_call_id: 'c1'"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "messages[2].tool_calls[0] has no function.name"),
+        (
+            {"role": "assistant", "tool_calls": [CALL, {"function": {}}]},
+            "messages[2].tool_calls[1] has no function.name",
+        ),
     ],
 )
 def test_a_row_with_another_part_names_its_place_and_type(item: Any, place: str) -> None:
@@ -157,3 +168,25 @@ def test_thinking_is_rendered_as_the_template_writes_it_or_refused_where_it_know
 def test_content_of_a_text_is_one_part() -> None:
     assert parse_content("a") == (TextPart("a"),)
     assert parse_content(None) == parse_content("") == ()
+
+
+@pytest.mark.parametrize("thinking", ["sum", ""])
+def test_reasoning_content_of_a_row_is_the_assistants_thinking(thinking: str) -> None:
+    message = Message("assistant", (ThinkingPart(thinking), TextPart("7"), ADD))
+    assert parse_message(to_openai_message(message)) == message
+    empty_columns = {"reasoning_content": None, "tool_call_id": "", "tool_calls": None}
+    assert parse_message({"role": "user", "content": "3+4", **empty_columns}) == Message("user", "3+4")
+
+
+def test_a_tools_message_without_a_result_holds_texts_alone() -> None:
+    assert Message("tool", (TextPart("7"),), tool_call_id="c1") == Message("tool", "7", tool_call_id="c1")
+    for part in (ThinkingPart("so"), ADD):
+        with pytest.raises(ValueError, match=rf"parts\[1\] is a {type(part).__name__} in a tool's message"):
+            Message("tool", (TextPart("7"), part))
+
+
+def test_a_call_id_that_no_result_takes_is_an_error() -> None:
+    with pytest.raises(ValueError, match="tool_call_id 'c1': a message of role user answers no call"):
+        Message("user", "hi", tool_call_id="c1")
+    with pytest.raises(ValueError, match="tool_call_id 'c2': the parts have a tool's result"):
+        Message("tool", (ToolResult("c1", (TextPart("7"),)),), tool_call_id="c2")
