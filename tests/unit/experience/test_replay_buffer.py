@@ -119,13 +119,8 @@ CALLS = st.builds(ToolCall, TEXT, TEXT, TEXT)
 PARTS = st.lists(st.builds(TextPart, TEXT) | st.builds(ThinkingPart, TEXT) | CALLS, max_size=4)
 RESULTS = st.builds(ToolResult, st.none() | TEXT, st.lists(st.builds(TextPart, TEXT), max_size=2).map(tuple))
 MESSAGES = (
-    st.builds(
-        Message,
-        st.sampled_from(("system", "user", "assistant", "tool")),
-        TEXT,
-        st.lists(CALLS, max_size=2).map(tuple),
-        st.none() | TEXT,
-    )
+    st.builds(Message, st.sampled_from(("system", "user", "assistant")), TEXT, st.lists(CALLS, max_size=2).map(tuple))
+    | st.builds(Message, st.just("tool"), TEXT, tool_call_id=st.none() | TEXT)
     | st.builds(Message, st.just("assistant"), PARTS)
     | st.builds(Message, st.just("tool"), st.tuples(RESULTS))
 )
