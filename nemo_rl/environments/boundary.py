@@ -347,14 +347,10 @@ def _make_calls(calls: "SimpleQueue[_BlockingCall]", idle: "list[SimpleQueue[_Bl
             except ValueError:  # taken in this moment: a call is on its way
                 continue
             return
-        if future.set_running_or_notify_cancel():
-            resolve = _call(future, function)
-            idle.append(calls)  # first: the next call, which the result may bring about, needs no other thread then
-            resolve()
-            del resolve  # while the thread waits, what it holds would stay alive
-        else:
-            idle.append(calls)
-        del future, function
+        resolve = _call(future, function)
+        idle.append(calls)  # first: the next call, which the result may bring about, needs no other thread then
+        resolve()
+        del future, function, resolve  # while the thread waits, what they hold would stay alive
 
 
 def is_async_callable(function: Callable[..., Any]) -> bool:
@@ -369,7 +365,9 @@ def _contract_failure(problem: str) -> Failure:
 
 
 def _call(future: Future[Any], function: Callable[[], Any]) -> Callable[[], None]:
-    """Call the function; return the call that tells the future what became of it."""
+    """Call the function, unless the future was cancelled; return the call that tells it what became of that."""
+    if not future.set_running_or_notify_cancel():
+        return lambda: None
     try:
         return partial(future.set_result, Context().run(compute_in_turn, function))
     except StopIteration as error:  # no future of asyncio takes it: its caller would wait forever

@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -246,27 +247,36 @@ def measure_moves(bench: Bench) -> dict[str, Any]:
 
 def measure_ipc(bench: Bench) -> dict[str, Any]:
     """Measure handing a tensor to another process: by handle on CUDA, by shared memory on a CPU."""
-    context = multiprocessing.get_context("spawn")
-    sending, receiving = context.Pipe()
     tensor = torch.arange(bench.sizes.moved // 4, dtype=torch.int32, device=bench.device)
-    process = context.Process(target=_read_tensor, args=(receiving,), daemon=True)
-    process.start()
-    try:
-        if not sending.poll(IPC_TIMEOUT_S):
-            raise TimeoutError("the other process did not start")
-        sending.recv()
+    with _other_process(_read_tensor) as connection:
         start = time.perf_counter()
-        sending.send_bytes(ForkingPickler.dumps(tensor if tensor.is_cuda else tensor.share_memory_()))
-        if not sending.poll(IPC_TIMEOUT_S):
-            raise TimeoutError("the other process did not read the tensor")
-        total = sending.recv()
+        connection.send_bytes(ForkingPickler.dumps(tensor if tensor.is_cuda else tensor.share_memory_()))
+        total = _receive(connection, "read the tensor")
         seconds = time.perf_counter() - start
         assert total == int(tensor.long().sum()), "the other process read other bytes"
+    return {"seconds": seconds, "gb": bench.sizes.moved / GB}
+
+
+@contextmanager
+def _other_process(target: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """Start `target` with a connection and `args`; yield the other end once it has sent that it is ready."""
+    context = multiprocessing.get_context("spawn")
+    connection, other_end = context.Pipe()
+    process = context.Process(target=target, args=(other_end, *args), daemon=True)
+    process.start()
+    try:
+        _receive(connection, "start")
+        yield connection
     finally:
         process.join(timeout=10)
         if process.is_alive():
             process.kill()
-    return {"seconds": seconds, "gb": bench.sizes.moved / GB}
+
+
+def _receive(connection: Any, what: str) -> Any:
+    if not connection.poll(IPC_TIMEOUT_S):
+        raise TimeoutError(f"the other process did not {what}")
+    return connection.recv()
 
 
 def _read_tensor(connection: Any) -> None:
@@ -279,24 +289,13 @@ def measure_buckets(bench: Bench) -> dict[str, Any]:
     """Measure the transport `cuda_ipc` between two processes: tensors through one bucket, compared at the other end."""
     device, size = bench.device, bench.sizes.moved // 8
     tensors = [(f"weight {n}", torch.full((size // 2,), n, dtype=torch.bfloat16, device=device)) for n in range(8)]
-    token, context = new_token(), multiprocessing.get_context("spawn")
-    sending, receiving = context.Pipe()
-    process = context.Process(target=_receive_buckets, args=(receiving, token, device.type), daemon=True)
-    process.start()
-    try:
-        if not sending.poll(IPC_TIMEOUT_S):
-            raise TimeoutError("the other process did not start")
-        sending.recv()
+    token = new_token()
+    with _other_process(_receive_buckets, token, device.type) as connection:
         start = time.perf_counter()
         send_tensors(tensors, token, device=device, timeout_s=IPC_TIMEOUT_S)
         seconds = time.perf_counter() - start
-        if not sending.poll(IPC_TIMEOUT_S):
-            raise TimeoutError("the other process did not compare the tensors")
-        assert sending.recv() == [(name, n, size // 2) for n, (name, _) in enumerate(tensors)], "other bytes arrived"
-    finally:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
+        found = _receive(connection, "compare the tensors")
+        assert found == [(name, n, size // 2) for n, (name, _) in enumerate(tensors)], "other bytes arrived"
     return {"seconds": seconds, "gb_per_s": bench.sizes.moved / GB / seconds}
 
 

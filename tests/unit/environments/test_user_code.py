@@ -123,14 +123,18 @@ def test_real_interrupt_still_ends_the_program(handler: str) -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root, text=True
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    for _ in range(12):  # one interrupt may fall where Python ignores exceptions, such as in a finalizer
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-            break
-    assert process.poll() in (-signal.SIGINT, 130, 1)
-    process.stdout.close()
+    try:
+        assert process.stdout.readline() == "running\n"
+        for _ in range(12):  # one interrupt may fall where Python ignores exceptions, such as in a finalizer
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+                break
+        assert process.poll() in (-signal.SIGINT, 130, 1)
+    finally:
+        process.kill()  # where it has not ended, it would compute for ever
+        process.wait()
+        process.stdout.close()
 
 
 def test_interrupt_of_user_code_is_contained() -> None:
