@@ -166,6 +166,19 @@ class Codec:
         tail = self.encoder.decode(prompt_token_ids[-MAX_TAG_TOKENS:], keep_special=True)
         return tail.rstrip().endswith(THINK_OPEN)
 
+    def takes_for_thinking(self, guide: Guide) -> bool:
+        """Return whether a parser of vLLM's reads responses to this guide, which have no tags, as thinking.
+
+        Many do with any text before a closing tag; some end the thinking at the first call.
+        """
+        if self._parse_reasoning is None or self.reasoning_parser_name in REASONING_PARSERS:
+            return False
+        text = "{}"
+        if guide.kind == "structural_tag":
+            tag = json.loads(guide.text)["format"]["tags"][0]
+            text = f"{tag['begin']}{{}}{tag['end']}"
+        return not self._parse_reasoning(text)[1].strip()
+
     def _clean(self, text: str) -> str:
         """Return content without special tokens that were kept for the parsers."""
         return self.encoder.strip_special(text) if self._keeps_special else text

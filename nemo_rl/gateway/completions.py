@@ -236,16 +236,22 @@ class CompletionHandler:
             )
 
     def _check_guide_follows_thinking(self, request: CallRequest, call: PendingCall) -> None:
-        """Raise RequestError for a guided response that would be read as thinking, which the prompt has opened.
+        """Raise RequestError for a guided response that would be read as thinking.
 
         Text may precede calls that are not required, so thinking can close there.
         """
         forcing, field = request.forcing, request.guide_field
         is_optional = forcing is not None and field == forcing.field and not forcing.is_required
-        if request.guide is None or is_optional or not self._codec.opens_thinking(call.prompt_token_ids):
+        if request.guide is None or is_optional:
             return
-        text = f"{field}: the chat template opens thinking, and a guide would mask the end of it"
-        raise make_unsupported_error(field, text)
+        text = None
+        if self._codec.opens_thinking(call.prompt_token_ids):
+            text = f"{field}: the chat template opens thinking, and a guide would mask the end of it"
+        elif self._codec.takes_for_thinking(request.guide):
+            name = self._codec.reasoning_parser_name
+            text = f"{field}: reasoning parser {name} takes a response without a closing tag for thinking"
+        if text is not None:
+            raise make_unsupported_error(field, text)
 
     def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
         """Return the encoded call. An error of the template or tokenizer about the messages is the client's mistake."""

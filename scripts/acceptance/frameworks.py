@@ -101,6 +101,8 @@ async def run(
     environment |= {"OPENAI_BASE_URL": server.session_url(session_id), "OPENAI_API_KEY": "unused", **variables}
     environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # which it would fetch otherwise
     status, output, errors = await run_client([python, str(CLIENTS), name], environment, timeout_s=CLIENT_S)
+    if status:
+        print(errors, file=sys.stderr)
     answers = json.loads(output.splitlines()[-1]) if status == 0 else errors.strip().splitlines()[-1:]
     return answers, judge(server.close_session(session_id).chains(), engine.sampled)
 

@@ -29,7 +29,7 @@ from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamSt
 from nemo_rl.types import Message, Role, ThinkingPart, ToolCall
 
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
-IGNORED_FIELDS |= {"include", "truncation", "prompt_cache_retention"}  # silently: they change nothing here
+IGNORED_FIELDS |= {"include", "prompt_cache_retention"}  # silently: they change nothing here
 FORMAT_FIELD = "text.format"
 
 
@@ -70,6 +70,7 @@ class ResponsesRequest(Body):
     tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(gt=0)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     text: TextOptions | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's
     stream: bool | None = None
@@ -77,7 +78,12 @@ class ResponsesRequest(Body):
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
         reject_fields(self, format_field=FORMAT_FIELD)
-        tools = tuple(each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}"))
+        if self.truncation == "auto":
+            text = "truncation: must be disabled; the beginning of a conversation is never dropped"
+            raise make_unsupported_error("truncation", text)
+        by_place = [each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}")]
+        _check_names_differ(by_place)
+        tools = tuple(tool for _, tool in by_place)
         if len(tools) > MAX_TOOLS:
             raise RequestError(400, f"tools: at most {MAX_TOOLS}, those of namespaces included", param="tools")
         choice = read_tool_choice(self.tool_choice, [tool["function"]["name"] for tool in tools])
@@ -111,6 +117,7 @@ class ResponsesRequest(Body):
             "max_output_tokens": self.max_output_tokens,
             "metadata": (self.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "truncation": "disabled",
             "tool_choice": _as_written(self.tool_choice) or "auto",
             "text": _as_written(self.text) or {"format": {"type": "text"}},
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()],
@@ -285,8 +292,8 @@ def _as_written(value: Body | str | None) -> Any:
     return value.model_dump(exclude_unset=True, by_alias=True) if isinstance(value, Body) else value
 
 
-def _to_tools(tool: FunctionTool, where: str, namespace: str | None = None) -> list[dict[str, Any]]:
-    """Return a tool as the template renders it; a namespace's functions have its name before theirs."""
+def _to_tools(tool: FunctionTool, where: str, namespace: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """Return a tool as the template renders it, with its place; a namespace's functions have its name before theirs."""
     if tool.type not in ("function", "namespace") or (tool.type == "namespace" and namespace is not None):
         raise make_unsupported_error(f"{where}.type", f"{where}.type: tools of type {tool.type!r} are not supported")
     if not tool.name:
@@ -295,7 +302,17 @@ def _to_tools(tool: FunctionTool, where: str, namespace: str | None = None) -> l
         inner = enumerate(tool.tools or ())
         return [each for i, one in inner for each in _to_tools(one, f"{where}.tools.{i}", tool.name)]
     function = tool.model_dump(exclude_unset=True, exclude={"type"})
-    return [{"type": "function", "function": {**function, "name": _full_name(namespace, tool.name)}}]
+    return [(where, {"type": "function", "function": {**function, "name": _full_name(namespace, tool.name)}})]
+
+
+def _check_names_differ(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise RequestError for a function that has the full name of one of another namespace: calls would be of both."""
+    places: dict[str, str] = {}
+    for where, tool in tools:
+        name = tool["function"]["name"]
+        other = places.setdefault(name, where)
+        if where.rpartition(".tools.")[0] != other.rpartition(".tools.")[0]:
+            raise RequestError(400, f"{where}.name: {name!r} is the full name of {other} too", param=f"{where}.name")
 
 
 def _full_name(namespace: str | None, name: str) -> str:

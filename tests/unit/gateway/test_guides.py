@@ -284,6 +284,21 @@ def test_a_guided_response_is_refused_where_the_prompt_opens_thinking(
     use(body, forced_tool_choice="guided")
 
 
+@pytest.mark.parametrize(("path", "fields", "param", "guide"), GUIDED)
+def test_a_guided_response_is_refused_where_the_parser_takes_it_for_thinking(
+    monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str, guide: Guide
+) -> None:
+    monkeypatch.setattr("nemo_rl.gateway.codec.Codec.takes_for_thinking", lambda codec, asked: asked == guide)
+
+    async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
+        status, answer = await ask_at(server, server.open_session(trains=False), path, **fields)
+        text = f"{param}: reasoning parser think takes a response without a closing tag for thinking"
+        assert (status, answer["error"]["message"]) == (400, text)
+        assert not generation.requests
+
+    use(body)
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

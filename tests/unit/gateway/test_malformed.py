@@ -186,6 +186,7 @@ MESSAGES: list[tuple[str, dict[str, Any]]] = [
     ("context_management.edits.1", {"context_management": {"edits": [{**CLEAR, "keep": "all"}, CLEAR]}}),
 ]
 NAMESPACE = {"type": "namespace", "name": "n"}
+B_C, C = ({"type": "function", "name": name} for name in ("b.c", "c"))
 CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 RESPONSES: list[tuple[str, dict[str, Any]]] = [
     *COMMON,
@@ -241,6 +242,11 @@ RESPONSES: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": 3}),
     ("max_output_tokens", {"max_output_tokens": 0}),
     ("max_output_tokens", {"max_output_tokens": "10"}),
+    ("truncation", {"truncation": "auto"}),
+    ("truncation", {"truncation": "none"}),
+    ("tools.1.tools.0.name", {"tools": [{**NAMESPACE, "tools": [B_C]}, {**NAMESPACE, "name": "n.b", "tools": [C]}]}),
+    ("tools.1.tools.0.name", {"tools": [{**C, "name": "n.c"}, {**NAMESPACE, "tools": [C]}]}),
+    ("tools.1.name", {"tools": [{**NAMESPACE, "tools": [C]}, {**C, "name": "n.c"}]}),
     ("text", {"text": "json"}),
     ("text.format.type", {"text": {"format": {}}}),
     ("text.format.type", {"text": {"format": {"type": "xml"}}}),

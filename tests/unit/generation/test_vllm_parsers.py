@@ -9,6 +9,7 @@ import pytest
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.codec import Codec, ReadingRules, find_reasoning_parser, find_tool_parser
+from nemo_rl.types import Guide
 from tests.unit.gateway.engines import TOOL, encoder_of, tokens_of
 
 # Names whose parsers read plain text, and how their models write the same call.
@@ -59,6 +60,19 @@ def test_thinking_is_parsed_by_name() -> None:
     thought, rest = parse("Here is my thought process: three and four Here is my response: 7")
     assert thought is not None
     assert (thought.strip(), rest.strip()) == ("three and four", "7")
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_text", "takes_calls"),
+    [("granite", False, False), ("qwen3", True, False), ("deepseek_r1", True, True), (None, False, False)],
+)
+def test_which_guided_responses_a_parser_takes_for_thinking(
+    name: str | None, takes_text: bool, takes_calls: bool
+) -> None:
+    codec = Codec(encoder_of("qwen3"), tool_parser_name="hermes", reasoning_parser_name=name)
+    call = codec.call_guide((TOOL,), ("add",), is_required=True)
+    assert call is not None
+    assert [codec.takes_for_thinking(guide) for guide in (Guide("json_object"), call)] == [takes_text, takes_calls]
 
 
 def test_an_unknown_name_lists_vllms_too() -> None:
