@@ -26,9 +26,17 @@ from nemo_rl.experience.agents import AgentRuntime
 from nemo_rl.experience.scoring import Scoring
 from nemo_rl.experience.supervision import FailureLog, StallWatchdog, Supervision, cancel_all, gather_or_cancel
 from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
-from nemo_rl.generation.requests import generate_by_deadline
+from nemo_rl.generation.requests import answer_by_deadline, generate_by_deadline
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Completion, Failure, FailureClass, GenerationRequest, SamplingParams, Trajectory
+from nemo_rl.types import (
+    Completion,
+    FailedRequest,
+    Failure,
+    FailureClass,
+    GenerationRequest,
+    SamplingParams,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     from nemo_rl.experience.nemo_gym_rollouts import GymRuntime  # which imports this module
@@ -346,17 +354,22 @@ async def _try_generate(
 
     Returns the failure of the requests that have no result.
     """
-    num_left = len(requests)
+
+    def sort_in(result: Completion | FailedRequest) -> None:
+        if isinstance(result, Completion):
+            completions[result.request_id] = result
+        else:
+            failures.setdefault(result.request_id, Failure(FailureClass.INFRA, result.cause))
+
     try:
+        if len(requests) == 1:
+            if (result := await answer_by_deadline(generation, requests[0])) is not None:
+                sort_in(result)
+            return NO_RESULT
         async with aclosing(generate_by_deadline(generation, requests)) as results:
             async for result in results:
-                num_left -= 1
-                if num_left:
-                    watchdog.record_progress()
-                if isinstance(result, Completion):
-                    completions[result.request_id] = result
-                else:
-                    failures.setdefault(result.request_id, Failure(FailureClass.INFRA, result.cause))
+                watchdog.record_progress()
+                sort_in(result)
     except Exception as error:
         return error_to_failure(error, FailureClass.INFRA)
     return NO_RESULT

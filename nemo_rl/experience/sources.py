@@ -91,6 +91,8 @@ async def _dispatch_jobs(
     job_indices: dict[Scheduler, list[int]] = {}
     for job_index, job in enumerate(jobs):
         job_indices.setdefault(runners.get(job.prompt.task_name, scheduler), []).append(job_index)
+    if len(job_indices) == 1:
+        return await next(iter(job_indices))(jobs, dependencies, options)
 
     async def run(part: Scheduler) -> tuple[Trajectory, ...]:
         return await part([jobs[job_index] for job_index in job_indices[part]], dependencies, options)

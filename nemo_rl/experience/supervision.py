@@ -121,6 +121,8 @@ class StallWatchdog:
         self._waiting: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._last_progress_at = self._loop.time()
+        self._guarded: set[asyncio.Future[None]] = set()  # one for each call of `guard`
+        self._timer: asyncio.TimerHandle | None = None
 
     def waiting_for(self, what: str, count: int = 1) -> "_WaitScope":
         """Return a context manager that counts `count` waits for `what`."""
@@ -133,25 +135,39 @@ class StallWatchdog:
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Return the result of `work`; raise RolloutError on a stall. `work` is cancelled then, and when this is."""
         task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(self._watch())
+        ended: asyncio.Future[None] = self._loop.create_future()
+        task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
+        if not self._guarded:  # the first of them: what happened while nothing was guarded is no stall
+            self.record_progress()
+        self._guarded.add(ended)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._stall_timeout_s, self._check)
         try:
-            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await watch  # raises
+            await ended  # raises on a stall
             return await task
         finally:
-            await cancel_all((task, watch))
+            self._guarded.discard(ended)
+            if not self._guarded and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            await cancel_all((task,))
 
-    async def _watch(self) -> None:
-        remaining_s = self._stall_timeout_s
-        while remaining_s > 0:
-            await asyncio.sleep(remaining_s)
-            remaining_s = self._last_progress_at + self._stall_timeout_s - self._loop.time()
+    def _check(self) -> None:
+        """End all guarded work on a stall; else check again when there may be one."""
+        self._timer = None
+        remaining_s = self._last_progress_at + self._stall_timeout_s - self._loop.time()
+        if remaining_s > 0:
+            self._timer = self._loop.call_later(remaining_s, self._check)
+            return
         waiting = ", ".join(f"{what} ({count})" for what, count in sorted(self._waiting.items()) if count)
-        raise RolloutError(
-            f"no rollout has progressed for {self._stall_timeout_s:g} s (rollout.stall_timeout_s); "
-            f"waiting for: {waiting or 'nothing outside this process'}"
-        )
+        for ended in self._guarded:
+            if not ended.done():
+                ended.set_exception(
+                    RolloutError(
+                        f"no rollout has progressed for {self._stall_timeout_s:g} s (rollout.stall_timeout_s); "
+                        f"waiting for: {waiting or 'nothing outside this process'}"
+                    )
+                )
 
 
 class Supervision:

@@ -57,6 +57,7 @@ class EncodedPrompt:
 
     message_log: MessageLog
     token_ids: tuple[int, ...]
+    conversation: tuple[Message, ...]  # as environments see it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failu
         message_log = encoder.encode_prompt(prompt.messages, prompt.tools)
     except Exception as error:  # a template may raise anything about messages that it does not expect
         return error_to_failure(error, prefix=f"prompt {prompt.prompt_id} cannot be encoded")
-    return EncodedPrompt(tuple(message_log), flat_token_ids(message_log))
+    conversation = tuple(strip_tool_fields(message) for message in prompt.messages)
+    return EncodedPrompt(tuple(message_log), flat_token_ids(message_log), conversation)
 
 
 def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, turn: int) -> int:
@@ -105,7 +107,7 @@ class Episode:
         self._encoder = encoder
         self._rules = rules
         self._message_log: list[TokenizedMessage] = []
-        self._conversation = [strip_tool_fields(m) for m in job.prompt.messages]
+        self._conversation: list[Message] = []  # as environments see it
         self._context: tuple[int, ...] = ()  # what the last response was generated from
         self._response: tuple[int, ...] = ()
         self._state: Mapping[str, Any] = {}
@@ -189,6 +191,7 @@ class Episode:
             self._end(StopReason.FAILED, prompt)
             return
         self._message_log += prompt.message_log
+        self._conversation += prompt.conversation
         self._context = prompt.token_ids
         self._state = copy.deepcopy(self.job.prompt.env_state)  # an environment may change it in place
         length, limit = len(prompt.token_ids), self._rules.max_total_length
@@ -199,14 +202,14 @@ class Episode:
 
     def _request_response(self) -> None:
         job, sampling = self.job, self._rules.sampling
-        room = self._rules.max_total_length - len(self._context)
+        max_new_tokens = min(sampling.max_new_tokens, self._rules.max_total_length - len(self._context))
+        if max_new_tokens != sampling.max_new_tokens or self._stop_strings != sampling.stop_strings:
+            sampling = replace(sampling, max_new_tokens=max_new_tokens, stop_strings=self._stop_strings)
         session_id = f"{job.group_id}:{job.generation_index}"
         self.action = GenerationRequest(
             request_id=f"{session_id}:{self._num_turns}",
             token_ids=self._context,
-            sampling=replace(
-                sampling, max_new_tokens=min(sampling.max_new_tokens, room), stop_strings=self._stop_strings
-            ),
+            sampling=sampling,
             seed=request_seed(self._rules.seed, job.epoch, job.prompt.prompt_id, job.generation_index, self._num_turns),
             session_id=session_id,
             messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
@@ -279,5 +282,7 @@ def _find_response_problem(result: Completion, request: GenerationRequest) -> st
 
 def _are_contiguous(spans: Sequence[WeightSpan], count: int) -> bool:
     """Return whether the spans follow each other from 0 to `count`; without spans this holds."""
+    if not spans:
+        return True
     ends = [0, *(span.end for span in spans)]
-    return not spans or ([span.start for span in spans] == ends[:-1] and ends[-1] == count)
+    return [span.start for span in spans] == ends[:-1] and ends[-1] == count

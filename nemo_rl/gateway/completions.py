@@ -6,7 +6,7 @@ import logging
 import math
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.schema import CallError, ContextLengthError, EngineError, RequestError, make_unsupported_error
 from nemo_rl.gateway.sessions import CallFailure, PendingCall, Session, UnknownEcho
 from nemo_rl.gateway.streaming import ResponseStream, Sink, StreamStart
-from nemo_rl.generation.requests import generate_by_deadline
+from nemo_rl.generation.requests import answer_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 
@@ -313,10 +313,12 @@ class CompletionHandler:
         """Return what the engine samples; cancelling it cancels the request in the engine."""
         async with self.queue.turn():
             try:
-                result = await self._first_result(generation_request)
+                result = await answer_by_deadline(self._generation, generation_request)
             except Exception as error:  # an engine that raises has failed the request
                 logger.exception("engine raised an exception for request %s", generation_request.request_id)
                 raise EngineError(f"the engine failed: {type(error).__name__}") from error
+        if result is None:
+            raise EngineError("the engine failed: it returned no result", code="engine_failed")
         if isinstance(result, FailedRequest):
             code = "timeout" if result.timed_out else "engine_failed"
             raise EngineError(f"the engine failed: {result.cause}", code=code)
@@ -329,12 +331,6 @@ class CompletionHandler:
         if not all(map(math.isfinite, result.logprobs)):
             raise EngineError("the engine returned log-probs that are not finite")
         return result
-
-    async def _first_result(self, generation_request: GenerationRequest) -> Completion | FailedRequest:
-        async with aclosing(generate_by_deadline(self._generation, [generation_request])) as results:
-            async for result in results:
-                return result
-        return FailedRequest(generation_request.request_id, "it returned no result")
 
     def _log_ignored_fields(self, names: Iterable[str]) -> None:
         unlogged = sorted({escape(name, 40) for name in names} - self._logged_fields)
