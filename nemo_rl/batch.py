@@ -24,6 +24,7 @@ PREFERENCE = (
 )
 ADVANTAGE_OVERRIDE = "advantage_override"  # [B, T] float32; in place of the estimator's, NaN elsewhere; gone after it
 ADVANTAGES = "advantages"  # [B, T] float32
+RECORDED = "recorded"  # [B] int64; number among the rows whose log-probs a training step keeps; below 0: not kept
 
 TEACHER_LOGPROBS = "teacher_logprobs"  # [B, T] float32; of the tokens themselves
 TEACHER_TOPK_IDS = "teacher_topk_ids"  # [B, T, K] int64; below 0: none

@@ -253,6 +253,13 @@ class Policy(Protocol):
         """Take all optimizer steps of one batch; return metrics: those of the loss, `loss`, `grad_norm`, `lr`."""
         ...
 
+    async def recorded_logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
+        """Return the log-probs that the loss has read in the step on `batch`, of its N `recorded` rows: [N, T] float32.
+
+        Each row's are of the weights before the optimizer step that trains it; NaN in a row without such a step.
+        """
+        ...
+
     async def run_with_weights(self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]") -> ResultT:
         """Call `use` with (Hugging Face name, tensor) pairs where the weights live, in the dtype engines want."""
         ...

@@ -86,13 +86,15 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
                 return
         made = await run.algorithm.make_batch(collected, timer)
         if run.details is not None:
-            with timer("rollout_details"):
-                await run.details.record(step + 1, made.batch, made.rows, policy)
+            run.details.mark(step + 1, made.batch)
         if training.checkpoint_writer.has_pending:  # before training: a death in it then costs this step alone
             with timer("checkpointing"):
                 await training.checkpoint_writer.finish_if_written()
         with timer("policy_training"):
             metrics = made.metrics | await policy.train_step(made.batch, run.algorithm.loss_fn)
+        if run.details is not None:
+            with timer("rollout_details"):
+                await run.details.record(step + 1, made.batch, made.rows, policy)
         if training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
                 await training.checkpoint_writer.finish()

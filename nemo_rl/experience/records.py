@@ -370,8 +370,8 @@ class RolloutWriter:
 class RolloutDetails:
     """Writes the details of the first groups of a step.
 
-    `record` returns once the policy's log-probs are known; a thread decodes and writes. A file that cannot be written
-    is reported once and stops nothing.
+    `mark` before the step asks the policy to keep the log-probs that it trains with, `record` after it takes them; a
+    thread decodes and writes. A file that cannot be written is reported once and stops nothing.
     """
 
     def __init__(
@@ -394,21 +394,25 @@ class RolloutDetails:
         self._has_failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    async def record(self, step: int, batch: "TrainingBatch", rows: "Sequence[BatchRow]", policy: "Policy") -> None:
-        """Record the first groups of a batch that is about to be trained on, with the policy on the device.
-
-        `rows` are the origins of the batch's rows. Log-probs that the batch lacks are computed for these groups alone.
-        """
+    def mark(self, step: int, batch: "TrainingBatch") -> None:
+        """Number the rows of the first groups, as `recorded`, in a batch that is about to be trained on."""
         if step % self._period or self._has_failed:
             return
         self._pending = [each for each in self._pending if not each.done()]
         if len(self._pending) >= MAX_PENDING:
             return  # a slow disk: what is recorded is a sample anyway
-        recorded = batch[keys.GROUP_ID] < self._num_groups  # [B]
-        sample = batch[recorded]
+        is_recorded = batch[keys.GROUP_ID] < self._num_groups  # [B]
+        batch[keys.RECORDED] = is_recorded.cumsum(0).where(is_recorded, 0) - 1
+
+    async def record(self, step: int, batch: "TrainingBatch", rows: "Sequence[BatchRow]", policy: "Policy") -> None:
+        """Record the marked rows of a batch that has been trained on; `rows` are the origins of all of its rows."""
+        if keys.RECORDED not in batch:
+            return
+        is_recorded = batch[keys.RECORDED] >= 0
+        sample = batch[is_recorded]
         if keys.PREV_LOGPROBS not in sample:
-            sample[keys.PREV_LOGPROBS] = await policy.logprobs(sample)
-        origins = [rows[row] for row in recorded.nonzero()[:, 0].tolist()]
+            sample[keys.PREV_LOGPROBS] = await policy.recorded_logprobs(batch)
+        origins = [rows[row] for row in is_recorded.nonzero()[:, 0].tolist()]
         self._pending.append(self._thread.submit(self._write, step, sample.clone(), origins))
 
     def close(self) -> None:

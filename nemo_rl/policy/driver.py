@@ -23,7 +23,7 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import WorkerError, WorkerTimeout
 from nemo_rl.interfaces import LossFn, OffloadPart, TopK
-from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, SentBatch, merge_rows
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, SentBatch, merge_recorded, merge_rows
 from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker
 from nemo_rl.types import TrainingBatch
 
@@ -80,6 +80,9 @@ class PolicyCalls(ScoringCalls):
 
     async def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
         return await self._call("train_step", self._to_send(batch), loss_fn)
+
+    async def recorded_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        return merge_recorded(await self._call_all("recorded_logprobs"), batch)
 
     async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         """Call `use` in rank 0's process, on its thread, while the other ranks help to gather the weights."""

@@ -231,6 +231,16 @@ def merge_rows(parts: Iterable[ScoredRows | None], batch: TrainingBatch) -> list
     return merged
 
 
+def merge_recorded(parts: Iterable[ScoredRows | None], batch: TrainingBatch) -> torch.Tensor:
+    """Return the log-probs of the batch's N `recorded` rows from all ranks: [N, T]; NaN in rows that none has."""
+    recorded = torch.full((int((batch[keys.RECORDED] >= 0).sum()), batch[keys.TOKEN_IDS].shape[1]), torch.nan)
+    for part in parts:
+        if part is not None:
+            recorded[part.rows] = 0
+            recorded[part.rows, : part.values[0].shape[1]] = torch.from_numpy(part.values[0])
+    return recorded
+
+
 class SentBatch:
     """A batch on its way to another process, where unpickling it gives the batch, for reading only."""
 

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -18,10 +18,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig
 from nemo_rl.config.supervised import RewardModelPolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import Metric, Normalizer
+from nemo_rl.interfaces import LossFn, Metric, Normalizer, TokenScores
+from nemo_rl.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 Reduction = Literal["sum", "count", "min", "max"]
@@ -70,6 +72,29 @@ def make_scheduler(config: PolicyConfig | RewardModelPolicyConfig, optimizer: Op
     index, steps = milestones[0]
     _check_milestones(f"policy.scheduler.{index}", section[index], len(schedulers))
     return SequentialLR(optimizer, schedulers, steps)
+
+
+class RecordedLoss:
+    """A loss that keeps the log-probs it is given, with the numbers of their rows (`batch.RECORDED`)."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+        self.required_keys = loss_fn.required_keys | {keys.RECORDED}
+        self.required_scores = loss_fn.required_scores
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # (numbers [n], log-probs [n, t]) on their device
+
+    def __call__(
+        self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        self._kept.append((batch[keys.RECORDED], scores.logprobs.detach().clone()))
+        return self._loss_fn(scores, batch, normalizer)
+
+    def recorded(self) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor]]]:
+        """Yield (numbers, log-probs) of the rows that have a number, on the CPU; waits for the device."""
+        for numbers, logprobs in self._kept:
+            chosen = numbers.cpu() >= 0
+            if chosen.any():
+                yield numbers.cpu()[chosen], (logprobs.cpu()[chosen],)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from nemo_rl.policy.logprobs import LOGPROBS_ONLY
 from nemo_rl.policy.offload import Offloader
 from nemo_rl.policy.ranks import RankLayout, ScoredRows, collect_rows, join
 from nemo_rl.policy.saving import BackgroundSave, copy_weights_to_cpu, load_schedule, save_schedule
-from nemo_rl.policy.training import OptimizerStep, reduce_over_optimizer_steps
+from nemo_rl.policy.training import OptimizerStep, RecordedLoss, reduce_over_optimizer_steps
 from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.types import TrainingBatch
 
@@ -166,6 +166,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     _optimizer: Optimizer
     _scheduler: LRScheduler | None
     _trainer: SupportsOptimizerStep
+    _recorded: RecordedLoss | None = None  # of the last training step
 
     def __init__(
         self,
@@ -235,11 +236,21 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
             raise PolicyError(f"the loss reads {', '.join(missing)}, which the batch does not have")
         self._require("weights", "optimizer")
         lr = float(self._optimizer.param_groups[0]["lr"])
+        self._recorded = RecordedLoss(loss_fn) if keys.RECORDED in batch else None
+        loss_fn = self._recorded or loss_fn
         parts = micro_batches.split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
         return {**reduce_over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
+
+    def recorded_logprobs(self) -> ScoredRows | None:
+        """Return the log-probs of the last step's `recorded` rows that this rank has trained on, by their numbers.
+
+        None on a rank that has none, or whose rows another one returns.
+        """
+        recorded, self._recorded = self._recorded, None
+        return None if recorded is None else self._collect(recorded.recorded())
 
     def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on rank 0; the other ranks help to gather them and return None.

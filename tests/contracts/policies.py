@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import TopK
-from nemo_rl.policy.ranks import RankLayout, merge_rows
+from nemo_rl.policy.ranks import RankLayout, merge_recorded, merge_rows
 from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.policy.worker import PolicyWorker, make_policy_worker
 
@@ -76,6 +76,8 @@ def _called(policy: PolicyWorker, name: str, *arguments: Any) -> Any:
         scored = getattr(policy, name)(*arguments)
         merged = merge_rows(policy.layout.all_gather_object(scored), arguments[0])
         return merged[0] if len(merged) == 1 else TopK(*merged)
+    if name == "recorded_logprobs":
+        return merge_recorded(policy.layout.all_gather_object(policy.recorded_logprobs()), *arguments)
     keywords = arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}
     return getattr(policy, name)(*(arguments[:-1] if keywords else arguments), **keywords)
 

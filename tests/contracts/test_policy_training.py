@@ -92,6 +92,49 @@ def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layout
     assert_near(weights, expected)
 
 
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [
+        (layout, variant)
+        for layout in FEWER
+        for variant in ("one by one", "packed and recomputed", "sharing prefixes")
+        if layout not in MEGATRON or variant not in FSDP2_ALONE_HAS
+    ],
+)
+def test_logprobs_that_a_step_records_are_those_of_the_weights_before_it(
+    layout: str, variant: str, run: Layouts
+) -> None:
+    batch = make_batch(LENGTHS)
+    marked = batch.clone()
+    marked["recorded"] = torch.tensor([-1, 0, -1, 1, 2, -1, -1, 3])
+    step = ("train_step", marked, WeightedNLL())
+    before, _, recorded = run(
+        layout, "qwen2", ("logprobs", batch), step, ("recorded_logprobs", marked), **VARIANTS[variant]
+    )
+    expected = before[[1, 3, 4, 7]]
+    sampled = batch["token_mask"][[1, 3, 4, 7]] > 0
+    assert sampled.any(-1).all()
+    torch.testing.assert_close(recorded[sampled], expected[sampled], rtol=0, atol=1e-5)
+
+
+def test_each_recorded_row_is_of_the_weights_before_its_own_optimizer_step(run: Layouts) -> None:
+    """A row of a skipped step, without a valid token, has none."""
+    batch = make_batch(LENGTHS)
+    batch["sample_mask"][4:] = 0.0
+    batch["recorded"] = torch.arange(8)
+    before, _, recorded = run(
+        "plain",
+        "qwen2",
+        ("logprobs", batch),
+        ("train_step", batch, WeightedNLL()),
+        ("recorded_logprobs", batch),
+        optimizer_steps=2,
+    )
+    sampled = batch["token_mask"] > 0
+    torch.testing.assert_close(recorded[:4][sampled[:4]], before[:4][sampled[:4]], rtol=0, atol=1e-5)
+    assert recorded[4:].isnan().all()
+
+
 @pytest.mark.parametrize("layout", FEWER)
 def test_gradient_is_clipped_and_its_norm_reported_before(layout: str, run: Layouts, models: dict[str, Path]) -> None:
     calls = [("train_step", make_batch(LENGTHS), WeightedNLL()), ("run_with_weights", clones)]

@@ -58,6 +58,10 @@ class FakePolicy:
             "global_valid_toks": normalizer.num_valid_tokens,
         }
 
+    async def recorded_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        self.calls.append("recorded_logprobs")
+        return batch[keys.GENERATION_LOGPROBS][batch[keys.RECORDED] >= 0]
+
     async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
         return use([("num_steps", torch.tensor(self.num_steps))])
 

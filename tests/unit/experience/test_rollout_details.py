@@ -19,7 +19,9 @@ def record(details: RolloutDetails, groups: list[TrajectoryGroup], steps: range)
     batch, rows = assemble_batch(groups, min_group_size=2)
     batch[keys.ADVANTAGES] = batch[keys.REWARD][:, None] * batch[keys.TOKEN_MASK] * 2
     for step in steps:
-        asyncio.run(details.record(step, batch, rows, FakePolicy()))
+        trained = batch.clone()
+        details.mark(step, trained)
+        asyncio.run(details.record(step, trained, rows, FakePolicy()))
     details.close()
 
 
@@ -88,6 +90,7 @@ def test_nonfinite_logprobs_are_null(tmp_path: Path) -> None:
     batch[keys.PREV_LOGPROBS] = torch.where(batch[keys.TOKEN_MASK] > 0, float("-inf"), 0.0)
     path = tmp_path / "details.jsonl"
     details = make_details(path)
+    details.mark(1, batch)
     asyncio.run(details.record(1, batch, rows, FakePolicy()))
     details.close()
     row = json.loads(path.read_text().splitlines()[0])
