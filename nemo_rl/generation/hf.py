@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
+from nemo_rl.distributed.float32_product import float32_product
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
@@ -240,15 +241,7 @@ def keep_float32_logits(model: Any) -> None:
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != torch.bfloat16:
         return
     if layer.weight.device.type in FLOAT32_LOGITS_DEVICES:
-        setattr(layer, "forward", partial(_multiply_in_float32, layer))  # noqa: B010
-
-
-def _multiply_in_float32(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """Return float32 logits [..., V] of bfloat16 states [..., H]."""
-    if hidden.device.type == "cpu":  # which has no such product
-        return hidden.float() @ layer.weight.float().T
-    product = torch.mm(hidden.flatten(0, -2), layer.weight.T, out_dtype=torch.float32)
-    return product.unflatten(0, hidden.shape[:-1])
+        setattr(layer, "forward", partial(float32_product, weight=layer.weight))  # noqa: B010
 
 
 def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:

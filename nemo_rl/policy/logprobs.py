@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
+from nemo_rl.distributed.float32_product import float32_product
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
 from nemo_rl.policy.hf_model import small_model
@@ -106,9 +107,7 @@ class _Float32Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        if hidden.device.type == "cpu":  # which has no such product
-            return hidden.float() @ weight.float().T
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        return float32_product(hidden, weight)
 
     @staticmethod
     @once_differentiable

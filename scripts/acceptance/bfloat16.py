@@ -3,7 +3,8 @@
 
 scripts/acceptance/bfloat16.py refits [--in-process]             ten seeds: right weights pass, a wrong matrix fails
 scripts/acceptance/bfloat16.py train [--in-process] [--steps N]  every refit is verified, the mismatch is bounded
-    --float32-logits engine and trainer keep logits in float32, as on CUDA; two to four times slower on a CPU
+    --bfloat16-logits  engine and trainer round logits to bfloat16
+    --seed S         of the run of `train`
     --directory D    keeps the model, the results and the checkpoints: the same command continues what was stopped
     --minutes M      stops after that time
 
@@ -44,7 +45,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("refits", "train"))
     parser.add_argument("--in-process", action="store_true", help="vLLM on a thread of the trainer's process")
-    parser.add_argument("--float32-logits", action="store_true", help="on both sides, as on CUDA")
+    parser.add_argument("--bfloat16-logits", action="store_true", help="on both sides")
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--minutes", type=float, default=600)
@@ -53,9 +55,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = (options.directory or Path(temporary)).absolute()
         model = make_model(directory)
-        directory /= f"{'in_process' if options.in_process else 'own_process'}{'_float32' * options.float32_logits}"
+        place = "in_process" if options.in_process else "own_process"
+        directory /= f"{place}{'_bfloat16' * options.bfloat16_logits}_seed{options.seed}"
         directory.mkdir(exist_ok=True)
-        case = Case(model, directory, options.in_process, options.float32_logits)
+        case = Case(model, directory, options.in_process, options.bfloat16_logits, options.seed)
         return (
             check_refits(case, deadline) if options.part == "refits" else check_training(case, deadline, options.steps)
         )
@@ -68,11 +71,12 @@ class Case:
     model: Path
     directory: Path
     in_process: bool
-    float32_logits: bool
+    bfloat16_logits: bool
+    seed: int
 
     @property
     def vllm_kwargs(self) -> dict[str, Any]:
-        return {"hf_overrides": {"head_dtype": "float32"}} if self.float32_logits else {}
+        return {"hf_overrides": {"head_dtype": "model"}} if self.bfloat16_logits else {}
 
 
 def make_model(directory: Path) -> Path:
@@ -114,8 +118,8 @@ def measure_refits(case: Case, wanted: list[tuple[int, bool]]) -> Iterator[dict[
     from nemo_rl.weight_sync.refit import TransportWeightSync
     from tests.contracts.smollm2 import Misplaced, RecordedScores, make_policy, probes
 
-    if case.float32_logits:
-        logprobs.FLOAT32_LOGITS_DEVICES |= {"cpu"}
+    if case.bfloat16_logits:
+        logprobs.FLOAT32_LOGITS_DEVICES = frozenset()
     policy = make_policy(case.model)
     with asyncio.Runner() as runner:
         engine = runner.run(start_engine(case))
@@ -181,6 +185,7 @@ def command(case: Case, steps: int) -> list[str]:
         "policy.generation.max_new_tokens": 32,
         "policy.generation.vllm_cfg.in_process": str(case.in_process).lower(),
         "policy.optimizer.kwargs.lr": "1e-5",
+        "grpo.seed": case.seed,
         "grpo.num_prompts_per_step": 4,
         "grpo.num_generations_per_prompt": 4,
         "grpo.max_num_steps": steps,
@@ -196,9 +201,9 @@ def command(case: Case, steps: int) -> list[str]:
         "checkpointing.checkpoint_dir": case.directory / "checkpoints",
         "logger.log_dir": case.directory / "runs",
     }
-    if case.float32_logits:
-        overrides["policy.generation.vllm_kwargs"] = "{hf_overrides: {head_dtype: float32}}"
-    devices = "logprobs.FLOAT32_LOGITS_DEVICES |= {'cpu'}" if case.float32_logits else "None"
+    if case.bfloat16_logits:
+        overrides["policy.generation.vllm_kwargs"] = "{hf_overrides: {head_dtype: model}}"
+    devices = "logprobs.FLOAT32_LOGITS_DEVICES = frozenset()" if case.bfloat16_logits else "None"
     script = str(ROOT / "examples" / "run_grpo.py")
     start = (
         f"import runpy; from nemo_rl.policy import logprobs; {devices}; runpy.run_path({script!r}, run_name='__main__')"

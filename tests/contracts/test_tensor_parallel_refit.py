@@ -44,7 +44,6 @@ def engine(models: dict[int, Path], engine_loop: asyncio.Runner) -> Iterator[Vll
         vllm_kwargs={"worker_extension_cls": "tests.contracts.worker_extension.LoadingFromItsRank"},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it needs a memory node for each worker
         patch.setenv("OMP_NUM_THREADS", "1")
         model = EngineModel(str(models[1]), "float32", MAX_MODEL_LEN, "cpu")
         started = engine_loop.run(VllmGeneration.create(section, model))

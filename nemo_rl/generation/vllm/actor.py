@@ -115,7 +115,9 @@ class VllmActorGeneration:
             model,
             num_gpus=section.vllm_cfg.tensor_parallel_size if needs_gpus else 0,
             max_concurrency=MAX_CONCURRENCY,
-            env_vars=environment(model.device, num_replicas, start_timeout_s=start_timeout_s),
+            env_vars=environment(
+                model.device, num_replicas, num_workers=section.num_workers, start_timeout_s=start_timeout_s
+            ),
             **placed,
         )
         try:

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import secrets
+import threading
 import warnings
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ import torch
 from nemo_rl.distributed.machine import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
 from nemo_rl.generation.requests import as_completed, structured_outputs
-from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
+from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig, num_memory_nodes
 from nemo_rl.interfaces import DeviceWeights, EnginePart, WeightChunks, WeightManifest, Weights, WeightStream
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from nemo_rl.generation.vllm.core_thread import InProcessEngine
 
 logger = logging.getLogger(__name__)
+_STARTING = threading.Lock()  # held while an engine of this process starts
 
 WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # by name: vLLM's worker imports it
 CPU_KV_CACHE_BYTES = 512 * 2**20
@@ -45,6 +47,7 @@ MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
 ENGINE_SEED_BITS = 31
 CONTROL_S = 600.0  # for the engine to pause, resume, load weights, sleep or wake
 START_S = 600.0  # for the model to load; vLLM's own limit
+START_POLL_S = 0.05  # between looks at whether another engine has started
 SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
 
 QUIET_ENV = {
@@ -132,7 +135,7 @@ class VllmGeneration:
         With `vllm_cfg.in_process` it starts on a thread; else its process is spawned and imports the main module again:
         scripts need the `__main__` guard.
         """
-        with importing_vllm(model.device, start_timeout_s):
+        async with starting_engine(model.device, start_timeout_s, num_workers=section.num_workers):
             engine = start_engine(section, model)
             generation = cls(engine, section, device=model.device)
             try:
@@ -291,29 +294,46 @@ class VllmGeneration:
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
-def environment(device: str, num_replicas: int = 1, *, start_timeout_s: float = START_S) -> dict[str, str]:
-    """Return the environment variables of the engine's process, without those that the user has set.
+def environment(
+    device: str, num_replicas: int = 1, *, num_workers: int = 1, start_timeout_s: float = START_S
+) -> dict[str, str]:
+    """Return the environment variables of the engine's processes, without those that the user has set.
 
     vLLM reads its limit for loading the model, 600 s without the variable, when it is imported.
-    Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to.
+    Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to. The
+    same holds for the workers of each, unless each can be bound to a memory node of its own, which vLLM then does.
     """
     wanted = {**QUIET_ENV, **(CPU_ENV if device == "cpu" else {})}
     wanted["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(start_timeout_s))
-    if device == "cpu" and num_replicas > 1:
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_replicas)
+    if device == "cpu" and (num_replicas > 1 or num_workers > max(num_memory_nodes(), 1)):
+        num_threads = max(1, len(os.sched_getaffinity(0)) // (num_replicas * num_workers))
         wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
+@asynccontextmanager
+async def starting_engine(
+    device: str, start_timeout_s: float = START_S, *, num_workers: int = 1
+) -> AsyncIterator[None]:
+    """`importing_vllm` for one start after another: they would put back each other's environment."""
+    while not _STARTING.acquire(blocking=False):  # noqa: ASYNC110  another thread's event loop may hold it
+        await asyncio.sleep(START_POLL_S)
+    try:
+        with importing_vllm(device, start_timeout_s, num_workers=num_workers):
+            yield
+    finally:
+        _STARTING.release()
+
+
 @contextlib.contextmanager
-def importing_vllm(device: str, start_timeout_s: float = START_S) -> Iterator[None]:
+def importing_vllm(device: str, start_timeout_s: float = START_S, *, num_workers: int = 1) -> Iterator[None]:
     """Set the environment for importing vLLM and spawning its engine; what the user has set stays.
 
     Environment and global random states are put back at the end: vLLM sets variables for processes of its own, which
     those that the trainer starts later would inherit (LD_PRELOAD on a CPU), and seeds the generators.
     """
     before = dict(os.environ)
-    added = environment(device, start_timeout_s=start_timeout_s)
+    added = environment(device, num_workers=num_workers, start_timeout_s=start_timeout_s)
     quiet = warnings.catch_warnings(action="ignore")  # as PYTHONWARNINGS does for a process of its own
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.environ.update(added)
@@ -403,9 +423,9 @@ def engine_arguments(section: VllmGenerationConfig, model: "EngineModel") -> dic
         if cfg.tensor_parallel_size > 1:
             # In a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs.
             arguments["distributed_executor_backend"] = "mp"
-        if dtype != "float32":
-            # As the trainer: logits near 20 rounded to bfloat16 are off by up to 0.06.
-            arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if dtype != "float32":
+        # As the trainer: logits near 20 rounded to bfloat16 are off by up to 0.06.
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if not cfg.seeds_requests(model.device):
         # vLLM's own default is one constant: replicas with the same prompts would sample the same responses.
         arguments["seed"] = secrets.randbits(ENGINE_SEED_BITS)

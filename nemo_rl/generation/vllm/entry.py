@@ -1,5 +1,6 @@
 """The engine `vllm`: its section of `policy.generation`, its checks and its start. Loads neither vLLM nor torch."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,13 @@ class VllmGenerationConfig(GenerationConfig):
     def gpus_per_engine(self) -> int:
         """Return the number of GPUs of one engine."""
         return self.vllm_cfg.tensor_parallel_size
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of processes that compute one engine's model."""
+        sizes = {"tensor_parallel_size": self.vllm_cfg.tensor_parallel_size, **self.vllm_kwargs}
+        parallel = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        return math.prod(size for name in parallel if isinstance(size := sizes.get(name), int))  # vLLM refuses others
 
     @property
     def max_model_len(self) -> int | None:
@@ -136,9 +144,14 @@ class VllmGenerationConfig(GenerationConfig):
             and self.vllm_cfg.tensor_parallel_size == 1
             and not self.vllm_kwargs.keys() & PARALLEL_ARGUMENTS
             and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "1"
-            and len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) <= 1
+            and num_memory_nodes() <= 1
         )
         return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"in_process": in_process})})
+
+
+def num_memory_nodes() -> int:
+    """Return the number of NUMA nodes of this machine, 0 where the kernel does not tell."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
 
 
 def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConfig") -> None:

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from nemo_rl.distributed.machine import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
+from nemo_rl.generation.vllm import logits as logits  # vLLM makes its output layer
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 

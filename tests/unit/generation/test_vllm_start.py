@@ -1,3 +1,4 @@
+import asyncio
 import os
 import random
 from pathlib import Path
@@ -8,9 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, GenerationError
 from nemo_rl.generation.engines import EngineModel
-from nemo_rl.generation.vllm.engine import engine_arguments, environment, importing_vllm, start_engine
+from nemo_rl.generation.vllm import engine
+from nemo_rl.generation.vllm.engine import (
+    engine_arguments,
+    environment,
+    importing_vllm,
+    start_engine,
+    starting_engine,
+)
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig, check_vllm
 from tests.contracts.engines import save_tiny_model
 
@@ -75,15 +83,15 @@ def test_cuda_engine_on_several_devices_never_uses_rays_executor():
     assert "distributed_executor_backend" not in arguments("cuda")
 
 
-def test_logits_of_a_cuda_engine_are_float32_unless_the_user_says_otherwise():
-    assert arguments("cuda")["hf_overrides"] == {"head_dtype": "float32"}
-    assert "hf_overrides" not in arguments("cuda", vllm_cfg=VllmConfig(precision="float32"))
-    assert "hf_overrides" not in arguments("cpu")
-    assert arguments("cuda", vllm_kwargs={"hf_overrides": {"rope_theta": 1e6}})["hf_overrides"] == {
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_of_a_bfloat16_engine_are_float32_unless_the_user_says_otherwise(device: str):
+    assert arguments(device)["hf_overrides"] == {"head_dtype": "float32"}
+    assert "hf_overrides" not in arguments(device, vllm_cfg=VllmConfig(precision="float32"))
+    assert arguments(device, vllm_kwargs={"hf_overrides": {"rope_theta": 1e6}})["hf_overrides"] == {
         "head_dtype": "float32",
         "rope_theta": 1e6,
     }
-    kept = arguments("cuda", vllm_kwargs={"hf_overrides": {"head_dtype": "model"}})
+    kept = arguments(device, vllm_kwargs={"hf_overrides": {"head_dtype": "model"}})
     assert kept["hf_overrides"] == {"head_dtype": "model"}
 
 
@@ -159,6 +167,64 @@ def test_vllm_loads_a_model_for_as_long_as_the_run_allows(monkeypatch: pytest.Mo
     assert environment("cuda", 2, start_timeout_s=949.5)["VLLM_ENGINE_READY_TIMEOUT_S"] == "950"
     monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "30")  # the user's own stays
     assert "VLLM_ENGINE_READY_TIMEOUT_S" not in environment("cuda", start_timeout_s=949.5)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_workers", "num_nodes", "num_threads"),
+    [
+        (1, 1, 1, None),
+        (1, 1, 0, None),
+        (1, 2, 1, "4"),
+        (1, 2, 0, "4"),
+        (1, 2, 2, None),
+        (2, 1, 1, "4"),
+        (2, 2, 4, "2"),
+        (9, 2, 1, "1"),
+    ],
+)
+def test_replicas_and_workers_on_one_memory_node_divide_its_cores(
+    monkeypatch: pytest.MonkeyPatch, num_replicas: int, num_workers: int, num_nodes: int, num_threads: str | None
+):
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(engine, "num_memory_nodes", lambda: num_nodes)
+    variables = environment("cpu", num_replicas, num_workers=num_workers)
+    assert variables.get("OMP_NUM_THREADS") == num_threads
+    assert variables.get("VLLM_CPU_OMP_THREADS_BIND") == (None if num_threads is None else "nobind")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", num_replicas, num_workers=num_workers)
+
+
+def test_workers_of_an_engine_are_counted():
+    two = VllmConfig(tensor_parallel_size=2)
+    assert VllmGenerationConfig().num_workers == 1
+    assert VllmGenerationConfig(vllm_cfg=two).num_workers == 2
+    assert VllmGenerationConfig(vllm_cfg=two, vllm_kwargs={"pipeline_parallel_size": 3}).num_workers == 6
+    assert VllmGenerationConfig(vllm_cfg=two, vllm_kwargs={"tensor_parallel_size": 4}).num_workers == 4
+    assert VllmGenerationConfig(vllm_kwargs={"data_parallel_size": "two"}).num_workers == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_engines_of_one_process_start_one_after_another(monkeypatch: pytest.MonkeyPatch, fails: bool):
+    monkeypatch.delenv("VLLM_ENGINE_READY_TIMEOUT_S", raising=False)
+    monkeypatch.setattr(engine, "START_POLL_S", 0.0)
+    seen: list[tuple[str, str | None]] = []
+
+    async def start(name: str, timeout_s: float) -> None:
+        async with starting_engine("cpu", timeout_s):
+            for _ in range(3):
+                seen.append((name, os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S")))
+                await asyncio.sleep(0)
+            if fails:
+                raise GenerationError(name)
+
+    async def start_two() -> None:
+        results = await asyncio.gather(start("a", 1), start("b", 2), return_exceptions=True)
+        assert [str(result) for result in results if result is not None] == ["a", "b"] * fails
+
+    asyncio.run(start_two())
+    assert seen == [("a", "1")] * 3 + [("b", "2")] * 3
+    assert "VLLM_ENGINE_READY_TIMEOUT_S" not in os.environ
 
 
 @pytest.mark.parametrize("kwargs", [{"no_such_argument": 1}, {"kv_cache_dtype": "float3"}])

@@ -1,0 +1,75 @@
+"""Products of bfloat16 in float32 on a CPU: exact to float32, for every number of blocks and threads."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+
+from nemo_rl.distributed import float32_product as module
+from nemo_rl.distributed.float32_product import float32_product
+
+UNITS = cast(Any, torch.backends.mkldnn).matmul
+
+
+@pytest.fixture
+def exact_units() -> Iterator[None]:
+    """Float32 products of this process are computed in float32, as where another user of torch asks for it."""
+    usual = UNITS.fp32_precision
+    UNITS.fp32_precision = "ieee"
+    yield
+    UNITS.fp32_precision = usual
+
+
+def tensors(*shape: int, num_rows: int = 1000, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states, a weight whose blocks do not divide it, and their exact product."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(*sizes, 64, generator=generator).bfloat16() for sizes in (shape, (num_rows,)))
+    return hidden, weight, hidden.double() @ weight.double().T
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (5,), (64,), (2, 3)])
+def test_product_is_that_of_float32(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]):
+    monkeypatch.setattr(module, "CPU_BLOCK", 1)
+    hidden, weight, exact = tensors(*shape)
+    product = float32_product(hidden, weight)
+    assert product.dtype == torch.float32
+    assert product.shape == (*shape, 1000)
+    torch.testing.assert_close(product.double(), exact, atol=1e-4, rtol=0)
+
+
+def test_rounding_is_less_than_a_hundredth_of_that_of_a_bfloat16_product():
+    hidden, weight, exact = tensors(64)
+    rounded = (hidden @ weight.T).double() - exact
+    assert float32_product(hidden, weight).double().sub(exact).abs().mean() < 0.01 * rounded.abs().mean()
+
+
+@pytest.mark.usefixtures("exact_units")
+def test_other_products_of_the_process_stay_as_they_are():
+    hidden, weight, _ = tensors(3)
+    float32_product(hidden, weight)
+    assert UNITS.fp32_precision == "ieee"
+    with pytest.raises(RuntimeError):
+        float32_product(hidden, weight[:, :5])
+    assert UNITS.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("exact_units")
+def test_last_of_several_threads_puts_the_setting_back():
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with module._bfloat16_units():
+            is_inside.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert is_inside.wait(60)
+    hidden, weight, exact = tensors(3)
+    torch.testing.assert_close(float32_product(hidden, weight).double(), exact, atol=1e-4, rtol=0)
+    during = UNITS.fp32_precision
+    may_leave.set()
+    thread.join(60)
+    assert (during, UNITS.fp32_precision) == ("bf16", "ieee")
