@@ -7,7 +7,11 @@ with the slowest. The real AsyncSource, rollouts and all, runs a loop of steps o
 discrete-event simulation of the same rules (which groups are issued when, which are handed out), which costs nothing
 but the waits. A step in steady state is the mean over all but the first steps. Weights change in flight, at no cost.
 
+With `--validation` the training loop validates after each step, with and without `grpo.val_overlap`; a step and a
+validation have as many rollouts, each of the same time.
+
     python benchmarks/async_overlap.py [--steps 24] [--engine-s 0.8]
+    python benchmarks/async_overlap.py --validation
 """
 
 import argparse
@@ -17,14 +21,18 @@ import heapq
 import math
 import random
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nemo_rl.algorithms.loop import train
 from nemo_rl.config.run import RolloutConfig
+from nemo_rl.data.datasets import PromptSet
 from nemo_rl.data.prompts import PromptLoader
 from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.async_source import AsyncSource
@@ -33,6 +41,9 @@ from nemo_rl.interfaces import EnginePart, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment
+from tests.fakes.generation import FakeGeneration
+from tests.unit.algorithms.run_setup import HELD_OUT, VOCAB_SIZE, make_config, make_rig
+from tests.unit.algorithms.run_setup import prompts as make_prompts
 
 NUM_PROMPTS, NUM_GENERATIONS = 16, 8  # of a step
 SIGMA, LONGEST = 1.0, 8.0  # of the log-normal: 1 in 50 would take more than 8 times the median, 5 times the mean
@@ -206,6 +217,56 @@ def report(num_steps: int, engine_s: float, slots: int, ratios: Sequence[float],
             )
 
 
+async def measure_run(*, overlap: bool, slots: int, engine_s: float, train_s: float, num_steps: int) -> float:
+    """Return the seconds a step of a run that validates after each, with an engine and a trainer that sleep."""
+    num_rollouts = NUM_PROMPTS * NUM_GENERATIONS
+    free = asyncio.Semaphore(slots)
+
+    async def occupy_slot(request: GenerationRequest) -> None:
+        async with free:
+            await asyncio.sleep(engine_s * slots / num_rollouts)
+
+    grpo = {"num_prompts_per_step": NUM_PROMPTS, "num_generations_per_prompt": NUM_GENERATIONS, "max_num_epochs": 1}
+    grpo |= {"max_num_steps": num_steps, "val_period": 1, "val_overlap": overlap}
+    config = make_config(grpo=grpo, checkpointing={"enabled": False})
+    with tempfile.TemporaryDirectory() as directory:
+        rig = make_rig(
+            Path(directory),
+            config,
+            num_prompts=NUM_PROMPTS * num_steps,
+            validation=(PromptSet("held_out", make_prompts(num_rollouts, HELD_OUT)),),
+            generation=FakeGeneration(vocab_size=VOCAB_SIZE, latency=occupy_slot),
+        )
+        train_step = rig.policy.train_step
+
+        async def train_in_time(*arguments: Any) -> dict[str, float]:
+            await asyncio.sleep(train_s)
+            return await train_step(*arguments)
+
+        rig.policy.train_step = train_in_time  # type: ignore[method-assign]
+        began = time.perf_counter()
+        await train(rig.run)
+        seconds = time.perf_counter() - began
+    assert len(rig.validations()) == num_steps
+    return seconds / num_steps
+
+
+def report_validation(num_steps: int, engine_s: float, slots: int, ratios: Sequence[float]) -> None:
+    print(f"Steps and validations of {NUM_PROMPTS * NUM_GENERATIONS} rollouts, E = V = {engine_s:g} s, {slots} slots\n")
+    print("| V/T | E + T + V s | E + max(T, V) s | alone s | beside training s | beside / alone |")
+    print("|---|---|---|---|---|---|")
+    for ratio in ratios:
+        train_s = engine_s / ratio
+        alone, beside = (
+            asyncio.run(
+                measure_run(overlap=overlap, slots=slots, engine_s=engine_s, train_s=train_s, num_steps=num_steps)
+            )
+            for overlap in (False, True)
+        )
+        sums = f"{2 * engine_s + train_s:.3f} | {engine_s + max(train_s, engine_s):.3f}"
+        print(f"| {ratio:g} | {sums} | {alone:.3f} | {beside:.3f} | {beside / alone:.3f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=24)
@@ -213,7 +274,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--ages", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--validation", action="store_true", help="validations beside training, nothing else")
     arguments = parser.parse_args()
+    if arguments.validation:
+        report_validation(arguments.steps, arguments.engine_s, arguments.slots[0], arguments.ratios)
+        return
     gc.collect()
     gc.freeze()  # what the imports left is not looked at again
     batch = NUM_PROMPTS * NUM_GENERATIONS

@@ -3,6 +3,7 @@
 Synchronous, asynchronous and filtered training differ only in `run.source`, algorithms only in `run.algorithm`.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_rl.algorithms.run import CheckpointWriter, Interrupted, Position, Resumable, TrainingRun, restore
-from nemo_rl.algorithms.validation import ValidationResult
+from nemo_rl.algorithms.validation import ValidationResult, Validator
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.supervision import cancel_all
 from nemo_rl.interfaces import Logger
 from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import StepTimer
@@ -29,6 +31,16 @@ WAITING_PHASES = {
 SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
 
 
+@dataclass(frozen=True, slots=True)
+class RunningValidation:
+    """A validation of the policy after `step` beside the next step, whose refit waits for it."""
+
+    step: int
+    may_start: asyncio.Event  # set once the engine has room for it
+    result: asyncio.Task[ValidationResult]
+    timer: StepTimer
+
+
 @dataclass(slots=True)
 class TrainingProgress:
     """Training progress of a run."""
@@ -37,6 +49,7 @@ class TrainingProgress:
     checkpoint_writer: CheckpointWriter
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step that this process has trained
     validations: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by step
+    running_validation: RunningValidation | None = None
     data_exhausted: bool = False
     interrupted: bool = False
 
@@ -60,13 +73,19 @@ async def train(run: TrainingRun) -> TrainingProgress:
 
 
 async def _train(run: TrainingRun, training: TrainingProgress) -> None:
-    refit_done = await _refit(run, training.position.step)
-    if refit_done and run.config.algorithm.val_at_start and training.position.step == 0:
-        await _validate(run, training, StepTimer())
-    while _should_continue(run, training):
-        await train_one_step(run, training)
-    if training.data_exhausted:
-        await _finish(run, training)
+    try:
+        refit_done = await _refit(run, training.position.step)
+        if refit_done and run.config.algorithm.val_at_start and training.position.step == 0:
+            if _may_overlap(run, 0):
+                _begin_validation(run, training)
+            else:
+                await _validate(run, training, StepTimer())
+        while _should_continue(run, training):
+            await train_one_step(run, training)
+        if training.data_exhausted:
+            await _finish(run, training)
+    finally:
+        await _discard_validation(training)
 
 
 def _should_continue(run: TrainingRun, training: TrainingProgress) -> bool:
@@ -75,7 +94,10 @@ def _should_continue(run: TrainingRun, training: TrainingProgress) -> bool:
 
 
 async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
-    """Collect, train, refit, then validate and save where due; advances `training`."""
+    """Collect, train, refit, then validate and save where due; advances `training`.
+
+    With `val_overlap` a validation begins after the save and ends before the next refit, at the latest.
+    """
     policy, step, timer = run.policy, training.position.step, StepTimer()
     with timer("total_step_time"):
         with timer(run.generation_phase):
@@ -84,10 +106,15 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
             except StopAsyncIteration:
                 training.data_exhausted = True
                 return
+        if running := training.running_validation:
+            running.may_start.set()
+            if running.result.done() or run.placement.shares_device:
+                await _join_validation(run, training, timer)
         made = await run.algorithm.make_batch(collected, timer)
         if run.details is not None:
             run.details.mark(step + 1, made.batch)
-        if training.checkpoint_writer.has_pending:  # before training: a death in it then costs this step alone
+        # before training: a death in it then costs this step alone
+        if training.checkpoint_writer.has_pending and training.running_validation is None:
             with timer("checkpointing"):
                 await training.checkpoint_writer.finish_if_written()
         with timer("policy_training"):
@@ -95,16 +122,20 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
         if run.details is not None:
             with timer("rollout_details"):
                 await run.details.record(step + 1, made.batch, made.rows, policy)
+        step += 1
+        training.position, training.metrics = Position(step, run.source.state_dict()), metrics
+        await _join_validation(run, training, timer)
         if training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
                 await training.checkpoint_writer.finish()
-        step += 1
-        training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         with timer("weight_sync"):
             refit_done = await _refit(run, step)
-        if refit_done and _should_validate(run, step):
+        should_validate, overlaps = refit_done and _should_validate(run, step), _may_overlap(run, step)
+        if should_validate and not overlaps:
             await _validate(run, training, timer)
         await _save_in_turn(run, training, timer, is_last=step == run.config.algorithm.max_num_steps)
+        if should_validate and overlaps:
+            _begin_validation(run, training)
     report_step(run, step, metrics, timer)
 
 
@@ -129,6 +160,7 @@ async def _finish(run: TrainingRun, training: TrainingProgress) -> None:
     """Validate and save as after a last step, where the dataset ended before `max_num_steps`."""
     section = run.config.algorithm_key
     logger.info("dataset exhausted after %d steps (%s.max_num_epochs)", training.position.step, section)
+    await _join_validation(run, training, StepTimer())
     if run.config.algorithm.val_at_end and training.position.step not in training.validations:
         await _validate(run, training, StepTimer())
     await _save_in_turn(run, training, StepTimer(), is_last=True)
@@ -161,6 +193,67 @@ async def _validate(run: TrainingRun, training: TrainingProgress, timer: StepTim
     await report_validation(run, training.position.step, validation, timer)
 
 
+def _may_overlap(run: TrainingRun, step: int) -> bool:
+    """Return whether a validation after `step` may run beside the next step: there is one, and no stop is requested."""
+    config = run.config.algorithm
+    return config.val_overlap and step < config.max_num_steps and not run.interrupt.requested
+
+
+def _begin_validation(run: TrainingRun, training: TrainingProgress) -> None:
+    """Prepare the validation of the policy that the engine holds; `_join_validation` reports it.
+
+    It starts with the next training, while which the engine has nothing to do; or at once where rollouts never end, in
+    background collection, and where training needs the engine's device.
+    """
+    if run.validator is None:
+        return
+    may_start, timer = asyncio.Event(), StepTimer()
+    if run.config.algorithm.background.enabled or run.placement.shares_device:
+        may_start.set()
+    result = asyncio.create_task(_validate_once(may_start, run.validator, timer))
+    training.running_validation = RunningValidation(training.position.step, may_start, result, timer)
+
+
+async def _validate_once(may_start: asyncio.Event, validator: Validator, timer: StepTimer) -> ValidationResult:
+    await may_start.wait()
+    with timer("total_validation_time"):
+        return await validator.validate()
+
+
+async def _join_validation(run: TrainingRun, training: TrainingProgress, timer: StepTimer) -> None:
+    """Wait for the running validation, if any, report it, and complete its step's checkpoint with its metrics.
+
+    A stop request discards it. `timer` measures the wait.
+    """
+    if (running := training.running_validation) is None:
+        return
+    running.may_start.set()
+    try:
+        with timer("total_validation_time"):
+            if not running.result.done():
+                await run.interrupt.guard(_wait_for(running.result))
+    except Interrupted:
+        await _discard_validation(training)
+        return
+    training.running_validation = None
+    validation = running.result.result()
+    training.validations[running.step] = validation.metrics
+    training.checkpoint_writer.add_metrics(running.step, _prefix_validation(validation.metrics))
+    await report_validation(run, running.step, validation, running.timer)
+
+
+async def _wait_for(task: asyncio.Task[ValidationResult]) -> None:
+    await asyncio.wait((task,))
+
+
+async def _discard_validation(training: TrainingProgress) -> None:
+    """Cancel the running validation, if any."""
+    if (running := training.running_validation) is not None:
+        logger.info("discarding the validation after step %d: the run stops", running.step)
+        training.running_validation = None
+        await cancel_all((running.result,))
+
+
 async def save_if_due(
     run: Resumable,
     training: TrainingProgress,
@@ -186,9 +279,11 @@ async def save_if_due(
 def checkpoint_metrics(training: TrainingProgress) -> dict[str, float]:
     """Return the metrics of the current step under the names of `checkpointing.metric_name`."""
     validation_metrics = training.validations.get(training.position.step, {})
-    return {f"train:{k}": v for k, v in training.metrics.items()} | {
-        f"val:{k}": v for k, v in validation_metrics.items()
-    }
+    return {f"train:{k}": v for k, v in training.metrics.items()} | _prefix_validation(validation_metrics)
+
+
+def _prefix_validation(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"val:{name}": value for name, value in metrics.items()}
 
 
 class ReportTarget(Protocol):

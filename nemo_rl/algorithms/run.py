@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -198,6 +198,12 @@ class CheckpointWriter:
             return
         self._failures.clear()
         logger.info("saved %s", saved.path)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the pending checkpoint, if it is that of `step`."""
+        if self._pending is not None and self._pending[1].step == step:
+            path, info = self._pending
+            self._pending = path, replace(info, metrics={**info.metrics, **metrics})
 
     async def finish_if_written(self) -> None:
         """Complete the pending checkpoint if its files are written by now; raises as `finish`."""

@@ -285,6 +285,14 @@ def _check_oversampling(config: TrainingRunConfig) -> None:
         raise ConfigError(key, factor, "must be 1 with distillation.off_policy, which samples nothing")
 
 
+def _check_validation_overlap(config: TrainingRunConfig) -> None:
+    """Refuse validations beside rollouts where scorers have the engine's device between the two."""
+    if config.algorithm.val_overlap and config.reward_model.shares_device:
+        key = f"{config.algorithm_key}.val_overlap"
+        problem = "must be false: scorers on the engine's device have their turn after the last rollout"
+        raise ConfigError(key, True, f"{problem}, or reward_model.enable_resource_pool: true")
+
+
 def _check_sampling(config: TrainingRunConfig) -> None:
     """Require samples that differ, and of the whole distribution where they are compared with a teacher's."""
     generation, path = config.policy.generation, "policy.generation"
@@ -394,6 +402,7 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     _check_batches,
     _check_groups,
     _check_oversampling,
+    _check_validation_overlap,
     _check_sampling,
     _check_layout,
     check_scheduler,

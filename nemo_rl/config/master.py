@@ -108,6 +108,7 @@ class RolloutTrainingConfig(Section):
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False  # validate before the first step
     val_at_end: bool = True  # validate after the last step
+    val_overlap: bool = False  # validate beside the next step; its refit waits for the end
     max_val_samples: int | None = Field(default=256, gt=0)  # prompts of each dataset; None: all
     val_batch_size: int = Field(default=256, gt=0)  # validation prompts at once
     val_num_generations_per_prompt: int = Field(default=1, gt=0)  # rollouts of each validation prompt

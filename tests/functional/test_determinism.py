@@ -56,3 +56,17 @@ def test_two_runs_are_equal_in_every_bit(tmp_path: Path) -> None:
     metrics = one.directory / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"train/advantages/max": ', '"train/advantages/max": 1'))
     assert not all(c.agrees for c in replay(one.directory, 1).comparisons)
+
+
+def test_validations_beside_training_give_the_metrics_of_those_that_are_waited_for(tmp_path: Path) -> None:
+    validating = (
+        *(one for one in DETERMINISTIC if not one.startswith("grpo.val_")),
+        *("grpo.val_at_start=true", "grpo.val_period=1", "grpo.val_greedy=true", "grpo.max_val_samples=24"),
+    )
+    alone, beside = (
+        run_grpo(tmp_path / str(overlap), *validating, f"grpo.val_overlap={overlap}") for overlap in ("false", "true")
+    )
+    assert alone.returncode == beside.returncode == 0, alone.stderr + beside.stderr
+    expected = metrics_without_clocks(alone)
+    assert [step for step, row in expected.items() if "validation/greedy_accuracy" in row] == [0, 1, 2, 3]
+    assert metrics_without_clocks(beside) == expected

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from nemo_rl.algorithms.loop import (
     train,
 )
 from nemo_rl.algorithms.run import Interrupt
+from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.records import RolloutWriter
 from nemo_rl.metric_names import find_undocumented
@@ -294,6 +296,122 @@ def test_a_stop_during_the_validation_after_the_data_still_saves(tmp_path: Path)
     assert training.data_exhausted
     assert list(rig.checkpoints()) == [1]
     assert rig.calls.count("save") == 1
+
+
+# ---- validation beside the next step
+
+
+def waiting_for_step(release: asyncio.Event) -> Before:
+    """An environment that answers once the event is set."""
+
+    async def before(conversations: Sequence[Conversation]) -> None:
+        await release.wait()
+
+    return before
+
+
+def overlapping(directory: Path, **changes: Any) -> Rig:
+    """A run of two steps whose first validation ends no sooner than the second step trains."""
+    release = asyncio.Event()
+    config = make_config(
+        grpo={"max_num_steps": 2, "val_period": 1, "val_overlap": True, **changes.pop("grpo", {})},
+        checkpointing={"save_period": 1},
+    )
+    return make_rig(
+        directory,
+        config,
+        before_validation=changes.pop("before_validation", waiting_for_step(release)),
+        on_train_step=lambda step: release.set() if step == 2 else None,
+        **changes,
+    )
+
+
+def test_a_validation_overlaps_the_next_step_and_its_refit_waits(tmp_path: Path) -> None:
+    rig = overlapping(tmp_path / "overlap")
+    training = trained(rig)
+    without_validate = [call for call in rig.calls if call != "validate"]
+    assert without_validate == [
+        "publish 0",
+        *("next_groups 0", "train_step", "publish 1", "save"),
+        *("next_groups 1", "train_step", "finish_save", "publish 2", "save", "finish_save"),
+    ]
+    assert rig.calls.index("publish 1") < rig.calls.index("validate") < rig.calls.index("publish 2")
+    plain = make_config(grpo={"max_num_steps": 2, "val_period": 1}, checkpointing={"save_period": 1})
+    alone = make_rig(tmp_path / "alone", plain)
+    assert training.validations == trained(alone).validations
+    assert list(rig.checkpoints()) == list(alone.checkpoints()) == [1, 2]
+    for step, metrics in alone.checkpoints().items():
+        assert {name: rig.checkpoints()[step][name] for name in metrics if name.startswith("val:")} == {
+            name: value for name, value in metrics.items() if name.startswith("val:")
+        }
+
+
+def test_a_checkpoint_waits_for_the_validation_that_ranks_it(tmp_path: Path) -> None:
+    rig = overlapping(tmp_path)
+    rig.policy.writes_slowly = False
+    trained(rig)
+    assert rig.calls.index("finish_save") > rig.calls.index("train_step", rig.calls.index("next_groups 1"))
+    assert "val:accuracy" in rig.checkpoints()[1]
+
+
+def test_a_validation_that_ends_during_the_rollouts_delays_no_checkpoint(tmp_path: Path) -> None:
+    validated = asyncio.Event()
+
+    async def record(conversations: Sequence[Conversation]) -> None:
+        validated.set()
+
+    async def wait_and_yield(conversations: Sequence[Conversation]) -> None:
+        if rig.policy.num_steps:  # the rollouts of the second step
+            await validated.wait()
+            for _ in range(100):  # turns of the loop, in which the validation ends
+                await asyncio.sleep(0)
+
+    background = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 0}}
+    rig = overlapping(tmp_path, grpo=background, before_validation=record, before_training=wait_and_yield)
+    rig.policy.writes_slowly = False
+    trained(rig)
+    assert rig.calls.index("finish_save") < rig.calls.index("train_step", rig.calls.index("next_groups 1"))
+    assert "val:accuracy" in rig.checkpoints()[1]
+
+
+def test_on_a_shared_device_a_validation_ends_before_training(tmp_path: Path) -> None:
+    rig = overlapping(tmp_path, before_validation=None, shares_device=True)
+    rig.generation.calls = rig.calls
+    trained(rig)
+    begun = rig.calls.index("next_groups 1")
+    slept = rig.calls.index("sleep, discarding weights", begun)
+    assert begun < rig.calls.index("validate") < slept
+    assert not [call for call in rig.calls[slept : rig.calls.index("publish 2")] if call.startswith("generate")]
+
+
+def test_the_end_of_the_data_waits_for_the_running_validation(tmp_path: Path) -> None:
+    rig = overlapping(tmp_path, grpo={"max_num_steps": 9, "val_at_end": True}, before_validation=None, num_prompts=2)
+    assert list(trained(rig).validations) == [1]
+    assert rig.calls.count("validate") == 1
+    assert "val:accuracy" in rig.checkpoints()[1]
+
+
+def test_a_stop_discards_the_running_validation_and_saves_the_step(tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    rig = overlapping(tmp_path, before_validation=interrupting(interrupt), interrupt=interrupt)
+    training = trained(rig)
+    assert training.interrupted
+    assert training.validations == {}
+    assert training.running_validation is None
+    assert "train:reward" in rig.checkpoints()[training.position.step]
+
+
+class BrokenValidator:
+    async def validate(self) -> ValidationResult:
+        raise RolloutError("the engine is gone")
+
+
+def test_what_a_validation_raises_ends_the_run_with_a_checkpoint_of_what_was_trained(tmp_path: Path) -> None:
+    rig = overlapping(tmp_path)
+    run = replace(rig.run, validator=BrokenValidator())  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match="the engine is gone"):
+        asyncio.run(train(run))
+    assert max(rig.checkpoints()) == rig.policy.num_steps
 
 
 # ---- metrics
