@@ -35,12 +35,13 @@ from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.launch.model_files import QUICKSTART_MODEL
 from nemo_rl.launch.models import resolve_model
+from nemo_rl.launch.training import tune_garbage_collection
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 NUM_AGENTS, CALLS = 64, 4  # calls of an agent in a round, one after another, each a conversation of its own
 WARM_UP_ROUNDS = 2
 MAX_MODEL_LEN = 512
-NUM_SESSIONS, SESSION_TOKENS = 10_000, 64
+SESSION_TOKENS = 64
 RATIO_BARS = {64: 0.85, 256: 0.97}  # of direct throughput
 CPU_BAR_MS = 0.8  # a call of 64 tokens
 FIRST_EVENT_BAR_MS = 50.0
@@ -247,27 +248,39 @@ async def print_calls(engines: Sequence[Engine], model_path: str, *, kind: str, 
                 print(row, flush=True)
 
 
-async def print_sessions(model_path: str) -> None:
-    """Hold 10,000 sessions of one call each; all memory of this process counts, with the libraries that it imported."""
-    settings = ServerSettings(max_sessions=NUM_SESSIONS)  # a run's manager has no more than the open files allow
+async def print_sessions(model_path: str, sizes: Sequence[int]) -> None:
+    """Hold so many sessions of one call each; all memory of this process counts, with the libraries that it imported.
+
+    The CPU of a call is that of further calls of some of them while all are open.
+    """
+    print(f"\n| open sessions | process before, GB | with them [{SESSIONS_BAR_GB} at 10,000] | KB a session ", end="")
+    print("| peak | CPU ms a call |\n|---|---|---|---|---|---|", flush=True)
+    tune_garbage_collection()  # as a run does once everything is loaded
+    for size in sizes:
+        await print_open_sessions(model_path, size)
+
+
+async def print_open_sessions(model_path: str, num_sessions: int) -> None:
+    settings = ServerSettings(max_sessions=num_sessions)  # a run's manager has no more than the open files allow
     engine: Any = AnswersAtOnce()
     server = await GatewayServer.start(engine, *codec_and_rules(model_path, SESSION_TOKENS), settings)
     client = await Client.start("plain")
     before = resident_bytes()
-    ids = [server.open_session(seed=seed) for seed in range(NUM_SESSIONS)]
+    ids = [server.open_session(seed=seed) for seed in range(num_sessions)]
     urls = [server.session_url(each) for each in ids]
-    for start in range(0, NUM_SESSIONS, 256):
+    for start in range(0, num_sessions, 256):
         await client.round(urls[start : start + 256], stream=False, calls=1)
     held = resident_bytes()
-    assert server.num_sessions == NUM_SESSIONS
-    assert sum(len(server.close_session(each).chains()) for each in ids) == NUM_SESSIONS
+    cpu_s = time.process_time()
+    await client.round(urls[-256:], stream=False, calls=CALLS)
+    cpu_ms = 1000 * (time.process_time() - cpu_s) / (min(256, num_sessions) * CALLS)
+    assert server.num_sessions == num_sessions
+    assert sum(len(server.close_session(each).chains()) for each in ids) >= num_sessions
     await client.close()
     await server.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"\n| open sessions | process before, GB | with them [{SESSIONS_BAR_GB}] | KB a session | peak |")
-    print("|---|---|---|---|---|")
-    each = (held - before) / NUM_SESSIONS / 1e3
-    print(f"| {NUM_SESSIONS} | {before / 1e9:.2f} | {held / 1e9:.2f} | {each:.1f} | {peak / 1e9:.2f} |", flush=True)
+    memory = f"{before / 1e9:.2f} | {held / 1e9:.2f} | {(held - before) / num_sessions / 1e3:.1f} | {peak / 1e9:.2f}"
+    print(f"| {num_sessions} | {memory} | {cpu_ms:.2f} |", flush=True)
 
 
 def resident_bytes() -> int:
@@ -278,7 +291,7 @@ def resident_bytes() -> int:
 async def main(arguments: argparse.Namespace) -> None:
     model_path = await resolve_model(QUICKSTART_MODEL)
     if arguments.what in ("all", "sessions"):  # first: an engine's memory is none of the gateway's
-        await print_sessions(model_path)
+        await print_sessions(model_path, arguments.open)
     if arguments.what == "sessions":
         return
     settings = {"kind": arguments.client, "rounds": arguments.rounds}
@@ -301,6 +314,7 @@ if __name__ == "__main__":
     parser.add_argument("what", nargs="?", choices=["all", "calls", "sessions", "agents"], default="all")
     parser.add_argument("--engine", choices=["vllm", "none"], default="vllm", help="none: only the one that is none")
     parser.add_argument("--client", choices=["plain", "openai"], default="plain")
+    parser.add_argument("--open", type=int, nargs="+", default=[256, 10_000], help="sessions, for the table of these")
     parser.add_argument("--rounds", type=int, default=10)
     parsed = parser.parse_args()
     asyncio.run(agents(parsed.client) if parsed.what == "agents" else main(parsed))

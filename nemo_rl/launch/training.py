@@ -51,6 +51,8 @@ from nemo_rl.weight_sync.transports import make_transport
 
 logger = logging.getLogger(__name__)
 
+GC_THRESHOLDS = (20_000, 20, 20)  # new objects before a collection, and collections before one of an older generation
+
 
 def open_console(level: str) -> Console:
     """Return the console for log records of `logger.level` and above, and for the progress display."""
@@ -220,7 +222,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
         algorithm = make_algorithm(
             config, inputs, workers.policy, workers.placement, workers.teachers, prepared.target_builders
         )
-        freeze_imports()
+        tune_garbage_collection()
         yield TrainingRun(
             config=config,
             run_dir=run_dir,
@@ -252,10 +254,15 @@ async def _log_teachers(
         )
 
 
-def freeze_imports() -> None:
-    """Exempt what imports made from garbage collection: scanning it takes 75 ms, and none of it ever is garbage."""
+def tune_garbage_collection() -> None:
+    """Exempt what imports made from garbage collection, and collect less often.
+
+    Scanning the imports takes 75 ms, and none of it ever is garbage. By Python's own thresholds collections take more
+    than a third of the driver's time with 16,384 rollouts open, nearly all of it to look at these again and again.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 async def _open_dependencies(

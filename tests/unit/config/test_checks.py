@@ -379,3 +379,10 @@ def test_an_early_stop_is_refused_where_it_stops_nothing(load: Load, text: str, 
     with pytest.raises(ConfigError, match=said) as error:
         load(text, "rollout.oversample=1.5")
     assert error.value.key == "rollout.oversample"
+
+
+def test_validations_beside_training_are_refused_with_scorers_on_the_engines_device(load: Load) -> None:
+    with pytest.raises(ConfigError, match="enable_resource_pool: true") as error:
+        load(JUDGE_ON_THE_DEVICE, "grpo.val_overlap=true")
+    assert error.value.key == "grpo.val_overlap"
+    load(JUDGE_ON_THE_DEVICE, "grpo.val_overlap=true", "reward_model.enable_resource_pool=true")

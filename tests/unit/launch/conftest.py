@@ -98,5 +98,7 @@ def distillation_recipe(recipe: Recipe, tmp_path: Path, teacher_directory: Path)
 def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What opening a run changes in the process stays as it was."""
     monkeypatch.setattr(session, "open_console", lambda level: Console(file=io.StringIO()))
+    thresholds = gc.get_threshold()
     yield
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
