@@ -385,4 +385,10 @@ def test_validations_beside_training_are_refused_with_scorers_on_the_engines_dev
     with pytest.raises(ConfigError, match="enable_resource_pool: true") as error:
         load(JUDGE_ON_THE_DEVICE, "grpo.val_overlap=true")
     assert error.value.key == "grpo.val_overlap"
-    load(JUDGE_ON_THE_DEVICE, "grpo.val_overlap=true", "reward_model.enable_resource_pool=true")
+    load(
+        JUDGE_ON_THE_DEVICE,
+        "grpo.val_overlap=true",
+        "reward_model.enable_resource_pool=true",
+        "reward_model.n_gpus_per_node=1",
+        "reward_model.nnodes=1",
+    )
