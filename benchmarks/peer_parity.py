@@ -54,7 +54,11 @@ def trl_arguments(config: GRPORunConfig) -> dict[str, Any]:
         "temperature": generation.temperature,
         "top_p": 1.0,
         "top_k": 0,
-        "generation_kwargs": {"ignore_eos": True} if generation.ignore_eos else None,
+        # TRL's engine ends a response at these and at the end of sequence.
+        "generation_kwargs": {
+            "ignore_eos": generation.ignore_eos,
+            "stop_token_ids": [] if generation.ignore_eos else generation.stop_token_ids or [],
+        },
         "optim": "adamw_torch",
         "learning_rate": optimizer["lr"],
         "adam_beta1": optimizer["betas"][0],
@@ -105,7 +109,6 @@ def check_both_have(config: GRPORunConfig) -> None:
         "loss_fn.positive_example_nll_weight": (loss.positive_example_nll_weight, 0.0),
         "policy.generation.top_p": (policy.generation.top_p, 1.0),  # TRL's log-probs are of the whole distribution
         "policy.generation.top_k": (policy.generation.top_k, None),
-        "policy.generation.stop_token_ids": (policy.generation.stop_token_ids or [], []),
         "policy.generation.stop_strings": (policy.generation.stop_strings or [], []),
     }
     if not loss.token_level_loss and loss.trajectory_token_divisor is not None:
