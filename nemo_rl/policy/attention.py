@@ -29,6 +29,7 @@ from nemo_rl.policy.prefix_tree import PrefixTree
 PACKED_ATTENTION = "nemo_rl_within_sequences"
 QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
 PAIRS_PER_CALL = 2**24  # of a query and a key, with padding, in one call of several problems
+KEPT_KEYS_PER_TOKEN = 2  # gathered for the paths of a tree, up to which the backward pass finds them in memory
 PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
 
@@ -282,12 +283,16 @@ def tree_attention(
     sliding_window: int | None = None,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Return causal attention along the paths of a tree: from [1, H, N, width] to [1, N, H, width]."""
+    """Return causal attention along the paths of a tree: from [1, H, N, width] to [1, N, H, width].
+
+    The keys of all paths are kept for the backward pass where they are few, else gathered again in it.
+    """
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [N, heads, width]
+    are_few = sum(len(call.keys) for call in pack.calls) <= KEPT_KEYS_PER_TOKEN * len(pack.sources)
     parts = []
     for call in pack.calls:
         attend = partial(_attend, call, sliding_window, scaling)
-        is_kept = call.is_causal or not torch.is_grad_enabled()
+        is_kept = call.is_causal or are_few or not torch.is_grad_enabled()
         parts.append(attend(*rows) if is_kept else checkpoint(attend, *rows, use_reentrant=False))
     return torch.cat(parts).index_select(0, pack.results).unsqueeze(0)
 

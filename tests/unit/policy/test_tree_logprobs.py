@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from nemo_rl.errors import ConfigError
@@ -78,6 +79,26 @@ def test_blocks_and_calls_of_attention_do_not_change_it(
             monkeypatch.setattr(attention, limit, value)
         results.append(scores_and_gradients(MODELS[name](), shares=shares))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("limit", "is_gathered_again"), [(0, True), (1000, False)])
+def test_keys_of_paths_are_kept_while_they_are_few(
+    limit: int, is_gathered_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[bool] = []
+
+    def counting(function: Any, *arguments: Any, **options: Any) -> Any:
+        gathered.append(True)
+        return checkpoint(function, *arguments, **options)
+
+    monkeypatch.setattr(attention, "checkpoint", counting)
+    monkeypatch.setattr(attention, "KEPT_KEYS_PER_TOKEN", limit)
+    results = []
+    for shares in (False, True):
+        torch.manual_seed(0)
+        results.append(scores_and_gradients(MODELS["qwen2"](), shares=shares))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert bool(gathered) is is_gathered_again
 
 
 def test_head_is_computed_once_for_each_position_that_predicts() -> None:
