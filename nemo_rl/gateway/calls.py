@@ -70,6 +70,22 @@ class Answer:
     def is_truncated(self) -> bool:
         return self.completion.finish_reason == "length"
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return len(self.completion.token_ids)
+
+    def token_fields(self) -> dict[str, Any]:
+        """Return the tokens of the call as they stand on its message, for clients that echo or keep them."""
+        return {
+            "prompt_token_ids": self.prompt_token_ids,
+            "generation_token_ids": self.completion.token_ids,
+            "generation_log_probs": self.completion.logprobs,
+        }
+
 
 class EventStream(Protocol):
     """The server-sent events of one response."""

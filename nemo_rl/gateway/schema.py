@@ -1,14 +1,15 @@
-"""Errors, the validation of JSON bodies, and the bodies of the gateway's own endpoints.
+"""Errors, the validation of JSON bodies, the gateway's own endpoints and its own fields in bodies of others.
 
 Types are checked strictly; unknown fields are kept, to be named in a log line.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from nemo_rl.data.messages import to_openai_message
-from nemo_rl.gateway.sessions import CallFailureKind, Chain, Session
+from nemo_rl.gateway.sessions import CallFailureKind, Chain, Echo, Session
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # other 4xx: invalid_request_error
 
@@ -98,6 +99,32 @@ class SessionRequest(Body):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = (
         None  # of the session's samples; None: derived from the run's seed
     )
+
+
+class EchoingMessage(Body):
+    """A message on which a client may send back the tokens of the call that it came from."""
+
+    role: str
+    prompt_token_ids: list[int] | None = None
+    generation_token_ids: list[int] | None = None
+
+    def echo(self) -> Echo | None:
+        """Return these tokens, if they are there; raises RequestError for what cannot be token ids."""
+        if self.role != "assistant" or self.prompt_token_ids is None or self.generation_token_ids is None:
+            return None
+        for ids in (self.prompt_token_ids, self.generation_token_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+                raise RequestError(400, "token ids must be in 0..2**31", param="messages")
+        return Echo(tuple(self.prompt_token_ids), tuple(self.generation_token_ids))
+
+
+def named_session(fields: Mapping[str, Any]) -> str | None:
+    """Return the session that a request's `metadata` names, if any."""
+    metadata = fields.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise RequestError(400, "metadata: must be an object", param="metadata")
+    named = (metadata or {}).get(SESSION_FIELD)
+    return named if isinstance(named, str) else None
 
 
 def parse_body(model: type[ModelT], body: bytes) -> ModelT:

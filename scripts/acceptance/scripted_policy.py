@@ -6,7 +6,9 @@ SmolLM2-135M-Instruct in place of the script, with the same template, since its 
 
 import asyncio
 import json
+import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from tests.templates import template_text
 from tests.unit.gateway.engines import SpeakingGeneration, started
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE = "qwen3"
 MODEL_LEN, MODEL_TOKENS = 4096, 512  # of the model: context and longest response
@@ -44,9 +48,14 @@ class Recorded:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         by_id = {request.request_id: request for request in requests}
+        started = time.monotonic()
         async for result in self.engine.generate(requests):
             if isinstance(result, Completion):
                 self.sampled.append((by_id[result.request_id], result))
+                counts = f"{len(by_id[result.request_id].token_ids)} + {len(result.token_ids)} tokens"
+                logger.info("%s in %.1f s, %s", counts, time.monotonic() - started, result.finish_reason)
+            else:
+                logger.warning("the engine failed: %s", result.cause)
             yield result
 
 

@@ -384,10 +384,7 @@ def check_request(kind: Any, body: bytes) -> None:
     """Do with a body what the server does before it asks the engine."""
     parsed = schema.parse_body(kind, body)
     if isinstance(parsed, ChatRequest):
-        parsed.reject_unsupported()
-        assert parsed.session_id is None
-        for message in parsed.messages:
-            message.message()
+        assert parsed.to_call().session_id is None
     else:
         parsed.named()
 

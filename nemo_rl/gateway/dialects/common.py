@@ -1,22 +1,20 @@
-"""Shared parts of the requests and responses of several APIs: tool choices, guides, refused fields, events.
+"""Shared parts of the requests and responses of several APIs: refused fields, guides, the events of a stream.
 
-content.py reads the content of messages.
+content.py reads the content of messages, tools.py tools and calls.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
 
-from nemo_rl.gateway.calls import Forcing
+from nemo_rl.gateway.calls import CallRequest
+from nemo_rl.gateway.dialects.tools import ToolChoiceBody, read_tool_choice
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error
-from nemo_rl.types import Guide, GuideKind
-
-MAX_TOOLS = 1_000  # of a request
-
+from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart
+from nemo_rl.types import Guide, GuideKind, Message
 
 # Of any API; an API that has the field declares it. They would need another policy, another way to sample, or another
 # reading of the conversation, so a request that has one is refused rather than answered as if it had not.
@@ -121,75 +119,93 @@ def choose_guide(by_format: Guide | None, structured: StructuredOutputs | None, 
     return structured.guide()
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """The constraints of a request on its tool calls."""
+class OpenAIRequest(Body):
+    """Fields that chat completions and Responses share."""
 
-    parses_calls: bool = True  # False: calls stay text
-    is_forced: bool = False  # a call, or a call of certain tools, is demanded
-    is_required: bool = True  # of a forced choice: a text is no answer
-    names: tuple[str, ...] = ()  # the tools that may be called
+    model: str | None = None
+    tool_choice: ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's
+    stream: bool | None = None
 
-    def forcing(self, field: str) -> Forcing | None:
-        """Return the demand that `field` of the request makes, if any."""
-        return Forcing(field, self.names, is_required=self.is_required) if self.is_forced else None
+    def make_call(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[Mapping[str, Any], ...],
+        *,
+        by_format: Guide | None,
+        format_field: str,
+        ignored: frozenset[str],
+    ) -> CallRequest:
+        """Return the neutral call of these fields; raises RequestError for what is not supported.
 
-
-class NamedTool(Body):
-    """A tool by its name, which chat completions nest."""
-
-    name: str | None = None
-    function: dict[str, Any] | None = None
-
-
-class AllowedTools(Body):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-class ChosenTool(Body):
-    """An object as `tool_choice` of OpenAI's APIs; chat completions nest what it chooses."""
-
-    type: Literal["function", "allowed_tools"]
-    name: str | None = None
-    function: dict[str, Any] | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS)] | None = None
-    allowed_tools: AllowedTools | None = None
-
-
-ToolChoiceBody = Literal["auto", "none", "required"] | ChosenTool
-
-
-def read_tool_choice(choice: ToolChoiceBody | None, tool_names: Sequence[str]) -> ToolChoice:
-    """Return what `tool_choice` of OpenAI's APIs asks; raises RequestError for a tool that the request has not.
-
-    A choice among all tools is `auto`; one among some of them could be kept by masking tokens alone.
-    """
-    if choice is None or isinstance(choice, str):
-        return ToolChoice(parses_calls=choice != "none", is_forced=choice == "required", names=tuple(tool_names))
-    if choice.type == "function":
-        names, mode = [(choice.function or {}).get("name", choice.name)], "required"
-    else:
-        tools = choice.tools if choice.allowed_tools is None else choice.allowed_tools.tools
-        mode = choice.mode if choice.allowed_tools is None else choice.allowed_tools.mode
-        if not tools or mode is None:
-            raise make_missing_error("tool_choice.tools" if mode else "tool_choice.mode")
-        names = [(tool.function or {}).get("name", tool.name) for tool in tools]
-    check_chosen(names, tool_names, "tool_choice")
-    is_required = mode == "required"
-    is_forced = is_required or set(names) != set(tool_names)
-    return ToolChoice(is_forced=is_forced, is_required=is_required, names=tuple(map(str, names)))
-
-
-def check_chosen(names: Sequence[object], tool_names: Sequence[str], field: str) -> None:
-    """Raise RequestError for a chosen tool that is not among the request's."""
-    known = set(tool_names)
-    unknown = [name for name in names if not isinstance(name, str) or name not in known]
-    if unknown:
-        raise RequestError(400, f"{field}: {unknown[0]!r} is not one of the request's tools", param=field)
+        `by_format`: the constraint that `format_field` asks for. `ignored`: fields that need no line in the log.
+        """
+        reject_fields(self, format_field=format_field)
+        choice = read_tool_choice(self.tool_choice, tools)
+        return CallRequest(
+            messages,
+            tools,
+            parses_tool_calls=choice.parses_calls,
+            allows_parallel_calls=self.parallel_tool_calls is not False,
+            forcing=choice.forcing,
+            guide=choose_guide(by_format, self.structured_outputs, format_field),
+            guide_field=format_field if self.structured_outputs is None else "structured_outputs",
+            model=self.model,
+            stream=bool(self.stream),
+            ignored_fields=frozenset(extra_fields(self).keys() - ignored),
+        )
 
 
 def render_event(body: Mapping[str, Any], kind: str | None = None) -> bytes:
     """Return a server-sent event, with its kind where the API names it."""
     return (b"" if kind is None else b"event: %s\n" % kind.encode()) + b"data: " + to_json(body) + b"\n\n"
+
+
+class DeltaEvents:
+    """Events of deltas, by their kind; a base of the streams of all APIs.
+
+    Text and thinking come in items (Anthropic: blocks), of which at most one is open: the first delta of a kind opens
+    one, another kind closes it. APIs without items override neither `open_item` nor `close_item`.
+    """
+
+    def __init__(self) -> None:
+        self.open_kind: str | None = None  # of the open item
+        self.open_text = ""  # that was sent in it
+
+    def render_delta(self, delta: Delta) -> bytes:
+        if isinstance(delta, StreamStart):
+            return self.render_start(delta)
+        if isinstance(delta, CallDelta):
+            return self.close() + self.render_call(delta)
+        kind = "thinking" if isinstance(delta, ReasoningDelta) else "text"
+        events = b""
+        if self.open_kind != kind:
+            events = self.close() + self.open_item(kind)
+            self.open_kind = kind
+        self.open_text += delta.text
+        return events + self.render_text(kind, delta.text)
+
+    def close(self) -> bytes:
+        """Return the events that end the open item, if any."""
+        if self.open_kind is None:
+            return b""
+        (kind, text), self.open_kind, self.open_text = (self.open_kind, self.open_text), None, ""
+        return self.close_item(kind, text)
+
+    def render_start(self, start: StreamStart) -> bytes:
+        raise NotImplementedError
+
+    def render_text(self, kind: str, text: str) -> bytes:
+        """Return the event of a piece of `text` or `thinking`."""
+        raise NotImplementedError
+
+    def render_call(self, delta: CallDelta) -> bytes:
+        """Return the events of a whole call; no item is open."""
+        raise NotImplementedError
+
+    def open_item(self, kind: str) -> bytes:
+        return b""
+
+    def close_item(self, kind: str, text: str) -> bytes:
+        return b""

@@ -76,7 +76,7 @@ def _read_text(block: Block, where: str) -> TextPart:
 
 
 def _read_thinking(block: Block, where: str) -> ThinkingPart:
-    if block.signature != sign(block.thinking or ""):
+    if block.signature != _sign(block.thinking or ""):
         text = f"{where}.signature: not that of this thinking block"
         raise RequestError(400, text, param=f"{where}.signature")
     return ThinkingPart(block.thinking or "")
@@ -106,23 +106,23 @@ _READERS: Mapping[str, Callable[[Block, str], Part | None]] = {
 }
 
 
-def thinking_block(text: str) -> dict[str, Any]:
-    """Return Anthropic's block of a thinking, signed."""
-    return {"type": "thinking", "thinking": text, "signature": sign(text)}
+def write_block(part: Part) -> dict[str, Any]:
+    """Return Anthropic's block of a part of a response; thinking is signed."""
+    if isinstance(part, ThinkingPart):
+        return {"type": "thinking", "thinking": part.text, "signature": _sign(part.text)}
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments_object(part)}
+    assert isinstance(part, TextPart)  # a policy gives no results
+    return {"type": "text", "text": part.text}
 
 
-def sign(thinking: str) -> str:
+def _sign(thinking: str) -> str:
     """Return the signature of a thinking block, by which one that was changed is told from one that was returned."""
     digest = blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=SIGNATURE_BYTES, person=b"nemo-rl")
     return base64.b64encode(digest.digest()).decode()
 
 
-def tool_use_block(call: ToolCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Anthropic's block of a call; its stream begins with one that has no arguments yet."""
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
-
-
-def arguments_object(call: ToolCall) -> dict[str, Any]:
+def _arguments_object(call: ToolCall) -> dict[str, Any]:
     """Return a call's arguments as the object that Anthropic's API takes."""
     try:
         value = json.loads(call.arguments)

@@ -12,27 +12,13 @@ from pydantic import Field
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.messages import TEXT_TYPES
-from nemo_rl.gateway.calls import Answer, CallRequest, Forcing
-from nemo_rl.gateway.dialects.common import (
-    MAX_TOOLS,
-    ResponseFormat,
-    check_chosen,
-    extra_fields,
-    reject_fields,
-    render_event,
-)
-from nemo_rl.gateway.dialects.content import (
-    Content,
-    arguments_object,
-    read_parts,
-    read_text,
-    sign,
-    thinking_block,
-    tool_use_block,
-)
+from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.dialects.common import DeltaEvents, ResponseFormat, extra_fields, reject_fields, render_event
+from nemo_rl.gateway.dialects.content import Content, read_parts, read_text, write_block
+from nemo_rl.gateway.dialects.tools import MAX_TOOLS, InputSchemaTool, TypedChoice
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
-from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
-from nemo_rl.types import Guide, Message, Part, ThinkingPart, ToolCall, ToolResult
+from nemo_rl.gateway.streaming import CallDelta, StreamStart
+from nemo_rl.types import Guide, Message, ThinkingPart, ToolResult
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERROR_TYPES |= {429: "rate_limit_error"}  # other 4xx: invalid_request_error
@@ -44,19 +30,6 @@ ASSISTANT_BLOCKS = (*TEXT_TYPES, "thinking", "redacted_thinking", "tool_use")
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: Content
-
-
-class ToolParam(Body):
-    name: Annotated[str, Field(min_length=1)]
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-
-
-class ToolChoiceParam(Body):
-    type: Literal["auto", "none", "any", "tool"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
 
 
 class JsonFormat(ResponseFormat):
@@ -92,8 +65,8 @@ class MessagesRequest(Body):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=10_000)]
     max_tokens: Annotated[int, Field(gt=0)] | None = None
     system: Content | None = None
-    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceParam | None = None
+    tools: Annotated[list[InputSchemaTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: TypedChoice | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     output_format: JsonFormat | None = None  # its name in the beta of structured outputs
@@ -110,33 +83,27 @@ class MessagesRequest(Body):
             raise make_unsupported_error("messages", text)
         system = () if self.system is None else (Message("system", read_text(self.system, "system")),)
         turns = [m for i, turn in enumerate(self.messages) for m in _to_messages(turn, f"messages.{i}.content")]
-        tools = tuple(_to_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or ()))
-        choice = self.tool_choice or ToolChoiceParam(type="auto")
-        names = [tool["function"]["name"] for tool in tools]
-        if choice.type == "tool":
-            check_chosen([choice.name], names, "tool_choice.name")
-        chosen = (choice.name or "",) if choice.type == "tool" else tuple(names)
+        tools = tuple(tool.read(f"tools.{i}") for i, tool in enumerate(self.tools or ()))
+        asked = self.tool_choice or TypedChoice()
+        choice = asked.read(tools)
         guide, guide_field = self._guide()
+        has_effort = self.output_config is not None and self.output_config.effort is not None
+        ignored = extra_fields(self).keys() | ({"output_config.effort"} if has_effort else set())
         return CallRequest(
             (*system, *turns),
             tools,
-            parses_tool_calls=choice.type != "none",
-            allows_parallel_calls=not choice.disable_parallel_tool_use,
-            forcing=Forcing("tool_choice.type", chosen) if choice.type in ("any", "tool") else None,
+            parses_tool_calls=choice.parses_calls,
+            allows_parallel_calls=not asked.disable_parallel_tool_use,
+            forcing=choice.forcing,
             guide=guide,
             guide_field=guide_field,
             model=self.model,
             max_tokens=self.max_tokens,
             stop_strings=tuple(self.stop_sequences or ()),
             stream=bool(self.stream),
-            ignored_fields=frozenset(extra_fields(self).keys() - IGNORED_FIELDS) | self._unheeded(),
+            ignored_fields=frozenset(ignored - IGNORED_FIELDS),
             id_prefix="msg_",
         )
-
-    def _unheeded(self) -> set[str]:
-        """Return the parts of known fields that the policy does not heed."""
-        has_effort = self.output_config is not None and self.output_config.effort is not None
-        return {"output_config.effort"} if has_effort else set()
 
     def _guide(self) -> tuple[Guide | None, str]:
         """Return what the response must match, and the field that says so; raises RequestError for two."""
@@ -164,9 +131,9 @@ class Messages:
 
     def render(self, call: CallRequest, answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `message` object."""
-        content = [_to_block(part) for part in answer.response.message.parts if part != ThinkingPart("")]
-        head = _head(answer.completion_id, answer.model, len(answer.prompt_token_ids))
-        usage = {**head["usage"], "output_tokens": len(answer.completion.token_ids)}
+        content = [write_block(part) for part in answer.response.message.parts if part != ThinkingPart("")]
+        head = _head(answer.completion_id, answer.model, answer.num_prompt_tokens)
+        usage = {**head["usage"], "output_tokens": answer.num_sampled_tokens}
         return {**head, "content": content, **_stop(answer), "usage": usage}
 
     def open_stream(self, call: CallRequest) -> "BlockStream":
@@ -180,54 +147,48 @@ class Messages:
         return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
 
 
-class BlockStream:
+class BlockStream(DeltaEvents):
     """Events of content blocks, each started, filled with deltas and stopped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._index = -1
-        self._open: str | None = None  # the type of the open block
-        self._thinking = ""
 
-    def render_delta(self, delta: Delta) -> bytes:
-        if isinstance(delta, StreamStart):
-            head = _head(delta.completion_id, delta.model, delta.num_prompt_tokens)
-            return _event("message_start", message={**head, "content": [], "stop_reason": None, "stop_sequence": None})
-        if isinstance(delta, ReasoningDelta):
-            self._thinking += delta.text
-            started = self._start({"type": "thinking", "thinking": "", "signature": ""})
-            return started + self._delta({"type": "thinking_delta", "thinking": delta.text})
-        if isinstance(delta, TextDelta):
-            return self._start({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": delta.text})
-        return self._tool_use(delta)
+    def render_start(self, start: StreamStart) -> bytes:
+        head = _head(start.completion_id, start.model, start.num_prompt_tokens)
+        return _event("message_start", message={**head, "content": [], "stop_reason": None, "stop_sequence": None})
+
+    def render_text(self, kind: str, text: str) -> bytes:
+        return self._delta({"type": f"{kind}_delta", kind: text})
+
+    def render_call(self, delta: CallDelta) -> bytes:
+        block = write_block(delta.call)
+        arguments = json.dumps(block["input"], ensure_ascii=False)
+        started = self._start({**block, "input": {}})
+        return started + self._delta({"type": "input_json_delta", "partial_json": arguments}) + self._stop()
+
+    def open_item(self, kind: str) -> bytes:
+        return self._start({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+
+    def close_item(self, kind: str, text: str) -> bytes:
+        if kind == "text":
+            return self._stop()
+        signature = write_block(ThinkingPart(text))["signature"]
+        return self._delta({"type": "signature_delta", "signature": signature}) + self._stop()
 
     def render_end(self, answer: Answer, encoder: ChatEncoder) -> bytes:
-        usage = {"output_tokens": len(answer.completion.token_ids)}
-        return self._stop() + _event("message_delta", delta=_stop(answer), usage=usage) + _event("message_stop")
+        usage = {"output_tokens": answer.num_sampled_tokens}
+        return self.close() + _event("message_delta", delta=_stop(answer), usage=usage) + _event("message_stop")
 
     def render_failure(self, error: RequestError) -> bytes:
         return _event("error", error=Messages().render_error(error)["error"])
 
-    def _tool_use(self, delta: CallDelta) -> bytes:
-        arguments = json.dumps(arguments_object(delta.call), ensure_ascii=False)
-        events = self._stop() + self._start(tool_use_block(delta.call, {}))
-        return events + self._delta({"type": "input_json_delta", "partial_json": arguments}) + self._stop()
-
     def _start(self, block: dict[str, Any]) -> bytes:
-        """Start a block, unless one of its type is open."""
-        if self._open == block["type"]:
-            return b""
-        stopped = self._stop()
-        self._open = block["type"]
         self._index += 1
-        return stopped + _event("content_block_start", index=self._index, content_block=block)
+        return _event("content_block_start", index=self._index, content_block=block)
 
     def _stop(self) -> bytes:
-        if self._open is None:
-            return b""
-        is_thinking, self._open = self._open == "thinking", None
-        signed = self._delta({"type": "signature_delta", "signature": sign(self._thinking)}) if is_thinking else b""
-        self._thinking = ""
-        return signed + _event("content_block_stop", index=self._index)
+        return _event("content_block_stop", index=self._index)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
@@ -245,15 +206,6 @@ def _to_messages(turn: Turn, where: str) -> list[Message]:
     return messages or [Message(turn.role, "")]
 
 
-def _to_tool(tool: ToolParam, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise make_unsupported_error(f"{where}.type", f"{where}.type: tools of type {tool.type!r} are not supported")
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": {**function, "parameters": tool.input_schema or {"type": "object"}}}
-
-
 def _head(completion_id: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:
     usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
     usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
@@ -267,14 +219,6 @@ def _stop(answer: Answer) -> dict[str, Any]:
     if answer.is_truncated:
         reason = "max_tokens" if answer.completion.token_ids else "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": answer.response.stop_string}
-
-
-def _to_block(part: Part) -> dict[str, Any]:
-    if isinstance(part, ThinkingPart):
-        return thinking_block(part.text)
-    if isinstance(part, ToolCall):
-        return tool_use_block(part, arguments_object(part))
-    return {"type": "text", "text": part.text}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

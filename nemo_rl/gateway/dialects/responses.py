@@ -5,27 +5,18 @@ conversations, and what would change the sampled text are refused with 400.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
-from nemo_rl.gateway.dialects.common import (
-    MAX_TOOLS,
-    ResponseFormat,
-    StructuredOutputs,
-    ToolChoiceBody,
-    choose_guide,
-    extra_fields,
-    read_tool_choice,
-    reject_fields,
-    render_event,
-)
+from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, ResponseFormat, render_event
 from nemo_rl.gateway.dialects.content import Block, Content, read_parts, read_text
+from nemo_rl.gateway.dialects.tools import MAX_TOOLS, FlatTool, full_name, read_flat_tools, split_name
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
-from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart, TextDelta
+from nemo_rl.gateway.streaming import CallDelta, StreamStart, TextDelta
 from nemo_rl.types import Message, Role, ThinkingPart, ToolCall
 
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
@@ -45,64 +36,36 @@ class Item(Body):
     output: Content | None = None
 
 
-class FunctionTool(Body):
-    """A function, or a namespace of functions."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    tools: Annotated["list[FunctionTool]", Field(max_length=MAX_TOOLS)] | None = None
-
-
 class TextOptions(Body):
     format: ResponseFormat | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(OpenAIRequest):
     """The body of POST .../responses."""
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=10_000)]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoiceBody | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
     max_output_tokens: Annotated[int, Field(gt=0)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     text: TextOptions | None = None
-    structured_outputs: StructuredOutputs | None = None  # vLLM's
-    stream: bool | None = None
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        reject_fields(self, format_field=FORMAT_FIELD)
         if self.truncation == "auto":
             text = "truncation: must be disabled; the beginning of a conversation is never dropped"
             raise make_unsupported_error("truncation", text)
-        by_place = [each for i, tool in enumerate(self.tools or ()) for each in _to_tools(tool, f"tools.{i}")]
-        _check_names_differ(by_place)
-        tools = tuple(tool for _, tool in by_place)
-        if len(tools) > MAX_TOOLS:
-            raise RequestError(400, f"tools: at most {MAX_TOOLS}, those of namespaces included", param="tools")
-        choice = read_tool_choice(self.tool_choice, [tool["function"]["name"] for tool in tools])
+        tools = read_flat_tools(self.tools or ())
         by_format = None
         if self.text is not None and self.text.format is not None:
             by_format = self.text.format.guide(FORMAT_FIELD)
         instructions = () if self.instructions is None else (Message("system", self.instructions),)
-        return CallRequest(
-            (*instructions, *_to_messages(self.input)),
-            tools,
-            parses_tool_calls=choice.parses_calls,
-            allows_parallel_calls=self.parallel_tool_calls is not False,
-            forcing=choice.forcing("tool_choice"),
-            guide=choose_guide(by_format, self.structured_outputs, FORMAT_FIELD),
-            guide_field=FORMAT_FIELD if self.structured_outputs is None else "structured_outputs",
-            model=self.model,
+        messages = (*instructions, *_to_messages(self.input))
+        call = self.make_call(messages, tools, by_format=by_format, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
+        return replace(
+            call,
             max_tokens=self.max_output_tokens,
-            stream=bool(self.stream),
-            ignored_fields=frozenset(extra_fields(self).keys() - IGNORED_FIELDS),
             id_prefix="resp_",
             previous_id=self.previous_response_id,
             is_kept=True,
@@ -148,31 +111,53 @@ class Responses:
         return error.body()
 
 
-class ItemStream:
+class ItemStream(DeltaEvents):
     """Events of output items, each added, filled with deltas and done, with consecutive numbers."""
 
     def __init__(self, call: CallRequest) -> None:
+        super().__init__()
         self._call = call
         self._head: dict[str, Any] = {}
         self._number = 0
         self._output: list[dict[str, Any]] = []
-        self._text: str | None = None  # of the open item, the last of `_output`; None: none is open
 
-    def render_delta(self, delta: Delta) -> bytes:
-        if isinstance(delta, StreamStart):
-            self._head = _head(self._call, delta.completion_id, delta.model)
-            kinds = ("response.created", "response.in_progress")
-            return b"".join(self._event(kind, response=self._head) for kind in kinds)
-        if isinstance(delta, CallDelta):
-            return self._call_events(delta.call)
-        if isinstance(delta, ReasoningDelta):
-            return self._text_events("reasoning", "response.reasoning_text", delta.text, {})
-        return self._text_events("message", "response.output_text", delta.text, {"logprobs": []})
+    def render_start(self, start: StreamStart) -> bytes:
+        self._head = _head(self._call, start.completion_id, start.model)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._head) for kind in kinds)
+
+    def open_item(self, kind: str) -> bytes:
+        make, prefix = (_reasoning_item, "rs") if kind == "thinking" else (_message_item, "msg")
+        item = make(self._new_id(prefix), "")
+        self._output.append(item)
+        events = self._item_event("added", {**item, "status": "in_progress", "content": []})
+        return events + self._part_event("response.content_part.added", part=item["content"][0])
+
+    def render_text(self, kind: str, text: str) -> bytes:
+        return self._text_event(kind, "delta", delta=text)
+
+    def close_item(self, kind: str, text: str) -> bytes:
+        item = self._output[-1]
+        item["content"][0]["text"] = text
+        events = self._text_event(kind, "done", text=text)
+        events += self._part_event("response.content_part.done", part=item["content"][0])
+        return events + self._item_event("done", item)
+
+    def render_call(self, delta: CallDelta) -> bytes:
+        arguments = delta.call.arguments
+        item = _call_item(self._new_id("fc"), delta.call, self._call)
+        self._output.append(item)
+        where = {"output_index": len(self._output) - 1, "item_id": item["id"]}
+        events = self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
+        events += self._event("response.function_call_arguments.delta", delta=arguments, **where)
+        done = {"arguments": arguments, "name": item["name"]}
+        events += self._event("response.function_call_arguments.done", **done, **where)
+        return events + self._item_event("done", item)
 
     def render_end(self, answer: Answer, encoder: ChatEncoder) -> bytes:
         has_answer = any(item["type"] != "reasoning" for item in self._output)
         events = b"" if has_answer else self.render_delta(TextDelta(""))
-        events += self._close()
+        events += self.close()
         response = _finished(self._head, answer, self._output)
         return events + self._event(f"response.{response['status']}", response=response)
 
@@ -180,45 +165,16 @@ class ItemStream:
         failure = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response={**self._head, "status": "failed", "error": failure})
 
-    def _text_events(self, kind: str, event: str, text: str, extra: dict[str, Any]) -> bytes:
-        events = b""
-        if self._text is None or self._output[-1]["type"] != kind:
-            events += self._close()
-            unique = self._head["id"].removeprefix(self._call.id_prefix)
-            make, prefix = (_reasoning_item, "rs") if kind == "reasoning" else (_message_item, "msg")
-            item = make(f"{prefix}_{unique}_{len(self._output)}", "")
-            self._output.append(item)
-            self._text = ""
-            empty = {**item, "status": "in_progress", "content": []}
-            events += self._event("response.output_item.added", output_index=len(self._output) - 1, item=empty)
-            events += self._part_event("response.content_part.added", part=item["content"][0])
-        self._text = (self._text or "") + text
-        return events + self._part_event(f"{event}.delta", delta=text, **extra)
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._head['id'].removeprefix(self._call.id_prefix)}_{len(self._output)}"
 
-    def _close(self) -> bytes:
-        """Return the events that end the open item."""
-        if self._text is None:
-            return b""
-        item, text, self._text = self._output[-1], self._text, None
-        item["content"][0]["text"] = text
-        is_message = item["type"] == "message"
-        kind = "response.output_text.done" if is_message else "response.reasoning_text.done"
-        events = self._part_event(kind, text=text, **({"logprobs": []} if is_message else {}))
-        events += self._part_event("response.content_part.done", part=item["content"][0])
-        return events + self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+    def _item_event(self, what: str, item: dict[str, Any]) -> bytes:
+        return self._event(f"response.output_item.{what}", output_index=len(self._output) - 1, item=item)
 
-    def _call_events(self, call: ToolCall) -> bytes:
-        events = self._close()
-        unique, index = self._head["id"].removeprefix(self._call.id_prefix), len(self._output)
-        item = _call_item(f"fc_{unique}_{index}", call, self._call)
-        self._output.append(item)
-        where = {"output_index": index, "item_id": item["id"]}
-        empty = {**item, "arguments": "", "status": "in_progress"}
-        events += self._event("response.output_item.added", output_index=index, item=empty)
-        events += self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
-        done = {"arguments": call.arguments, "name": item["name"]}
-        events += self._event("response.function_call_arguments.done", **done, **where)
-        return events + self._event("response.output_item.done", output_index=index, item=item)
+    def _text_event(self, kind: str, what: str, **fields: Any) -> bytes:
+        if kind == "thinking":
+            return self._part_event(f"response.reasoning_text.{what}", **fields)
+        return self._part_event(f"response.output_text.{what}", **fields, logprobs=[])
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
         index = len(self._output) - 1
@@ -246,7 +202,7 @@ def _to_messages(items: str | list[Item]) -> list[Message]:
             new = Message("assistant", read_parts(item.content, f"{where}.content", separator=""))
         elif item.type == "function_call":
             call_id, name, arguments = (_required(item, key, where) for key in ("call_id", "name", "arguments"))
-            new = Message("assistant", "", (ToolCall(call_id, _full_name(item.namespace, name), arguments),))
+            new = Message("assistant", "", (ToolCall(call_id, full_name(item.namespace, name), arguments),))
         else:
             messages.append(_to_other_message(item, where))
             is_open = False
@@ -292,33 +248,6 @@ def _as_written(value: Body | str | None) -> Any:
     return value.model_dump(exclude_unset=True, by_alias=True) if isinstance(value, Body) else value
 
 
-def _to_tools(tool: FunctionTool, where: str, namespace: str | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Return a tool as the template renders it, with its place; a namespace's functions have its name before theirs."""
-    if tool.type not in ("function", "namespace") or (tool.type == "namespace" and namespace is not None):
-        raise make_unsupported_error(f"{where}.type", f"{where}.type: tools of type {tool.type!r} are not supported")
-    if not tool.name:
-        raise make_missing_error(f"{where}.name")
-    if tool.type == "namespace":
-        inner = enumerate(tool.tools or ())
-        return [each for i, one in inner for each in _to_tools(one, f"{where}.tools.{i}", tool.name)]
-    function = tool.model_dump(exclude_unset=True, exclude={"type"})
-    return [(where, {"type": "function", "function": {**function, "name": _full_name(namespace, tool.name)}})]
-
-
-def _check_names_differ(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise RequestError for a function that has the full name of one of another namespace: calls would be of both."""
-    places: dict[str, str] = {}
-    for where, tool in tools:
-        name = tool["function"]["name"]
-        other = places.setdefault(name, where)
-        if where.rpartition(".tools.")[0] != other.rpartition(".tools.")[0]:
-            raise RequestError(400, f"{where}.name: {name!r} is the full name of {other} too", param=f"{where}.name")
-
-
-def _full_name(namespace: str | None, name: str) -> str:
-    return name if namespace is None else f"{namespace}.{name}"
-
-
 def _head(call: CallRequest, response_id: str, model: str) -> dict[str, Any]:
     head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
     absent = {"error": None, "incomplete_details": None, "usage": None}
@@ -326,7 +255,7 @@ def _head(call: CallRequest, response_id: str, model: str) -> dict[str, Any]:
 
 
 def _finished(head: dict[str, Any], answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
-    prompt, sampled = len(answer.prompt_token_ids), len(answer.completion.token_ids)
+    prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
     usage = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
     usage |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
     usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
@@ -345,23 +274,7 @@ def _message_item(item_id: str, text: str) -> dict[str, Any]:
 
 
 def _call_item(item_id: str, tool_call: ToolCall, call: CallRequest) -> dict[str, Any]:
+    namespace, name = split_name(tool_call.name, call.echoed["tools"])
+    within = {} if namespace is None else {"namespace": namespace}
     head = {"id": item_id, "type": "function_call", "call_id": tool_call.id, "status": "completed"}
-    namespace = _namespace_of(tool_call.name, call.echoed["tools"])
-    if namespace is None:
-        return {**head, "name": tool_call.name, "arguments": tool_call.arguments}
-    name = tool_call.name.removeprefix(f"{namespace}.")
-    return {**head, "namespace": namespace, "name": name, "arguments": tool_call.arguments}
-
-
-def _namespace_of(called: str, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the namespace of a called function: names of either may have dots, so the request's tools decide.
-
-    A function that no namespace has goes to the longest one whose name it begins with; a model may make up names.
-    """
-    if any(tool["type"] == "function" and tool["name"] == called for tool in tools):
-        return None
-    spaces = [tool for tool in tools if tool["type"] == "namespace" and called.startswith(f"{tool['name']}.")]
-    for tool in spaces:
-        if any(_full_name(tool["name"], each["name"]) == called for each in tool.get("tools") or ()):
-            return tool["name"]
-    return max((tool["name"] for tool in spaces), key=len, default=None)
+    return {**head, **within, "name": name, "arguments": tool_call.arguments}

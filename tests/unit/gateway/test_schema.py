@@ -41,7 +41,7 @@ def test_old_function_calls_are_refused():
 def test_tools_reach_the_template_as_the_client_wrote_them():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": None}, "strict": False}}
     asked = parse_body(ChatRequest, json.dumps({"messages": [{"role": "user"}], "tools": [tool]}).encode())
-    assert json.dumps(asked.tool_schemas()) == json.dumps([tool])
+    assert json.dumps(asked.to_call().tools) == json.dumps([tool])
 
 
 def test_an_error_names_the_first_wrong_field():
