@@ -29,6 +29,7 @@ from nemo_rl.policy.prefix_tree import PrefixTree
 PACKED_ATTENTION = "nemo_rl_within_sequences"
 QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
 PAIRS_PER_CALL = 2**24  # of a query and a key, with padding, in one call of several problems
+KEPT_PAIRS = 2**26  # of all calls of a tree, up to which masks are made once for all layers: 128 MiB in bfloat16
 KEPT_KEYS_PER_TOKEN = 2  # gathered for the paths of a tree, up to which the backward pass finds them in memory
 PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
@@ -230,20 +231,24 @@ class AttentionCall:
     depths: torch.Tensor  # [J, Q] int64: of the queries; a query sees the keys up to its depth
     num_keys: int  # L
     is_causal: bool  # queries and keys are the same
-    masks: dict[Any, torch.Tensor] = field(default_factory=dict)  # made once for all layers
+    keeps_masks: bool  # for all layers; else each layer makes its own, and makes it again in the backward pass
+    masks: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Return what is added to the scores, [J, 1, Q, L]; None: causal is enough."""
         if self.is_causal and (sliding_window is None or self.num_keys <= sliding_window):
             return None
-        if (sliding_window, dtype) not in self.masks:
+        mask = self.masks.get((sliding_window, dtype))
+        if mask is None:
             query, key = self.depths.unsqueeze(2), torch.arange(self.num_keys, device=self.depths.device)
             is_seen = key <= query
             if sliding_window is not None:
                 is_seen &= key > query - sliding_window
             zeros = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
-            self.masks[sliding_window, dtype] = zeros.masked_fill_(~is_seen, -torch.inf).unsqueeze(1)
-        return self.masks[sliding_window, dtype]
+            mask = zeros.masked_fill_(~is_seen, -torch.inf).unsqueeze(1)
+            if self.keeps_masks:
+                self.masks[sliding_window, dtype] = mask
+        return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,14 +290,14 @@ def tree_attention(
 ) -> torch.Tensor:
     """Return causal attention along the paths of a tree: from [1, H, N, width] to [1, N, H, width].
 
-    The keys of all paths are kept for the backward pass where they are few, else gathered again in it.
+    The keys of all paths, and a call's mask, are kept for the backward pass where they are few, else made again in it.
     """
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [N, heads, width]
     are_few = sum(len(call.keys) for call in pack.calls) <= KEPT_KEYS_PER_TOKEN * len(pack.sources)
     parts = []
     for call in pack.calls:
         attend = partial(_attend, call, sliding_window, scaling)
-        is_kept = call.is_causal or are_few or not torch.is_grad_enabled()
+        is_kept = call.is_causal or (are_few and call.keeps_masks) or not torch.is_grad_enabled()
         parts.append(attend(*rows) if is_kept else checkpoint(attend, *rows, use_reentrant=False))
     return torch.cat(parts).index_select(0, pack.results).unsqueeze(0)
 
@@ -323,13 +328,14 @@ def _plan(tree: PrefixTree, device: torch.device) -> tuple[tuple[AttentionCall, 
     for problem in _problems(tree):
         sizes = problem.is_causal, _rounded(problem.num_queries), _rounded(len(problem.keys))
         together.setdefault(sizes, []).append(problem)
-    calls, start = [], 0
+    calls, start, num_pairs = [], 0, 0
     results = np.zeros(tree.num_tokens, np.int64)
-    for (_, num_queries, num_keys), problems in together.items():
+    for (is_causal, num_queries, num_keys), problems in together.items():
         number = max(1, PAIRS_PER_CALL // (num_queries * num_keys))
         for first in range(0, len(problems), number):
             part = problems[first : first + number]
-            calls.append(_call(part, start, results, device))
+            num_pairs += 0 if is_causal else len(part) * num_queries * num_keys
+            calls.append(_call(part, start, results, device, keeps_masks=is_causal or num_pairs <= KEPT_PAIRS))
             start += len(calls[-1].queries)
     return tuple(calls), results
 
@@ -345,7 +351,9 @@ def _problems(tree: PrefixTree) -> Iterator[_Problem]:
             yield _Problem(path[:end], end - start)
 
 
-def _call(problems: Sequence[_Problem], start: int, results: np.ndarray, device: torch.device) -> AttentionCall:
+def _call(
+    problems: Sequence[_Problem], start: int, results: np.ndarray, device: torch.device, *, keeps_masks: bool
+) -> AttentionCall:
     """Return the call of some problems, and set where the results of their queries are, from `start` on."""
     num_queries = max(problem.num_queries for problem in problems)
     num_keys = max(len(problem.keys) for problem in problems)
@@ -359,7 +367,7 @@ def _call(problems: Sequence[_Problem], start: int, results: np.ndarray, device:
         keys[index, :length] = problem.keys
         results[own] = np.arange(size) + start + index * num_queries
     tensors = (torch.from_numpy(array).to(device) for array in (queries.ravel(), keys.ravel(), depths))
-    return AttentionCall(*tensors, num_keys=num_keys, is_causal=problems[0].is_causal)
+    return AttentionCall(*tensors, num_keys=num_keys, is_causal=problems[0].is_causal, keeps_masks=keeps_masks)
 
 
 def _rounded(number: int) -> int:

@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
+ENTRIES_PER_TOKEN = 32  # of [S, T], padding included, for each token of a pack's budget: scores have these shapes
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -103,6 +105,10 @@ class TreeSizes:
         """Return the tokens of the tree of some ranks in ascending order."""
         return int(self.added(members).sum())
 
+    def fit(self, members: np.ndarray, capacity: int, max_entries: int) -> bool:
+        """Return whether some ranks in ascending order are a tree of `capacity` tokens and rows of `max_entries`."""
+        return self.tokens(members) <= capacity and len(members) * int(self.lengths[members].max()) <= max_entries
+
     def _shared(self, first: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return the least entry of each range, none of which is empty."""
         minima = np.empty_like(first)
@@ -119,6 +125,8 @@ def pack_trees(
 ) -> list[tuple[list[int], int]]:
     """Return packs of rows [S, T] with the tokens of their trees: each row is in one pack of at most `capacity` tokens.
 
+    The rows of a pack, padded to its longest, have at most ENTRIES_PER_TOKEN times as many entries: without that bound
+    any number of beginnings of one history would be a pack.
     A group is in one pack unless it needs more than one, or there are ranks that would have none. The number of packs
     is a multiple of `num_ranks`; on several ranks the largest pack is made small. A pack may be empty.
 
@@ -126,18 +134,19 @@ def pack_trees(
     does not fit, so each group has a pack.
     """
     sizes = TreeSizes(token_ids, lengths)
-    units = _units(sizes, groups, capacity)
-    packs = _fill(sizes, units, capacity)
+    max_entries = ENTRIES_PER_TOKEN * capacity
+    units = _units(sizes, groups, capacity, max_entries)
+    packs = _fill(sizes, units, capacity, max_entries)
     number = -(-len(packs) // num_ranks) * num_ranks
     if num_ranks > 1 and packs:
-        packs = _balance(sizes, units, number, capacity)
+        packs = _balance(sizes, units, number, capacity, max_entries)
     while 0 < len(packs) < number and _split_largest(sizes, packs):
         pass
     packs += [np.zeros(0, np.int64)] * (number - len(packs))
     return [(sorted(sizes.order[pack].tolist()), sizes.tokens(pack)) for pack in packs]
 
 
-def _units(sizes: TreeSizes, groups: Sequence[int], capacity: int) -> list[np.ndarray]:
+def _units(sizes: TreeSizes, groups: Sequence[int], capacity: int, max_entries: int) -> list[np.ndarray]:
     """Return the ranks of each group, in the order of their first; a group that does not fit is cut between
     neighbours."""
     members: dict[int, list[int]] = {}
@@ -146,32 +155,34 @@ def _units(sizes: TreeSizes, groups: Sequence[int], capacity: int) -> list[np.nd
     units: list[np.ndarray] = []
     for ranks in members.values():
         group = np.array(ranks)
-        if sizes.tokens(group) <= capacity:
+        if sizes.fit(group, capacity, max_entries):
             units.append(group)
         else:
-            units += _fill(sizes, [group[i : i + 1] for i in range(len(group))], capacity)
+            units += _fill(sizes, [group[i : i + 1] for i in range(len(group))], capacity, max_entries)
     return units
 
 
-def _fill(sizes: TreeSizes, units: Sequence[np.ndarray], capacity: int) -> list[np.ndarray]:
+def _fill(sizes: TreeSizes, units: Sequence[np.ndarray], capacity: int, max_entries: int) -> list[np.ndarray]:
     """Return packs of consecutive units, each filled before the next; a unit that is too large is a pack."""
     packs: list[np.ndarray] = []
     for unit in units:
         together = np.sort(np.concatenate([packs[-1], unit])) if packs else unit
-        if packs and sizes.tokens(together) <= capacity:
+        if packs and sizes.fit(together, capacity, max_entries):
             packs[-1] = together
         else:
             packs.append(unit)
     return packs
 
 
-def _balance(sizes: TreeSizes, units: Sequence[np.ndarray], number: int, capacity: int) -> list[np.ndarray]:
+def _balance(
+    sizes: TreeSizes, units: Sequence[np.ndarray], number: int, capacity: int, max_entries: int
+) -> list[np.ndarray]:
     """Return at most `number` packs of consecutive units, with the least bound on their tokens to within 1%."""
     low, high = max(sizes.tokens(unit) for unit in units), capacity
-    best = _fill(sizes, units, high)
+    best = _fill(sizes, units, high, max_entries)
     while high - low > max(low // 100, 1):
         middle = (low + high) // 2
-        packs = _fill(sizes, units, middle)
+        packs = _fill(sizes, units, middle, max_entries)
         if len(packs) <= number:
             best, high = packs, middle
         else:

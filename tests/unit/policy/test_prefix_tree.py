@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl.policy.prefix_tree import PrefixTree, TreeSizes, pack_trees
+from nemo_rl.policy.prefix_tree import ENTRIES_PER_TOKEN, PrefixTree, TreeSizes, pack_trees
 
 # few tokens, so that many prefixes are shared
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=12)
@@ -89,6 +89,16 @@ def test_groups_stay_together_and_ranks_get_equal_trees() -> None:
     assert [tokens for _, tokens in ranks] == [260, 260]
     one_group = pack_trees(token_ids[::4], lengths[::4], [0] * 4, 1000, num_ranks=2)
     assert [(len(pack), tokens) for pack, tokens in one_group] == [(2, 110), (2, 110)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_rows_of_a_pack_are_bounded_also_where_they_add_no_tokens(num_ranks: int) -> None:
+    """A hundred copies of one sequence of 40 tokens are a tree of 40, but 4,000 entries."""
+    capacity = 50
+    packs = pack_trees(*padded([list(range(40))] * 100), [0] * 100, capacity, num_ranks)
+    assert sorted(i for pack, _ in packs for i in pack) == list(range(100))
+    assert max(len(pack) * 40 for pack, _ in packs) <= ENTRIES_PER_TOKEN * capacity
+    assert len(packs) == 3
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -67,7 +67,7 @@ def test_scores_and_gradients_are_those_without_sharing(name: str, options: dict
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("limits", [{"QUERY_BLOCK": 2}, {"PAIRS_PER_CALL": 1}])
+@pytest.mark.parametrize("limits", [{"QUERY_BLOCK": 2}, {"PAIRS_PER_CALL": 1}, {"KEPT_PAIRS": 0}])
 @pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_blocks_and_calls_of_attention_do_not_change_it(
     name: str, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -79,6 +79,22 @@ def test_blocks_and_calls_of_attention_do_not_change_it(
             monkeypatch.setattr(attention, limit, value)
         results.append(scores_and_gradients(MODELS[name](), shares=shares))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 10_000])
+def test_kept_masks_of_a_tree_are_bounded(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches of 8 tokens after 24, 12 and 5 others, each a call of its own."""
+    monkeypatch.setattr(attention, "KEPT_PAIRS", limit)
+    rows = torch.arange(32).repeat(4, 1)
+    for row, start in enumerate((24, 12, 5), start=1):
+        rows[row, start:] += 100 * row
+    pack = attention.SharedPrefixes.of(rows, [32, 32, 20, 13])
+    branches = [call for call in pack.calls if not call.is_causal]
+    assert len(branches) == 3
+    assert all(call.mask(None, torch.float32) is not None for call in branches)
+    kept = sum(mask.numel() for call in pack.calls for mask in call.masks.values())
+    assert kept <= limit
+    assert (kept == 0) == (limit < 10_000)
 
 
 @pytest.mark.parametrize(("limit", "is_gathered_again"), [(0, True), (1000, False)])
