@@ -4,9 +4,8 @@ Each product of two bfloat16 numbers is exact in float32, and the units that mul
 product that returns bfloat16 then rounds the sums. V rows of the weight, H columns.
 """
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,46 +24,40 @@ def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product.unflatten(0, hidden.shape[:-1])
 
 
-def _by_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Cast the weight block by block, and let oneDNN multiply float32 numbers that are bfloat16 in its bfloat16 units.
+def allow_bfloat16_units() -> None:
+    """Let this process multiply in the CPU's bfloat16 units: the setting is the process's.
 
-    Against the product in bfloat16 this takes 1.2 times as long for 512 rows and twice for 16; casting the whole weight
-    and multiplying in float32 takes 2.5 and 7 times.
+    For processes in which one thread alone computes: in others it would round the float32 products of other threads,
+    which may be those of a policy, a scorer or a user's reward function.
+    """
+    _Units.are_allowed = True
+
+
+class _Units:
+    are_allowed = False  # in this process
+
+
+def _by_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Cast the weight block by block; oneDNN multiplies float32 numbers that are bfloat16 exactly in bfloat16 units.
+
+    With them this takes twice as long as the product in bfloat16, without them four times, for 64 to 2,048 rows.
     """
     result = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
     size = max(CPU_BLOCK // weight.shape[1], MIN_CPU_ROWS)
     wide = hidden.float()
-    with _bfloat16_units():
+    with _bfloat16_units() if _Units.are_allowed else nullcontext():
         for start in range(0, len(weight), size):
             block = weight[start : start + size]
             result[:, start : start + size] = wide @ block.float().T
     return result
 
 
-class _UnitsState:
-    """The process's setting is one for all threads: the first that needs it changes it, the last puts it back."""
-
-    lock = threading.Lock()
-    num_users = 0
-    usual = "none"
-
-
 @contextmanager
 def _bfloat16_units() -> Iterator[None]:
-    """Let float32 products of this process be computed in bfloat16 inside the block, where the CPU has units for it.
-
-    Another thread's products of numbers that are not bfloat16 would be rounded meanwhile; an engine on a thread of the
-    trainer's process takes turns with it.
-    """
-    state, backend = _UnitsState, cast(Any, torch.backends.mkldnn).matmul  # not in its type
-    with state.lock:
-        if not state.num_users:
-            state.usual, backend.fp32_precision = backend.fp32_precision, "bf16"
-        state.num_users += 1
+    """Let float32 products of this process be computed in bfloat16 inside the block, where the CPU has units for it."""
+    backend = cast(Any, torch.backends.mkldnn).matmul  # not in its type
+    usual, backend.fp32_precision = backend.fp32_precision, "bf16"
     try:
         yield
     finally:
-        with state.lock:
-            state.num_users -= 1
-            if not state.num_users:
-                backend.fp32_precision = state.usual
+        backend.fp32_precision = usual

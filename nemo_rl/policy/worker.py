@@ -23,6 +23,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig
 from nemo_rl.distributed.devices import prepare_allocator, resolve_device
+from nemo_rl.distributed.float32_product import allow_bfloat16_units
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches
@@ -186,6 +187,8 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         self.layout = layout
         self.device = resolve_device(config.device)
         prepare_allocator(self.device)
+        if layout.world_size > 1:  # a process of its own
+            allow_bfloat16_units()
         self.num_optimizer_steps = micro_batches.expected_optimizer_steps(
             num_samples_per_step, config.train_global_batch_size
         )
@@ -379,6 +382,8 @@ class TeacherWorker(ScoringWorker[TeacherConfig]):
         self.layout = layout
         self.device = resolve_device(config.device)
         prepare_allocator(self.device)
+        if layout.world_size > 1:  # a process of its own
+            allow_bfloat16_units()
         self._build_model(model_path, temperature=temperature)
 
     @property

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from nemo_rl.distributed.float32_product import allow_bfloat16_units
 from nemo_rl.distributed.machine import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
 from nemo_rl.generation.vllm import logits as logits  # vLLM makes its output layer
@@ -43,6 +44,7 @@ class WeightLoadingExtension:
         `trainer` is the process that started the engine: the parent of this one, or of the engine's core whose executor
         started this worker. The core ends with it too. Returns the ids of this process and of its parent.
         """
+        allow_bfloat16_units()  # of a process that is the engine's alone
         os.setpgid(0, 0)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
