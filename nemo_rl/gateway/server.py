@@ -330,10 +330,16 @@ class GatewayServer:
         task.add_done_callback(lambda _: deltas.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            while (delta := await deltas.get()) is not None:
-                if not response.prepared:
+            unsent, is_over = b"", False
+            while not is_over:
+                for delta in await _waiting(deltas):
+                    is_over = delta is None
+                    unsent += b"" if delta is None else events.render_delta(delta)
+                if unsent and not response.prepared:
                     await response.prepare(request)
-                await response.write(events.render_delta(delta))
+                if not is_over:
+                    await response.write(unsent)
+                    unsent = b""
             try:
                 end = events.render_end(await task, self._codec.encoder)
             except schema.RequestError as error:
@@ -346,9 +352,16 @@ class GatewayServer:
                 logger.exception("a streamed call failed")
                 text = "the gateway failed at this request; its log tells why"
                 end = events.render_failure(schema.RequestError(500, text, code="internal"))
-            await response.write(end)
-            await response.write_eof()
+            await response.write_eof(unsent + end)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         return response
+
+
+async def _waiting(deltas: asyncio.Queue[Delta | None]) -> list[Delta | None]:
+    """Wait for a delta and return it with those after it: they share a write, which costs more than all else."""
+    waiting = [await deltas.get()]
+    while not deltas.empty():
+        waiting.append(deltas.get_nowait())
+    return waiting

@@ -21,7 +21,7 @@ from nemo_rl.types import Completion, ToolCall
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 0.03  # between deltas: the longest that a token waits
+INTERVAL_S = 0.05  # between deltas: the longest that a token waits
 UNDECIDED = "\ufffd"  # what a decoder writes for bytes that are no character yet
 
 

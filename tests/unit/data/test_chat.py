@@ -192,6 +192,16 @@ def test_role_that_the_template_drops_or_refuses_fails_the_check(name):
         encoder_of(name).check(roles=("user", "tool"))
 
 
+def test_decode_is_that_of_the_tokenizer_also_where_its_class_decodes_by_itself() -> None:
+    tokenizer = byte_tokenizer("chatml")
+    ids = tokenizer.encode("ab .ü<|im_start|> c", add_special_tokens=False)
+    for keep in (False, True):
+        text = tokenizer.decode(ids, skip_special_tokens=not keep, clean_up_tokenization_spaces=False)
+        assert ChatEncoder(tokenizer).decode(ids, keep_special=keep) == text
+    tokenizer.__class__ = type("Own", (type(tokenizer),), {"decode": lambda self, *args, **kwargs: "its own"})
+    assert ChatEncoder(tokenizer).decode(ids) == "its own"
+
+
 def test_decode_leaves_out_the_stop_token_and_special_tokens():
     encoder, tokenizer = encoder_of("chatml"), tokenizer_of("chatml")
     ids = tokenizer.encode("4<|im_start|> 2<|im_end|>", add_special_tokens=False)

@@ -1,12 +1,13 @@
 """The server as the official OpenAI client and a plain HTTP client see it."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 from openai import AsyncOpenAI
 
 from nemo_rl.errors import ConfigError
@@ -242,16 +243,16 @@ def test_a_server_that_is_full_is_429():
 def test_a_fault_of_our_own_is_500_without_its_text(caplog):
     class Faulty(FakeGeneration):
         async def generate(self, requests):
-            yield None  # type: ignore[misc]
+            yield object()  # type: ignore[misc]
 
     async def use(server: GatewayServer) -> None:
         path = f"/sessions/{server.open_session()}/v1/chat/completions"
         status, body = await call_of(server, "POST", path, json={"messages": [HI]})
         assert (status, body["error"]["type"]) == (500, "server_error")
-        assert "NoneType" not in body["error"]["message"]
+        assert "token_ids" not in body["error"]["message"]
 
     serve(Faulty(), use)
-    assert "NoneType" in caplog.text
+    assert "has no attribute 'token_ids'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -368,3 +369,32 @@ def test_an_address_in_use_is_told():
             await started(FakeGeneration(), "qwen3", ServerSettings(port=server.port))
 
     serve(FakeGeneration(), use)
+
+
+def test_deltas_that_wait_share_a_write() -> None:
+    writes: list[bytes] = []
+    write = web.StreamResponse.write
+
+    async def record(self: web.StreamResponse, data: bytes) -> None:
+        writes.append(data)
+        await write(self, data)
+
+    async def between_tokens(request: GenerationRequest) -> None:
+        for _ in range(5):  # the reader of a delta gets its turns
+            await asyncio.sleep(0)
+
+    async def use(server: GatewayServer) -> None:
+        body = {"messages": [HI], "stream": True}
+        path = f"/sessions/{server.open_session()}/v1/chat/completions"
+        async with ClientSession(server.base_url) as client, client.post(path, json=body) as response:
+            events = (await response.read()).split(b"\n\n")
+        assert [json.loads(event[6:])["choices"][0]["delta"] for event in events[:2]] == [
+            {"role": "assistant", "content": ""},
+            {"content": "a"},
+        ]
+        assert events[-2:] == [b"data: [DONE]", b""]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web.StreamResponse, "write", record)
+        serve(SpeakingGeneration("chatml", lambda request, text: "ab", between_tokens=between_tokens), use)
+    assert writes[0].count(b"data: ") == 2  # the start and the first text
