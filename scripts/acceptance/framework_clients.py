@@ -1,4 +1,4 @@
-"""One agent framework in a session of two questions with tools; frameworks.py runs it with an interpreter of its own.
+"""One agent framework, or official client, in a session of two questions with tools; frameworks.py runs it.
 
 python framework_clients.py NAME    with the session's URL in OPENAI_BASE_URL; the last line is the answers as JSON
 
@@ -219,9 +219,69 @@ async def litellm_responses(*, stream: bool) -> Answers:
     return answers
 
 
+async def openai(*, api: str, stream: bool) -> Answers:
+    """Run the loop of tools here, over chat completions; litellm and pydantic-ai ask Responses by the same package."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=BASE_URL, api_key=KEY)
+    tools: Any = [{"type": "function", "function": function} for function in FUNCTIONS]
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    answers = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        for turn in range(MAX_TURNS):
+            asked: Any = {"model": MODEL, "messages": messages, "tools": tools}
+            asked |= {"tool_choice": "required"} if FORCES and not turn else {}
+            if stream:
+                async with client.chat.completions.stream(**asked) as events:
+                    done: Any = await events.get_final_completion()
+            else:
+                done = await client.chat.completions.create(**asked)
+            said = done.choices[0].message
+            messages.append(said.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
+            if not said.tool_calls:
+                answers.append(said.content)
+                break
+            for call in said.tool_calls:
+                result = call_tool(call.function.name, call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return answers
+
+
+async def anthropic(*, api: str, stream: bool) -> Answers:
+    """Run the loop of tools here."""
+    from anthropic import AsyncAnthropic
+
+    client = AsyncAnthropic(base_url=BASE_URL, api_key=KEY)
+    tools: Any = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
+    messages: list[Any] = []
+    answers = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        for turn in range(MAX_TURNS):
+            asked: Any = {"model": MODEL, "system": SYSTEM, "messages": messages, "tools": tools, "max_tokens": 512}
+            asked |= {"tool_choice": {"type": "any"}} if FORCES and not turn else {}
+            if stream:
+                async with client.messages.stream(**asked) as events:
+                    done: Any = await events.get_final_message()
+            else:
+                done = await client.messages.create(**asked)
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in done.content]})
+            calls = [block for block in done.content if block.type == "tool_use"]
+            if not calls:
+                answers.append("".join(block.text for block in done.content if block.type == "text"))
+                break
+            results = [(call.id, call_tool(call.name, json.dumps(call.input))) for call in calls]
+            blocks = [{"type": "tool_result", "tool_use_id": i, "content": result} for i, result in results]
+            messages.append({"role": "user", "content": blocks})
+    return answers
+
+
 CLIENTS: dict[str, Callable[[], Coroutine[Any, Any, Answers]]] = {
     f"{run.__name__.replace('_', '-')}:{api}{':stream' if stream else ''}": partial(run, api=api, stream=stream)
     for run, apis in (
+        (openai, ("chat",)),
+        (anthropic, ("messages",)),
         (openai_agents, ("chat", "responses")),
         (langgraph, ("chat", "responses")),
         (smolagents, ("chat",)),

@@ -1,4 +1,4 @@
-"""Agent frameworks as they are, each in a session of tools over the gateway; a table for docs/agents.md.
+"""Official clients and agent frameworks, each in a session of tools over the gateway; a table for docs/agents.md.
 
 uv run scripts/acceptance/frameworks.py                      all of them
 uv run scripts/acceptance/frameworks.py litellm:messages     those whose name begins so: `framework:api[:stream]`
@@ -53,6 +53,7 @@ Question: What is 7 + 8?
 </tool_call>"""
 INSTALL_S, CLIENT_S = 900.0, 600.0
 NAMES = (
+    *("openai:chat", "anthropic:messages"),
     *("openai-agents:chat", "openai-agents:responses", "langgraph:chat", "langgraph:responses", "smolagents:chat"),
     *("pydantic-ai:chat", "pydantic-ai:responses", "pydantic-ai:messages"),
     *("litellm:chat", "litellm:responses", "litellm:messages"),
