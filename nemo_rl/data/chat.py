@@ -420,7 +420,7 @@ class TextOnlyChatEncoder(ChatEncoder):
 def _find_rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any | None:
     """Return the `tokenizers.Tokenizer` that decodes for a tokenizer; None where its class decodes by itself.
 
-    Decoding a few tokens through transformers takes ten times as long.
+    Decoding a few tokens through transformers takes three times as long (2.8 us in place of 0.8).
     """
     cls, base = type(tokenizer), PreTrainedTokenizerFast
     if not isinstance(tokenizer, base) or cls.decode is not base.decode or cls._decode is not base._decode:
