@@ -5,7 +5,7 @@ sequence alone, and computes one sequence at a time, or with PyTorch's kernel fo
 it. In a tree (prefix_tree.py) a token sees the tokens of its path, so that each is computed once. The queries of a
 branch and the keys of its whole path are one small attention problem: problems of nearly the same size are gathered
 into one call with padding, so that many short branches take few calls, and a long branch is cut into blocks of queries.
-The keys of a path are gathered again in the backward pass, so that none of the copies is kept.
+The keys of long paths are gathered again in the backward pass, so that none of the copies is kept.
 H heads, N tokens of the tree's row.
 """
 
@@ -30,7 +30,7 @@ PACKED_ATTENTION = "nemo_rl_within_sequences"
 QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
 PAIRS_PER_CALL = 2**24  # of a query and a key, with padding, in one call of several problems
 KEPT_PAIRS = 2**26  # of all calls of a tree, up to which masks are made once for all layers: 128 MiB in bfloat16
-KEPT_KEYS_PER_TOKEN = 2  # gathered for the paths of a tree, up to which the backward pass finds them in memory
+KEPT_KEYS_PER_TOKEN = 4  # gathered for the paths of a tree, up to which the backward pass finds them in memory
 PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
 
@@ -371,6 +371,9 @@ def _call(
 
 
 def _rounded(number: int) -> int:
-    """Round up by at most a quarter, to at least 8; numbers with the same result are padded to each other."""
-    step = 1 << max(number.bit_length() - 3, 3)
+    """Round up by at most a quarter, to at least 32; numbers with the same result are padded to each other.
+
+    A call of few pairs takes as long as its operations take to start, so small problems share one.
+    """
+    step = 1 << max(number.bit_length() - 3, 5)
     return -(-number // step) * step

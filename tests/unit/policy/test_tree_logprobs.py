@@ -85,6 +85,7 @@ def test_blocks_and_calls_of_attention_do_not_change_it(
 def test_kept_masks_of_a_tree_are_bounded(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches of 8 tokens after 24, 12 and 5 others, each a call of its own."""
     monkeypatch.setattr(attention, "KEPT_PAIRS", limit)
+    monkeypatch.setattr(attention, "PAIRS_PER_CALL", 1)
     rows = torch.arange(32).repeat(4, 1)
     for row, start in enumerate((24, 12, 5), start=1):
         rows[row, start:] += 100 * row
