@@ -14,6 +14,10 @@ from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Guide
 AnswerRequest: TypeAlias = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
 
 
+class _Late(Exception):
+    """A result that did not come in time."""
+
+
 async def generate_by_deadline(
     generation: Generation, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[Completion | FailedRequest, None]:
@@ -27,11 +31,14 @@ async def generate_by_deadline(
     unanswered = dict.fromkeys(request.request_id for request in requests)
     results = aiter(generation.generate(requests))
     try:
-        while (result := await _next_by_deadline(results, timeout_s)) is not None:
+        while True:
+            result = await _next_by_deadline(results, timeout_s)
             unanswered.pop(result.request_id, None)
             yield result
     except StopAsyncIteration:
         return
+    except _Late:
+        pass
     finally:
         if isinstance(results, AsyncGenerator):
             await results.aclose()
@@ -43,9 +50,11 @@ async def answer_by_deadline(generation: Generation, request: GenerationRequest)
     """Return what `generate_by_deadline` would yield for one request, at a third of its cost; None: no result."""
     results = aiter(generation.generate((request,)))
     try:
-        return await _next_by_deadline(results, request.timeout_s) or _late(request.request_id, request.timeout_s)
+        return await _next_by_deadline(results, request.timeout_s)
     except StopAsyncIteration:
         return None
+    except _Late:
+        return _late(request.request_id, request.timeout_s)
     finally:
         if isinstance(results, AsyncGenerator):
             await results.aclose()
@@ -53,15 +62,15 @@ async def answer_by_deadline(generation: Generation, request: GenerationRequest)
 
 async def _next_by_deadline(
     results: AsyncIterator[Completion | FailedRequest], timeout_s: float
-) -> Completion | FailedRequest | None:
-    """Return the next result, or None if it is late. Raises StopAsyncIteration after the last one."""
+) -> Completion | FailedRequest:
+    """Return the next result; raises _Late if it is late, StopAsyncIteration after the last one."""
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             return await anext(results)
-    except TimeoutError:
+    except TimeoutError as error:
         if not deadline.expired():  # the engine's own
             raise
-        return None
+        raise _Late from error
 
 
 def _late(request_id: str, timeout_s: float) -> FailedRequest:
