@@ -145,6 +145,7 @@ class VllmGeneration:
                     else:
                         workers = await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
                         generation._pids = frozenset(pid for each in workers for pid in each) - {os.getpid()}
+                    await engine.collective_rpc("use_request_streams")
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()

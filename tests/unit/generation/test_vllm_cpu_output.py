@@ -1,0 +1,124 @@
+"""The output layer of vLLM's CPU engine keeps the float32 sums of bfloat16 products, and leaves all else to vLLM; its
+sampler draws for a request what its seed and position say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.generation.vllm.engine import importing_vllm
+
+with importing_vllm("cpu"):
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from nemo_rl.generation.vllm import cpu_output, worker
+
+
+def make_processor(head_dtype: torch.dtype | None) -> Any:
+    """Return what vLLM makes where a model asks for its LogitsProcessor, without the engine's configuration."""
+    processor: Any = LogitsProcessor.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.head_dtype = head_dtype
+    return processor
+
+
+def make_head() -> Any:
+    head: Any = torch.nn.Linear(64, 37, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    head.quant_method = UnquantizedEmbeddingMethod()
+    head.cpu_linear = torch.nn.functional.linear
+    return head
+
+
+def test_workers_make_this_output_layer():
+    assert worker.cpu_output is cpu_output
+    assert type(make_processor(None)) is cpu_output.Float32LogitsProcessor
+
+
+@pytest.mark.parametrize("head_dtype", [None, torch.bfloat16, torch.float32])
+def test_logits_are_float32_sums_where_the_engine_asks_for_float32(
+    monkeypatch: pytest.MonkeyPatch, head_dtype: torch.dtype | None
+):
+    torch.manual_seed(0)
+    head, hidden, calls = make_head(), torch.randn(5, 64).bfloat16(), []
+    product = cpu_output.float32_product
+    monkeypatch.setattr(cpu_output, "float32_product", lambda *args: (calls.append(args), product(*args))[1])
+    found = make_processor(head_dtype)._apply_head(head, hidden, None)
+    exact = hidden.double() @ head.weight.double().T
+    assert len(calls) == (head_dtype is torch.float32)
+    assert ((found - exact).abs().max() < 1e-5) == (head_dtype is torch.float32)
+
+
+def test_quantised_or_biased_heads_are_left_to_vllm():
+    head, bias = make_head(), torch.ones(37, dtype=torch.bfloat16)
+    hidden = torch.randn(5, 64).bfloat16()
+    found = make_processor(torch.float32)._apply_head(head, hidden, bias)
+    torch.testing.assert_close(found.double(), hidden.double() @ head.weight.double().T + 1, atol=1e-5, rtol=0)
+    head.quant_method = object()
+    with pytest.raises(ValueError, match="unquantized"):
+        make_processor(torch.float32)._apply_head(head, hidden, None)
+
+
+def seeded(*seeds: int) -> dict[int, torch.Generator]:
+    return {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
+
+
+def test_numbers_of_a_request_are_those_of_splitmix64() -> None:
+    """Seed 0 mixes to 0, so that its stream is the published one of SplitMix64 from the state 0."""
+    streams, generators = cpu_output.RequestStreams(), seeded(0)
+    published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    assert [int(streams.next_seeds(generators, 1)) for _ in range(3)] == [number >> 33 for number in published]
+
+
+def test_numbers_depend_on_seed_and_position_alone() -> None:
+    """Not on the row, nor on the others of the batch, nor on steps in which the request waited."""
+    alone, together = cpu_output.RequestStreams(), cpu_output.RequestStreams()
+    one, other = torch.Generator().manual_seed(2**63 - 1), torch.Generator().manual_seed(5)
+    expected = [int(alone.next_seeds({0: one}, 1)) for _ in range(3)]
+    first = together.next_seeds({2: one, 0: other}, 3)
+    together.next_seeds({0: other}, 1)
+    found = [first[2], together.next_seeds({0: one}, 1)[0], together.next_seeds({1: one}, 4)[1]]
+    assert [int(number) for number in found] == expected
+    assert len(set(expected)) == 3
+    assert int(first[0]) != expected[0]
+
+
+def make_sampler(logprobs_mode: Any = "processed_logprobs") -> TopKTopPSampler:
+    sampler = TopKTopPSampler(logprobs_mode)
+    cpu_output.use_request_streams(sampler)
+    return sampler
+
+
+def test_seeded_samples_follow_the_distribution_and_its_logprobs() -> None:
+    """20,000 rows, a request each: shares within five standard deviations."""
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = probabilities.log().repeat(20_000, 1) + 3
+    chosen, logprobs = make_sampler()(logits.clone(), seeded(*range(20_000)), None, None)
+    assert logprobs is not None
+    torch.testing.assert_close(logprobs[7].exp(), probabilities)
+    shares = torch.bincount(chosen.flatten(), minlength=4) / 20_000
+    assert ((shares - probabilities).abs() < 5 * (probabilities * (1 - probabilities) / 20_000).sqrt()).all()
+
+
+def test_one_request_samples_anew_at_each_position() -> None:
+    sampler, generators = make_sampler(), seeded(11)
+    drawn = [int(sampler(torch.zeros(1, 1000), generators, None, None)[0]) for _ in range(50)]
+    again, others = make_sampler(), seeded(11)
+    assert [int(again(torch.zeros(1, 1000), others, None, None)[0]) for _ in range(50)] == drawn
+    assert len(set(drawn)) > 40
+
+
+def test_truncated_distribution_is_sampled_and_scored() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).repeat(500, 1)
+    chosen, logprobs = make_sampler()(logits, seeded(*range(500)), torch.full((500,), 2), None)
+    assert logprobs is not None
+    assert set(chosen.flatten().tolist()) == {0, 1}
+    torch.testing.assert_close(logprobs[0].exp().sum(), torch.tensor(1.0))
+    assert logprobs[0, 2] == -torch.inf
+
+
+def test_requests_without_a_seed_are_left_to_vllm() -> None:
+    torch.manual_seed(0)
+    chosen, _ = make_sampler()(torch.zeros(64, 1000), {}, None, None)
+    assert len(set(chosen.flatten().tolist())) > 50
