@@ -370,8 +370,9 @@ class RolloutWriter:
 class RolloutDetails:
     """Writes the details of the first groups of a step.
 
-    `mark` before the step asks the policy to keep the log-probs that it trains with, `record` after it takes them; a
-    thread decodes and writes. A file that cannot be written is reported once and stops nothing.
+    `mark` before the step chooses the rows, and asks the policy to keep their log-probs where the batch has none;
+    `record` after it takes them; a thread decodes and writes. A file that cannot be written is reported once and stops
+    nothing.
     """
 
     def __init__(
@@ -391,28 +392,32 @@ class RolloutDetails:
         self._texts: dict[int, str] = {}  # by token id
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-details")
         self._pending: list[Future[None]] = []
+        self._marked: torch.Tensor | None = None  # [B] bool: rows of the step that trains
         self._has_failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def mark(self, step: int, batch: "TrainingBatch") -> None:
-        """Number the rows of the first groups, as `recorded`, in a batch that is about to be trained on."""
+        """Choose the rows of the first groups of a batch that is about to be trained on."""
+        self._marked = None
         if step % self._period or self._has_failed:
             return
         self._pending = [each for each in self._pending if not each.done()]
         if len(self._pending) >= MAX_PENDING:
             return  # a slow disk: what is recorded is a sample anyway
-        is_recorded = batch[keys.GROUP_ID] < self._num_groups  # [B]
-        batch[keys.RECORDED] = is_recorded.cumsum(0).where(is_recorded, 0) - 1
+        marked = batch[keys.GROUP_ID] < self._num_groups
+        if keys.PREV_LOGPROBS not in batch:
+            batch[keys.RECORDED] = marked.cumsum(0).where(marked, 0) - 1
+        self._marked = marked
 
     async def record(self, step: int, batch: "TrainingBatch", rows: "Sequence[BatchRow]", policy: "Policy") -> None:
         """Record the marked rows of a batch that has been trained on; `rows` are the origins of all of its rows."""
-        if keys.RECORDED not in batch:
+        marked, self._marked = self._marked, None
+        if marked is None:
             return
-        is_recorded = batch[keys.RECORDED] >= 0
-        sample = batch[is_recorded]
-        if keys.PREV_LOGPROBS not in sample:
+        sample = batch[marked]
+        if keys.RECORDED in batch:
             sample[keys.PREV_LOGPROBS] = await policy.recorded_logprobs(batch)
-        origins = [rows[row] for row in is_recorded.nonzero()[:, 0].tolist()]
+        origins = [rows[row] for row in marked.nonzero()[:, 0].tolist()]
         self._pending.append(self._thread.submit(self._write, step, sample.clone(), origins))
 
     def close(self) -> None:

@@ -91,8 +91,10 @@ def test_nonfinite_logprobs_are_null(tmp_path: Path) -> None:
     path = tmp_path / "details.jsonl"
     details = make_details(path)
     details.mark(1, batch)
-    asyncio.run(details.record(1, batch, rows, FakePolicy()))
+    policy = FakePolicy()
+    asyncio.run(details.record(1, batch, rows, policy))
     details.close()
+    assert (keys.RECORDED in batch, policy.calls) == (False, [])  # the batch has them already
     row = json.loads(path.read_text().splitlines()[0])
     assert (row["policy_logprobs"], "advantage" in row) == ([None, None], False)
 
