@@ -29,7 +29,7 @@ from nemo_rl.policy.prefix_tree import PrefixTree
 PACKED_ATTENTION = "nemo_rl_within_sequences"
 QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
 PAIRS_PER_CALL = 2**24  # of a query and a key, with padding, in one call of several problems
-KEPT_PAIRS = 2**26  # of all calls of a tree, up to which masks are made once for all layers: 128 MiB in bfloat16
+KEPT_PAIRS = 2**26  # in the masks of a tree that are made once for all layers: 128 MiB in bfloat16
 KEPT_KEYS_PER_TOKEN = 4  # gathered for the paths of a tree, up to which the backward pass finds them in memory
 PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
@@ -222,6 +222,13 @@ class _Problem:
         return self.num_queries == len(self.keys)
 
 
+@dataclass(slots=True)
+class MaskBudget:
+    """What is left of KEPT_PAIRS for the masks of a tree."""
+
+    num_pairs: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """J attention problems of Q queries and L keys each, with padding."""
@@ -231,24 +238,41 @@ class AttentionCall:
     depths: torch.Tensor  # [J, Q] int64: of the queries; a query sees the keys up to its depth
     num_keys: int  # L
     is_causal: bool  # queries and keys are the same
-    keeps_masks: bool  # for all layers; else each layer makes its own, and makes it again in the backward pass
-    masks: dict[Any, torch.Tensor] = field(default_factory=dict)
+    budget: MaskBudget  # of all calls of the tree
+    kept_masks: dict[tuple[int | None, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
+
+    def needs_mask(self, sliding_window: int | None) -> bool:
+        """Return whether the kernel's own causal mask is not enough."""
+        return not self.is_causal or (sliding_window is not None and self.num_keys > sliding_window)
+
+    def keeps_mask(self, sliding_window: int | None, dtype: torch.dtype) -> bool:
+        """Return whether the mask is kept for all layers, as it is while it fits the budget when first asked for.
+
+        Else each layer makes its own, and makes it again in the backward pass.
+        """
+        name = sliding_window, dtype
+        if name not in self.kept_masks:
+            num_pairs = self.depths.numel() * self.num_keys
+            fits = num_pairs <= self.budget.num_pairs
+            self.budget.num_pairs -= num_pairs if fits else 0
+            self.kept_masks[name] = self._make_mask(sliding_window, dtype) if fits else None
+        return self.kept_masks[name] is not None
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Return what is added to the scores, [J, 1, Q, L]; None: causal is enough."""
-        if self.is_causal and (sliding_window is None or self.num_keys <= sliding_window):
+        if not self.needs_mask(sliding_window):
             return None
-        mask = self.masks.get((sliding_window, dtype))
-        if mask is None:
-            query, key = self.depths.unsqueeze(2), torch.arange(self.num_keys, device=self.depths.device)
-            is_seen = key <= query
-            if sliding_window is not None:
-                is_seen &= key > query - sliding_window
-            zeros = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
-            mask = zeros.masked_fill_(~is_seen, -torch.inf).unsqueeze(1)
-            if self.keeps_masks:
-                self.masks[sliding_window, dtype] = mask
-        return mask
+        if self.keeps_mask(sliding_window, dtype):
+            return self.kept_masks[sliding_window, dtype]
+        return self._make_mask(sliding_window, dtype)
+
+    def _make_mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        query, key = self.depths.unsqueeze(2), torch.arange(self.num_keys, device=self.depths.device)
+        is_seen = key <= query
+        if sliding_window is not None:
+            is_seen &= key > query - sliding_window
+        zeros = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
+        return zeros.masked_fill_(~is_seen, -torch.inf).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +321,10 @@ def tree_attention(
     parts = []
     for call in pack.calls:
         attend = partial(_attend, call, sliding_window, scaling)
-        is_kept = call.is_causal or (are_few and call.keeps_masks) or not torch.is_grad_enabled()
-        parts.append(attend(*rows) if is_kept else checkpoint(attend, *rows, use_reentrant=False))
+        is_mask_kept = not call.needs_mask(sliding_window) or call.keeps_mask(sliding_window, query.dtype)
+        is_kept = is_mask_kept and (are_few or call.is_causal)
+        is_saved = is_kept or not torch.is_grad_enabled()
+        parts.append(attend(*rows) if is_saved else checkpoint(attend, *rows, use_reentrant=False))
     return torch.cat(parts).index_select(0, pack.results).unsqueeze(0)
 
 
@@ -328,14 +354,12 @@ def _plan(tree: PrefixTree, device: torch.device) -> tuple[tuple[AttentionCall, 
     for problem in _problems(tree):
         sizes = problem.is_causal, _rounded(problem.num_queries), _rounded(len(problem.keys))
         together.setdefault(sizes, []).append(problem)
-    calls, start, num_pairs = [], 0, 0
+    calls, start, budget = [], 0, MaskBudget(KEPT_PAIRS)
     results = np.zeros(tree.num_tokens, np.int64)
-    for (is_causal, num_queries, num_keys), problems in together.items():
+    for (_, num_queries, num_keys), problems in together.items():
         number = max(1, PAIRS_PER_CALL // (num_queries * num_keys))
         for first in range(0, len(problems), number):
-            part = problems[first : first + number]
-            num_pairs += 0 if is_causal else len(part) * num_queries * num_keys
-            calls.append(_call(part, start, results, device, keeps_masks=is_causal or num_pairs <= KEPT_PAIRS))
+            calls.append(_call(problems[first : first + number], start, results, device, budget))
             start += len(calls[-1].queries)
     return tuple(calls), results
 
@@ -352,7 +376,7 @@ def _problems(tree: PrefixTree) -> Iterator[_Problem]:
 
 
 def _call(
-    problems: Sequence[_Problem], start: int, results: np.ndarray, device: torch.device, *, keeps_masks: bool
+    problems: Sequence[_Problem], start: int, results: np.ndarray, device: torch.device, budget: MaskBudget
 ) -> AttentionCall:
     """Return the call of some problems, and set where the results of their queries are, from `start` on."""
     num_queries = max(problem.num_queries for problem in problems)
@@ -367,7 +391,7 @@ def _call(
         keys[index, :length] = problem.keys
         results[own] = np.arange(size) + start + index * num_queries
     tensors = (torch.from_numpy(array).to(device) for array in (queries.ravel(), keys.ravel(), depths))
-    return AttentionCall(*tensors, num_keys=num_keys, is_causal=problems[0].is_causal, keeps_masks=keeps_masks)
+    return AttentionCall(*tensors, num_keys=num_keys, is_causal=problems[0].is_causal, budget=budget)
 
 
 def _rounded(number: int) -> int:

@@ -93,9 +93,29 @@ def test_kept_masks_of_a_tree_are_bounded(limit: int, monkeypatch: pytest.Monkey
     branches = [call for call in pack.calls if not call.is_causal]
     assert len(branches) == 3
     assert all(call.mask(None, torch.float32) is not None for call in branches)
-    kept = sum(mask.numel() for call in pack.calls for mask in call.masks.values())
+    kept = count_kept(pack)
     assert kept <= limit
     assert (kept == 0) == (limit < 10_000)
+
+
+def count_kept(pack: attention.SharedPrefixes) -> int:
+    return sum(mask.numel() for call in pack.calls for mask in call.kept_masks.values() if mask is not None)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (32 * 32 - 1, 0), (32 * 32, 32 * 32), (10_000, 2 * 32 * 32)])
+def test_masks_of_windows_in_a_first_branch_are_bounded(limit: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence of 32 tokens: causal alone needs no mask, a window of 4 and one of 5 need one each."""
+    monkeypatch.setattr(attention, "KEPT_PAIRS", limit)
+    monkeypatch.setattr(
+        attention, "checkpoint", lambda *args, **options: (again.append(args[0]), args[0](*args[1:]))[1]
+    )
+    again: list[Any] = []
+    pack = attention.SharedPrefixes.of(torch.arange(32).unsqueeze(0), [32])
+    states = [torch.randn(1, 2, 32, 8, requires_grad=True) for _ in range(3)]
+    for window in (None, 4, 5, 4, 5):
+        attention.tree_attention(states[0], states[1], states[2], pack, window)
+    assert count_kept(pack) == kept
+    assert len(again) == (4 if kept == 0 else 2 if kept == 32 * 32 else 0)
 
 
 @pytest.mark.parametrize(("limit", "is_gathered_again"), [(0, True), (1000, False)])
