@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 ALL_DEVICES: tuple[Device, ...] = ("cpu", "cuda")
-# Where a bfloat16 model keeps its logits in float32, in the policy (policy/logprobs.py) and in each engine alike:
-# generation/hf.py, and head_dtype of generation/vllm/engine.py.
-FLOAT32_LOGITS_DEVICES: frozenset[str] = frozenset({"cpu", "cuda"})
 INSTALL_CUDA = "uv run --no-group cpu --group cuda ..."  # with this, uv replaces the CPU build by the CUDA build
 INSTALL_CPU = "uv run ..."  # the CPU build is the default
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # written by NVIDIA's kernel module

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
 from nemo_rl.distributed.float32_product import float32_product
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
@@ -233,15 +232,14 @@ class HFGeneration(Generation):
 
 
 def keep_float32_logits(model: Any) -> None:
-    """Let the output layer of a bfloat16 model return float32 sums, on the devices where the policy's logits are these.
+    """Let the output layer of a bfloat16 model return float32 sums, as the policy's logits are.
 
     A layer with a bias is left as it is, as in the policy (policy/logprobs.py).
     """
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or layer.bias is not None or layer.weight.dtype != torch.bfloat16:
         return
-    if layer.weight.device.type in FLOAT32_LOGITS_DEVICES:
-        setattr(layer, "forward", partial(float32_product, weight=layer.weight))  # noqa: B010
+    setattr(layer, "forward", partial(float32_product, weight=layer.weight))  # noqa: B010
 
 
 def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:

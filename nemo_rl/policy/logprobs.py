@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from nemo_rl.distributed.devices import FLOAT32_LOGITS_DEVICES
 from nemo_rl.distributed.float32_product import float32_product
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
@@ -28,6 +27,7 @@ from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 LOGPROBS_ONLY = RequiredScores()
 CPU = torch.device("cpu")
+KEEPS_FLOAT32_LOGITS = True  # of a bfloat16 model; scripts/acceptance clears it to measure what rounding costs
 ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,12 @@ class LogitsHead:
 
 
 def project_to_logits(output_layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits [N, V] of an output layer; in float32 on devices where every engine has them in float32 too.
+    """Return the logits [N, V] of an output layer; in float32 also for bfloat16, as every engine has them.
 
     Products of bfloat16 are summed in float32 either way; a matrix product that returns bfloat16 then rounds the sums,
     logits near 20 by up to 0.06. A layer that is split over ranks or has a bias is called as it is.
     """
-    if hidden.device.type not in FLOAT32_LOGITS_DEVICES or hidden.dtype != torch.bfloat16:
+    if not KEEPS_FLOAT32_LOGITS or hidden.dtype != torch.bfloat16:
         return output_layer(hidden)
     if not isinstance(output_layer, nn.Linear) or output_layer.bias is not None:
         return output_layer(hidden)

@@ -119,7 +119,7 @@ def measure_refits(case: Case, wanted: list[tuple[int, bool]]) -> Iterator[dict[
     from tests.contracts.smollm2 import Misplaced, RecordedScores, make_policy, probes
 
     if case.bfloat16_logits:
-        logprobs.FLOAT32_LOGITS_DEVICES = frozenset()
+        logprobs.KEEPS_FLOAT32_LOGITS = False
     policy = make_policy(case.model)
     with asyncio.Runner() as runner:
         engine = runner.run(start_engine(case))
@@ -203,10 +203,10 @@ def command(case: Case, steps: int) -> list[str]:
     }
     if case.bfloat16_logits:
         overrides["policy.generation.vllm_kwargs"] = "{hf_overrides: {head_dtype: model}}"
-    devices = "logprobs.FLOAT32_LOGITS_DEVICES = frozenset()" if case.bfloat16_logits else "None"
+    change = "logprobs.KEEPS_FLOAT32_LOGITS = False" if case.bfloat16_logits else "None"
     script = str(ROOT / "examples" / "run_grpo.py")
     start = (
-        f"import runpy; from nemo_rl.policy import logprobs; {devices}; runpy.run_path({script!r}, run_name='__main__')"
+        f"import runpy; from nemo_rl.policy import logprobs; {change}; runpy.run_path({script!r}, run_name='__main__')"
     )
     return [sys.executable, "-c", start, *(f"++{key}={value}" for key, value in overrides.items())]
 

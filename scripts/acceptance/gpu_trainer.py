@@ -175,10 +175,10 @@ def measure_logits(bench: Bench) -> dict[str, Any]:
     hidden = torch.randn(bench.sizes.chunk, model.hidden_size, device=device).bfloat16().requires_grad_()
     few = hidden.detach()[:16]
     exact = few.double() @ head.weight.detach().double().T
-    usual, found = logprobs.FLOAT32_LOGITS_DEVICES, {}
+    usual, found = logprobs.KEEPS_FLOAT32_LOGITS, {}
     try:
-        for name, devices in (("bfloat16", frozenset[str]()), ("float32", frozenset({device.type}))):
-            logprobs.FLOAT32_LOGITS_DEVICES = devices
+        for name, keeps_float32 in (("bfloat16", False), ("float32", True)):
+            logprobs.KEEPS_FLOAT32_LOGITS = keeps_float32
             project = partial(logprobs.project_to_logits, head)
             with torch.no_grad():
                 found[f"{name}_error"] = float((project(few).double() - exact).abs().mean() / exact.std())
@@ -186,7 +186,7 @@ def measure_logits(bench: Bench) -> dict[str, Any]:
                 lambda project=project: project(hidden).float().sum().backward(), device, bench.sizes.repeats
             )
     finally:
-        logprobs.FLOAT32_LOGITS_DEVICES = usual
+        logprobs.KEEPS_FLOAT32_LOGITS = usual
     assert found["float32_error"] < 0.1 * found["bfloat16_error"], found
     return found
 

@@ -90,7 +90,7 @@ def test_logits_of_bfloat16_are_kept_in_float32_where_the_policy_has_them_so(
     keep = hf.keep_float32_logits
     monkeypatch.setattr(hf, "keep_float32_logits", lambda m: (keep(m), layers.append(m.get_output_embeddings())))
     exact = first_logprob(path)
-    monkeypatch.setattr(hf, "FLOAT32_LOGITS_DEVICES", frozenset())
+    monkeypatch.setattr(hf, "keep_float32_logits", lambda model: None)
     assert first_logprob(path) != exact
     hidden = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     logits = layers[0](hidden)

@@ -263,7 +263,7 @@ def test_logits_of_bfloat16_are_summed_and_kept_in_float32_where_the_engine_has_
     hidden, head = torch.randn(5, 64).bfloat16(), torch.nn.Linear(64, 37, bias=False).bfloat16()
     exact = hidden.double() @ head.weight.double().T
     logits, *gradients = logits_and_gradients(head, hidden)
-    monkeypatch.setattr(token_scores, "FLOAT32_LOGITS_DEVICES", frozenset())
+    monkeypatch.setattr(token_scores, "KEEPS_FLOAT32_LOGITS", False)
     rounded, *_ = logits_and_gradients(head, hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=0)
