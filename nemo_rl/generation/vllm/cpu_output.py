@@ -25,11 +25,11 @@ class Float32LogitsProcessor(LogitsProcessor):
         hidden_states: torch.Tensor,
         embedding_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        weight = cast(torch.Tensor, lm_head.weight)
-        is_exact = hidden_states.dtype == weight.dtype == torch.bfloat16
         is_plain = isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod) and embedding_bias is None
-        if self.head_dtype == torch.float32 and hidden_states.device.type == "cpu" and is_exact and is_plain:
-            return float32_product(hidden_states, weight)
+        if self.head_dtype == torch.float32 and hidden_states.device.type == "cpu" and is_plain:
+            weight = cast(torch.Tensor, lm_head.weight)  # a quantised head may have none
+            if hidden_states.dtype == weight.dtype == torch.bfloat16:
+                return float32_product(hidden_states, weight)
         return super()._apply_head(lm_head, hidden_states, embedding_bias)
 
 

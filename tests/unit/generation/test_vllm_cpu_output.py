@@ -2,6 +2,7 @@
 sampler draws for a request what its seed and position say."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,9 +56,11 @@ def test_quantised_or_biased_heads_are_left_to_vllm():
     hidden = torch.randn(5, 64).bfloat16()
     found = make_processor(torch.float32)._apply_head(head, hidden, bias)
     torch.testing.assert_close(found.double(), hidden.double() @ head.weight.double().T + 1, atol=1e-5, rtol=0)
-    head.quant_method = object()
+    quantised: Any = torch.nn.Module()  # without a weight of that name, as GPTQ's, which has qweight
+    quantised.quant_method = Mock(apply=lambda layer, states, bias: states * 2)
+    assert torch.equal(make_processor(None)._apply_head(quantised, hidden, None), hidden * 2)
     with pytest.raises(ValueError, match="unquantized"):
-        make_processor(torch.float32)._apply_head(head, hidden, None)
+        make_processor(torch.float32)._apply_head(quantised, hidden, None)
 
 
 def seeded(*seeds: int) -> dict[int, torch.Generator]:
