@@ -84,7 +84,7 @@ class MessagesRequest(Body):
         system = () if self.system is None else (Message("system", read_text(self.system, "system")),)
         turns = [m for i, turn in enumerate(self.messages) for m in _to_messages(turn, f"messages.{i}.content")]
         tools = tuple(tool.read(f"tools.{i}") for i, tool in enumerate(self.tools or ()))
-        asked = self.tool_choice or TypedChoice()
+        asked = self.tool_choice or TypedChoice(type="auto")
         choice = asked.read(tools)
         guide, guide_field = self._guide()
         has_effort = self.output_config is not None and self.output_config.effort is not None

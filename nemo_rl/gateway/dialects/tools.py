@@ -194,7 +194,7 @@ def read_tool_choice(choice: ToolChoiceBody | None, tools: Sequence[Mapping[str,
 class TypedChoice(Body):
     """`tool_choice` of Anthropic's API."""
 
-    type: Literal["auto", "none", "any", "tool"] = "auto"
+    type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
