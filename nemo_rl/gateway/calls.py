@@ -51,6 +51,7 @@ class CallRequest:
     previous_id: str | None = None  # the completion whose conversation `messages` follow
     is_kept: bool = False  # a later call may name this one instead of repeating its messages
     num_instructions: int = 0  # leading messages that are not kept
+    asks_truncation: bool = False  # `truncation: auto`, which a refusal of a long conversation then mentions
     echoed: Mapping[str, Any] = field(default_factory=dict)  # the request's fields that the API repeats in its answer
 
 

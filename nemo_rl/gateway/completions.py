@@ -222,7 +222,7 @@ class CompletionHandler:
     def _check_length(self, request: CallRequest) -> None:
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if sum(len(message.content) for message in request.messages) > limit:
-            raise ContextLengthError(None, self._rules.max_model_len)
+            raise ContextLengthError(None, self._rules.max_model_len, asks_truncation=request.asks_truncation)
 
     def _check_guide(self, field: str, *, trains: bool) -> None:
         """Raise RequestError unless the engine can guide a response, and the trainer's log-probs stay right."""
@@ -249,7 +249,10 @@ class CompletionHandler:
             text = f"{field}: the chat template opens thinking, and a guide would mask the end of it"
         elif self._codec.takes_for_thinking(request.guide):
             name = self._codec.reasoning_parser_name
-            text = f"{field}: reasoning parser {name} takes a response without a closing tag for thinking"
+            text = (
+                f"{field}: reasoning parser {name} takes a response without a closing tag for thinking; use another "
+                "gateway.reasoning_parser, or none"
+            )
         if text is not None:
             raise make_unsupported_error(field, text)
 
@@ -304,7 +307,8 @@ class CompletionHandler:
     def _sampling(self, request: CallRequest, call: PendingCall, sampling: SamplingParams) -> SamplingParams:
         room = self._rules.max_model_len - len(call.prompt_token_ids)
         if room <= 0:
-            raise ContextLengthError(len(call.prompt_token_ids), self._rules.max_model_len)
+            length, asks_truncation = len(call.prompt_token_ids), request.asks_truncation
+            raise ContextLengthError(length, self._rules.max_model_len, asks_truncation=asks_truncation)
         limit = min(room, sampling.max_new_tokens, request.max_tokens or room)
         stop_strings = tuple(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
         return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings, guide=request.guide)

@@ -53,9 +53,6 @@ class ResponsesRequest(OpenAIRequest):
 
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
-        if self.truncation == "auto":
-            text = "truncation: must be disabled; the beginning of a conversation is never dropped"
-            raise make_unsupported_error("truncation", text)
         tools = read_flat_tools(self.tools or ())
         by_format = None
         if self.text is not None and self.text.format is not None:
@@ -70,6 +67,7 @@ class ResponsesRequest(OpenAIRequest):
             previous_id=self.previous_response_id,
             is_kept=True,
             num_instructions=len(instructions),
+            asks_truncation=self.truncation == "auto",
             echoed=self._echoed(),
         )
 
@@ -80,7 +78,7 @@ class ResponsesRequest(OpenAIRequest):
             "max_output_tokens": self.max_output_tokens,
             "metadata": (self.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "truncation": "disabled",
+            "truncation": "disabled",  # auto too: nothing is ever dropped
             "tool_choice": _as_written(self.tool_choice) or "auto",
             "text": _as_written(self.text) or {"format": {"type": "text"}},
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()],

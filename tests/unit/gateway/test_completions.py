@@ -13,6 +13,7 @@ import pytest
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.completions import CallQueue, CompletionHandler
 from nemo_rl.gateway.dialects.chat_completions import ChatCompletions, ChatRequest
+from nemo_rl.gateway.dialects.responses import Responses
 from nemo_rl.gateway.registry import LiveSession, SessionRegistry
 from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.sessions import Chain
@@ -25,6 +26,7 @@ from tests.unit.gateway.engines import (
     SpeakingGeneration,
     codec_of,
     encoder_of,
+    json_bytes,
     rules,
     tokenizer_of,
 )
@@ -80,6 +82,20 @@ def test_a_conversation_without_room_is_refused():
     error = refusal(FakeGeneration(), request(), max_model_len=21)
     assert (error.status, error.code) == (400, "context_length_exceeded")
     assert "21 tokens in a context length of 21 tokens" in str(error)
+
+
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+@pytest.mark.parametrize("text", ["hi", "hi" * 1000])
+def test_truncation_auto_is_accepted_and_drops_nothing(truncation: str, text: str) -> None:
+    """A text of 2,000 characters is refused before it is encoded."""
+    asked = Responses().parse(json_bytes({"input": text, "truncation": truncation}))
+    error = refusal(FakeGeneration(), asked, max_model_len=21)
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert str(error).endswith("the gateway drops no part of a conversation") == (truncation == "auto")
+    prompts: list[str] = []
+    (answer,) = ask(SpeakingGeneration("chatml", lambda request, prompt: prompts.append(prompt) or "ok"), asked)
+    assert text in prompts[0]
+    assert Responses().render(asked, answer, encoder_of("chatml"))["truncation"] == "disabled"
 
 
 def test_with_full_context_length_a_conversation_without_room_ends_and_its_chain_is_truncated():

@@ -293,7 +293,8 @@ def test_a_guided_response_is_refused_where_the_parser_takes_it_for_thinking(
     async def body(server: GatewayServer, generation: SpeakingGeneration) -> None:
         status, answer = await ask_at(server, server.open_session(trains=False), path, **fields)
         text = f"{param}: reasoning parser think takes a response without a closing tag for thinking"
-        assert (status, answer["error"]["message"]) == (400, text)
+        remedy = "; use another gateway.reasoning_parser, or none"
+        assert (status, answer["error"]["message"]) == (400, text + remedy)
         assert not generation.requests
 
     use(body)
