@@ -17,7 +17,6 @@ from nemo_rl.errors import RolloutError
 from nemo_rl.experience.records import rollout_row
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
 from nemo_rl.experience.sources import run_training_rollouts
-from nemo_rl.experience.supervision import Supervision
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,6 @@ class _Runner:
         self._on_rollout = on_rollout
         self._dependencies = dependencies
         self._sampling = sampling
-        self._supervision = Supervision(dependencies.limits.stall_timeout_s)
         self._free_slots = asyncio.Semaphore(limits.concurrency)
         self._failures_in_a_row = 0
         self._is_stopping = False  # an error ends the pass: rollouts that still end well are stored, failures are not
@@ -116,7 +114,7 @@ class _Runner:
                 self._is_stopping = True
                 raise
 
-        options = RolloutOptions(self._sampling, seed, progress=ended, supervision=self._supervision, trains=False)
+        options = RolloutOptions(self._sampling, seed, progress=ended, trains=False)
         await run_training_rollouts(jobs, self._dependencies, options)
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_reward_problem
 from nemo_rl.experience.agents import AgentRuntime, SessionProvider
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
-from nemo_rl.experience.supervision import StallWatchdog, Supervision, cancel_all, gather_or_cancel
+from nemo_rl.experience.supervision import StallWatchdog, cancel_all, gather_or_cancel
 from nemo_rl.experience.turns import request_seed, strip_tool_fields
 from nemo_rl.gateway.sessions import CallFailureKind, Chain
 from nemo_rl.types import (
@@ -43,11 +43,11 @@ async def run_recorded_rollouts(
     *,
     max_concurrency: Mapping[str, int],
 ) -> tuple[Trajectory, ...]:
-    """Run all jobs at once, at most `max_concurrency` of each task. Return trajectories in the order of `jobs`.
+    """Run all jobs at once, at most `max_concurrency` of each task in the whole run.
 
-    A failure is a trajectory; RolloutError is raised on a stall alone.
+    Returns trajectories in the order of `jobs`. A failure is a trajectory; RolloutError is raised on a stall alone.
     """
-    supervision = options.supervision or Supervision(dependencies.limits.stall_timeout_s)
+    supervision = dependencies.supervision
 
     async def alone(job: RolloutJob) -> Trajectory:
         task_name = job.prompt.task_name

@@ -16,7 +16,7 @@ from nemo_rl.experience import replay_buffer
 from nemo_rl.experience.records import RolloutWriter, age_metrics, rollout_metrics
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.sources import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
-from nemo_rl.experience.supervision import ConsecutiveFailureLimit, FailureBudget, Supervision, cancel_all
+from nemo_rl.experience.supervision import ConsecutiveFailureLimit, FailureBudget, cancel_all
 from nemo_rl.interfaces import CollectedGroups
 from nemo_rl.types import Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
 
@@ -117,7 +117,6 @@ class AsyncSource:
         self._is_closed = False
         self._error: Exception | None = None  # of a task
         self._changed = asyncio.Event()
-        self._supervision: Supervision | None = None
         self._meter = CollectionMeter()
 
     # ---- the trainer's side
@@ -133,7 +132,7 @@ class AsyncSource:
         self._is_trainer_waiting = True
         try:
             self._start_rollouts()
-            chosen = await self._get_supervision().watchdog.guard(self._wait_for_groups(weight_version))
+            chosen = await self._dependencies.supervision.watchdog.guard(self._wait_for_groups(weight_version))
         finally:
             self._is_trainer_waiting = False
         if not chosen:
@@ -171,7 +170,7 @@ class AsyncSource:
         self._num_holds += 1
         try:
             if until_idle and self._tasks:
-                await self._get_supervision().watchdog.guard(self._until_idle())
+                await self._dependencies.supervision.watchdog.guard(self._until_idle())
             yield
         finally:
             self._num_holds -= 1
@@ -323,7 +322,7 @@ class AsyncSource:
             task = asyncio.get_running_loop().create_task(self._collect(batch))
             self._tasks[task] = tuple(one.prompt_index for one in batch)
             self._meter.set_num_running(len(self._tasks))
-            self._get_supervision().watchdog.record_progress()
+            self._dependencies.supervision.watchdog.record_progress()
 
     async def _collect(self, prompts: Sequence[LoadedPrompt]) -> None:
         """Run the rollouts of a background task. Its error is raised by the next `next_groups`."""
@@ -357,7 +356,6 @@ class AsyncSource:
             self._options.sampling,
             self._options.seed,
             progress=partial(self._record_end, {one.group_id: one.prompt_index for one in prompts}),
-            supervision=self._get_supervision(),
         )
         jobs = make_rollout_jobs(prompts, self._num_generations)
         trajectories = await run_training_rollouts(jobs, self._dependencies, options)
@@ -380,9 +378,3 @@ class AsyncSource:
         while self._tasks:
             self._changed.clear()
             await self._changed.wait()
-
-    def _get_supervision(self) -> Supervision:
-        """Return the supervision, one for all groups: a group that queues in the engine does not stall."""
-        if self._supervision is None:
-            self._supervision = Supervision(self._dependencies.limits.stall_timeout_s)
-        return self._supervision

@@ -73,6 +73,10 @@ class RolloutDependencies:
     gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name
     scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
     failure_log: FailureLog = field(default_factory=FailureLog)
+    supervision: Supervision = field(init=False)  # a copy with other limits has its own
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "supervision", Supervision(self.limits.stall_timeout_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,6 @@ class RolloutOptions:
     sampling: SamplingParams  # `max_new_tokens` limits one response
     seed: int  # of the run
     progress: Callable[[Trajectory], None] | None = None  # called with each finished rollout; what it raises ends all
-    supervision: Supervision | None = None  # shared by concurrent calls; None: the call has its own
     trains: bool = True  # whether the policy is trained on what is sampled
 
 
@@ -201,7 +204,7 @@ class _SchedulerRun:
         environments, limits = dependencies.environments, dependencies.limits
         for task_name in sorted({job.prompt.task_name for job in jobs} - environments.keys()):
             raise ConfigError(f"env.{task_name}", None, "prompts name it as their task", known=environments)
-        self.watchdog = (options.supervision or Supervision(limits.stall_timeout_s)).watchdog
+        self.watchdog = dependencies.supervision.watchdog
         self._dependencies = dependencies
         self._options = options
         self._rules = TurnRules(

@@ -25,7 +25,7 @@ from nemo_rl.experience.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
 )
-from nemo_rl.experience.supervision import FailureBudget, Supervision, gather_or_cancel
+from nemo_rl.experience.supervision import FailureBudget, gather_or_cancel
 from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.interfaces import CollectedGroups, GroupSource
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
@@ -186,7 +186,6 @@ class SyncSource:
         self, loaded: Sequence[LoadedPrompt], num_put_back: int, weight_version: int
     ) -> CollectedGroups:
         options = self._counting_failures(len(loaded) * self._num_generations)
-        options = replace(options, supervision=Supervision(self._dependencies.limits.stall_timeout_s))
 
         async def collect(one: LoadedPrompt) -> TrajectoryGroup:
             jobs = make_rollout_jobs([one], self._num_generations)

@@ -119,8 +119,8 @@ class StallWatchdog:
     def __init__(self, stall_timeout_s: float) -> None:
         self._stall_timeout_s = stall_timeout_s
         self._waiting: Counter[str] = Counter()
-        self._loop = asyncio.get_running_loop()
-        self._last_progress_at = self._loop.time()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the guarded work
+        self._last_progress_at = 0.0
         self._guarded: set[asyncio.Future[None]] = set()  # one for each call of `guard`
         self._timer: asyncio.TimerHandle | None = None
 
@@ -130,18 +130,20 @@ class StallWatchdog:
 
     def record_progress(self) -> None:
         """Restart the stall timeout."""
-        self._last_progress_at = self._loop.time()
+        if self._loop is not None:
+            self._last_progress_at = self._loop.time()
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Return the result of `work`; raise RolloutError on a stall. `work` is cancelled then, and when this is."""
-        task = asyncio.ensure_future(work)
-        ended: asyncio.Future[None] = self._loop.create_future()
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+        ended: asyncio.Future[None] = loop.create_future()
         task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
         if not self._guarded:  # the first of them: what happened while nothing was guarded is no stall
+            self._loop = loop
             self.record_progress()
         self._guarded.add(ended)
         if self._timer is None:
-            self._timer = self._loop.call_later(self._stall_timeout_s, self._check)
+            self._timer = loop.call_later(self._stall_timeout_s, self._check)
         try:
             await ended  # raises on a stall
             return await task
@@ -154,6 +156,7 @@ class StallWatchdog:
 
     def _check(self) -> None:
         """End all guarded work on a stall; else check again when there may be one."""
+        assert self._loop is not None  # guard() has started the timer
         self._timer = None
         remaining_s = self._last_progress_at + self._stall_timeout_s - self._loop.time()
         if remaining_s > 0:
@@ -171,7 +174,10 @@ class StallWatchdog:
 
 
 class Supervision:
-    """The watchdog and the concurrency limits that concurrent rollouts share, in one call or in several."""
+    """The watchdog and the concurrency limits that all rollouts of a run share, those of validation too.
+
+    So any progress counts: rollouts that queue in a busy engine or for their task's limit do not stall.
+    """
 
     def __init__(self, stall_timeout_s: float) -> None:
         self.watchdog = StallWatchdog(stall_timeout_s)

@@ -419,6 +419,26 @@ def test_no_more_agents_run_at_once_than_allowed() -> None:
     assert most == [2]
 
 
+def test_calls_that_overlap_share_an_agents_limit() -> None:
+    running: list[int] = [0]
+    most: list[int] = [0]
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await ask(prompt, base_url, api_key)
+        running[0] -= 1
+        return 1.0
+
+    async def body(setup: Setup) -> None:
+        validating = run_agent_rollouts(jobs(1, 4), setup.dependencies, replace(setup.options, trains=False))
+        training, validation = await asyncio.gather(setup.run(jobs(1, 4)), validating)
+        assert [t.failure for t in (*training, *validation)] == [None] * 8
+
+    use(agent, body, max_concurrency=2)
+    assert most == [2]
+
+
 def test_agents_and_turns_run_at_once_with_results_in_the_order_of_the_jobs() -> None:
     async def body(setup: Setup) -> None:
         environments = {name: check_environment(FakeEnvironment()) for name in ("scorer", "plain")}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from nemo_rl.environments.boundary import CheckedEnvironment, error_to_failure
 from nemo_rl.environments.registry import FunctionEnvironment
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
 from nemo_rl.experience.supervision import (
     FailureBudget,
@@ -26,7 +27,8 @@ from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.scorers import FakeScorer
-from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, jobs
+from tests.fakes.virtual_time import run_in_virtual_time
+from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 
 def test_stall_names_what_is_waited_for():
@@ -68,6 +70,99 @@ def test_progress_puts_the_stall_off():
         return await watchdog.guard(work())
 
     assert asyncio.run(main()) == "ended"
+
+
+async def hang(watchdog: StallWatchdog) -> None:
+    with watchdog.waiting_for("generation"):
+        await asyncio.Event().wait()
+
+
+def test_stall_ends_all_guarded_work_at_once():
+    async def main() -> tuple[list[object], float]:
+        watchdog = StallWatchdog(60.0)
+        guarded = [asyncio.ensure_future(watchdog.guard(hang(watchdog)))]
+        await asyncio.sleep(30.0)
+        guarded.append(asyncio.ensure_future(watchdog.guard(hang(watchdog))))
+        errors = await asyncio.gather(*guarded, return_exceptions=True)
+        return [str(error) for error in errors], asyncio.get_running_loop().time()
+
+    errors, ended_at = run_in_virtual_time(main())
+    assert ended_at == 60.0
+    assert len(errors) == 2
+    assert all("generation (2)" in str(error) for error in errors)
+
+
+def test_time_before_the_first_guard_is_no_stall():
+    async def main() -> str:
+        watchdog = StallWatchdog(60.0)
+        await watchdog.guard(asyncio.sleep(1.0))
+        await asyncio.sleep(1000.0)  # a long training step, say
+        return await watchdog.guard(asyncio.sleep(59.0, "ended"))
+
+    assert run_in_virtual_time(main()) == "ended"
+
+
+def test_work_that_ends_leaves_the_timer_to_the_rest():
+    async def main() -> float:
+        watchdog = StallWatchdog(60.0)
+        rest = asyncio.ensure_future(watchdog.guard(hang(watchdog)))
+        await watchdog.guard(asyncio.sleep(50.0))
+        with pytest.raises(RolloutError):
+            await rest
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) == 60.0
+
+
+def test_work_cancelled_as_the_timer_fires_is_cancelled_and_the_rest_stalls():
+    """At 60 s, in both orders: the cancellation's timer is older than the watchdog's, or younger."""
+
+    async def cancel_at_60(is_older: bool) -> tuple[bool, type[BaseException]]:
+        watchdog, loop = StallWatchdog(60.0), asyncio.get_running_loop()
+        tasks: list[asyncio.Task[None]] = []
+        if is_older:
+            loop.call_at(loop.time() + 60.0, lambda: tasks[0].cancel())
+        tasks += [asyncio.ensure_future(watchdog.guard(hang(watchdog))) for _ in range(2)]
+        await asyncio.sleep(0)  # both are guarded now
+        if not is_older:
+            loop.call_at(60.0, tasks[0].cancel)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        return tasks[0].cancelled(), type(outcomes[1])
+
+    for is_older in (True, False):
+        assert run_in_virtual_time(cancel_at_60(is_older)) == (True, RolloutError)
+
+
+def test_watchdog_serves_one_event_loop_after_another():
+    watchdog = StallWatchdog(60.0)
+    for _ in range(2):
+        assert run_in_virtual_time(watchdog.guard(asyncio.sleep(59.0, "ended"))) == "ended"
+        with pytest.raises(RolloutError):
+            run_in_virtual_time(watchdog.guard(hang(watchdog)))
+
+
+def test_rollouts_that_wait_while_others_of_the_run_progress_do_not_stall():
+    """As a validation whose requests queue after those of background rollouts."""
+
+    async def main() -> list[Trajectory]:
+        setup = dependencies(
+            FakeGeneration(vocab_size=VOCAB_SIZE),
+            {
+                "game": CheckedEnvironment(FakeEnvironment(before=lambda conversations: asyncio.sleep(40.0)), 600.0),
+                "queued": CheckedEnvironment(FakeEnvironment(before=lambda conversations: asyncio.sleep(100.0)), 600.0),
+            },
+            limits=replace(LIMITS, stall_timeout_s=60.0, max_turns=1),
+        )
+
+        async def train() -> list[Trajectory]:
+            steps = [await run_async_multi_turn_rollout(jobs(1), setup, OPTIONS) for _ in range(3)]
+            return [trajectory for step in steps for trajectory in step]
+
+        validating = run_multi_turn_rollout_async_generation(jobs(1, tasks=("queued",)), setup, OPTIONS)
+        trained, validated = await asyncio.gather(train(), validating)
+        return [*trained, *validated]
+
+    assert [trajectory.failure for trajectory in run_in_virtual_time(main())] == [None] * 4
 
 
 def test_error_of_the_work_is_raised_as_it_is():
