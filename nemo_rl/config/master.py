@@ -127,6 +127,11 @@ class RolloutTrainingConfig(Section):
         """Return whether, and how, rollouts are collected while the policy trains."""
         raise NotImplementedError
 
+    @property
+    def samples_beside_training(self) -> bool:
+        """Return whether the engine samples while the policy trains, for rollouts or for validation."""
+        return self.background.enabled or self.val_overlap
+
 
 class GRPOConfig(RolloutTrainingConfig):
     """Group-relative policy optimization (arXiv 2402.03300) and its relatives."""

@@ -229,8 +229,8 @@ def _teacher_model(key: str, section: TeacherConfig, num_ranks: int) -> RankMode
 
 
 def _engine_model(config: TrainingRunConfig, shape: ModelShape, layout: Layout) -> EngineModel:
-    in_background = config.algorithm.background.enabled
-    section = config.policy.generation.for_layout(layout, collects_in_background=in_background)
+    beside_training = config.algorithm.samples_beside_training
+    section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
     options = getattr(section, "vllm_cfg", None)
     return EngineModel(
         shape=shape,

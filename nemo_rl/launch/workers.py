@@ -246,8 +246,8 @@ def engine_dtype(config: TrainingRunConfig) -> str:
 async def _open_generation(
     config: TrainingRunConfig, model_path: str, layout: Layout, slots: "Sequence[ReservedSlot]"
 ) -> Generation:
-    in_background = config.algorithm.background.enabled
-    section = config.policy.generation.for_layout(layout, collects_in_background=in_background)
+    beside_training = config.algorithm.samples_beside_training
+    section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
     length = section.max_model_len or config.policy.max_total_sequence_length
     model = EngineModel(model_path, engine_dtype(config), length, layout.device)
     return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(model_path))

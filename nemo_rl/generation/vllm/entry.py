@@ -129,7 +129,7 @@ class VllmGenerationConfig(GenerationConfig):
             problem = f"the engine would run in a worker on {layout.device}; allowed: false, or one process on a CPU"
             raise ConfigError(IN_PROCESS_KEY, True, problem)
 
-    def for_layout(self, layout: "Layout", *, collects_in_background: bool) -> "VllmGenerationConfig":
+    def for_layout(self, layout: "Layout", *, samples_beside_training: bool) -> "VllmGenerationConfig":
         """Return the section with `vllm_cfg.in_process` set: true where engine and trainer take turns on one CPU.
 
         vLLM binds the memory of its process to one NUMA node, so a machine with several keeps a process for it.
@@ -139,7 +139,7 @@ class VllmGenerationConfig(GenerationConfig):
         in_process = (
             layout.device == "cpu"
             and not layout.needs_cluster
-            and not collects_in_background
+            and not samples_beside_training
             and not self.in_actor
             and self.vllm_cfg.tensor_parallel_size == 1
             and not self.vllm_kwargs.keys() & PARALLEL_ARGUMENTS

@@ -95,9 +95,9 @@ def test_logits_of_a_bfloat16_engine_are_float32_unless_the_user_says_otherwise(
     assert kept["hf_overrides"] == {"head_dtype": "model"}
 
 
-def chosen_process(*, in_background: bool = False, device: str = "cpu", needs_cluster: bool = False, **section):
+def chosen_process(*, beside_training: bool = False, device: str = "cpu", needs_cluster: bool = False, **section):
     layout: Any = SimpleNamespace(device=device, needs_cluster=needs_cluster)
-    made = VllmGenerationConfig(**section).for_layout(layout, collects_in_background=in_background)
+    made = VllmGenerationConfig(**section).for_layout(layout, samples_beside_training=beside_training)
     return made.vllm_cfg.in_process
 
 
@@ -107,11 +107,11 @@ def test_engine_is_in_the_trainers_process_where_they_take_turns_on_a_cpu(monkey
     assert chosen_process() is True
     assert chosen_process(device="cuda") is False
     assert chosen_process(needs_cluster=True) is False
-    assert chosen_process(in_background=True) is False
+    assert chosen_process(beside_training=True) is False
     assert chosen_process(in_actor=True) is False
     assert chosen_process(vllm_kwargs={"data_parallel_size": 2}) is False
     assert chosen_process(vllm_cfg=VllmConfig(in_process=False)) is False
-    assert chosen_process(vllm_cfg=VllmConfig(in_process=True), in_background=True) is True
+    assert chosen_process(vllm_cfg=VllmConfig(in_process=True), beside_training=True) is True
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     assert chosen_process() is False
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")

@@ -47,6 +47,7 @@ def test_a_machine_without_a_gpu_plans_for_80_gb_and_says_so() -> None:
     [
         (("++policy.generation.vllm_cfg.in_process=true",), 1, 0),
         (("++policy.generation.vllm_cfg.in_process=false",), 1, 1),
+        (("++grpo.val_overlap=true",), 1, 1),  # which samples while the policy trains
         (("policy.generation.backend=hf",), 1, 0),
         (("policy.generation.num_replicas=2",), 2, 2),  # of a cluster, where the policy's rank has a process too
     ],

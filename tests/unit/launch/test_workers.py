@@ -9,7 +9,8 @@ from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.layout import make_layout
 from nemo_rl.config.loading import load_collect_config, load_eval_config
 from nemo_rl.errors import GenerationError, WorkerError
-from nemo_rl.launch.workers import _started, _takes_turns, collection_placement_plan, placement_plan
+from nemo_rl.launch import workers
+from nemo_rl.launch.workers import _open_generation, _started, _takes_turns, collection_placement_plan, placement_plan
 from nemo_rl.policy.offload import DeviceRoom, MeasureRoom
 from tests.unit.launch.conftest import Recipe
 
@@ -173,6 +174,18 @@ def test_policy_and_engine_take_turns_unless_both_fit(
     layout = make_layout(config, "cuda")
     turns = asyncio.run(_takes_turns(config, layout, policy, has_teachers=has_teachers))  # type: ignore[arg-type]
     assert (turns, policy.num_measured) == expected
+
+
+def test_vllm_has_its_own_process_where_validation_runs_beside_training(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def return_section(section: Any, *args: object, **options: object) -> Any:
+        return section
+
+    monkeypatch.setattr(workers, "make_generation", return_section)
+    config = recipe(VLLM, "++grpo.val_overlap=true")
+    section: Any = asyncio.run(_open_generation(config, "model", make_layout(config, "cpu"), ()))
+    assert section.vllm_cfg.in_process is False
 
 
 class StartedEngine:
