@@ -35,7 +35,7 @@ from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.launch.model_files import QUICKSTART_MODEL
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.training import tune_garbage_collection
+from nemo_rl.launch.training import tuned_garbage_collection
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 
 NUM_AGENTS, CALLS = 64, 4  # calls of an agent in a round, one after another, each a conversation of its own
@@ -255,9 +255,9 @@ async def print_sessions(model_path: str, sizes: Sequence[int]) -> None:
     """
     print(f"\n| open sessions | process before, GB | with them [{SESSIONS_BAR_GB} at 10,000] | KB a session ", end="")
     print("| peak | CPU ms a call |\n|---|---|---|---|---|---|", flush=True)
-    tune_garbage_collection()  # as a run does once everything is loaded
-    for size in sizes:
-        await print_open_sessions(model_path, size)
+    with tuned_garbage_collection():  # as a run does once everything is loaded
+        for size in sizes:
+            await print_open_sessions(model_path, size)
 
 
 async def print_open_sessions(model_path: str, num_sessions: int) -> None:

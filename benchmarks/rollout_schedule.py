@@ -50,7 +50,7 @@ from nemo_rl.experience.rollouts import (
     run_multi_turn_rollout_async_generation,
 )
 from nemo_rl.interfaces import EnginePart, Environment, Weights
-from nemo_rl.launch.training import tune_garbage_collection
+from nemo_rl.launch.training import tuned_garbage_collection
 from nemo_rl.types import Completion, EnvStep, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams
 from tests.fakes.encoder import END, FakeEncoder
 
@@ -377,9 +377,9 @@ def measure_beside_engine(measured: Callable[[RemoteEngine], Awaitable[float]], 
         answer_requests(theirs, num_open)
         os._exit(0)
     theirs.close()
-    tune_garbage_collection()  # as a run does once everything is loaded
     try:
-        return asyncio.run(main())
+        with tuned_garbage_collection():  # as a run does once everything is loaded
+            return asyncio.run(main())
     finally:
         ours.close()
         os.waitpid(child, 0)

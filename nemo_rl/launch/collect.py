@@ -32,7 +32,7 @@ from nemo_rl.experience.scoring import PromptKey, rescore_rollouts
 from nemo_rl.interfaces import Generation
 from nemo_rl.launch import rollouts as rollout_setup
 from nemo_rl.launch.sampled import CollectionInputs, engine_name, load_collection_inputs, open_engine
-from nemo_rl.launch.training import open_console, tune_garbage_collection
+from nemo_rl.launch.training import open_console, tuned_garbage_collection
 from nemo_rl.observability.console import CollectionProgress, make_collection_progress
 from nemo_rl.types import Prompt
 
@@ -202,7 +202,7 @@ async def _run(
             return
         generation = await open_engine(config, inputs, stack)
         dependencies = await _open_dependencies(config, inputs, generation, stack)
-        tune_garbage_collection()
+        stack.enter_context(tuned_garbage_collection())
         progress.start()
         stack.callback(progress.close)
         prompts = inputs.input_set.prompts

@@ -1,6 +1,7 @@
 """Background collection in the real loop, with the hf engine in float32."""
 
 import asyncio
+import gc
 import json
 import math
 from pathlib import Path
@@ -13,13 +14,26 @@ from nemo_rl.algorithms.loop import TrainingProgress
 from nemo_rl.distributed import cluster
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch import rollouts
-from nemo_rl.launch.training import open_run, required_logprobs, run_training
+from nemo_rl.launch.training import (
+    GC_THRESHOLDS,
+    open_run,
+    required_logprobs,
+    run_training,
+    tuned_garbage_collection,
+)
 from nemo_rl.losses.make import make_loss
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
 from tests.unit.launch.conftest import Recipe
 from tests.unit.launch.scoring import Closing
 
 pytestmark = pytest.mark.usefixtures("process_state")
+
+
+def test_thresholds_of_the_garbage_collector_are_restored() -> None:
+    before = gc.get_threshold()
+    with tuned_garbage_collection():
+        assert gc.get_threshold() == GC_THRESHOLDS != before
+    assert gc.get_threshold() == before
 
 
 def trained(recipe: Recipe, *overrides: str) -> TrainingProgress:
