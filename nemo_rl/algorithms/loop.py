@@ -119,11 +119,11 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress) -> None:
                 await training.checkpoint_writer.finish_if_written()
         with timer("policy_training"):
             metrics = made.metrics | await policy.train_step(made.batch, run.algorithm.loss_fn)
-        if run.details is not None:
-            with timer("rollout_details"):
-                await run.details.record(step + 1, made.batch, made.rows, policy)
         step += 1
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
+        if run.details is not None:
+            with timer("rollout_details"):
+                await run.details.record(step, made.batch, made.rows, policy)
         await _join_validation(run, training, timer)
         if training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
@@ -202,7 +202,7 @@ def _may_overlap(run: TrainingRun, step: int) -> bool:
 def _begin_validation(run: TrainingRun, training: TrainingProgress) -> None:
     """Prepare the validation of the policy that the engine holds; `_join_validation` reports it.
 
-    It starts with the next training, while which the engine has nothing to do; or at once where rollouts never end, in
+    It starts with the next training, during which the engine has nothing to do; or at once where rollouts never end, in
     background collection, and where training needs the engine's device.
     """
     if run.validator is None:
@@ -247,11 +247,15 @@ async def _wait_for(task: asyncio.Task[ValidationResult]) -> None:
 
 
 async def _discard_validation(training: TrainingProgress) -> None:
-    """Cancel the running validation, if any."""
-    if (running := training.running_validation) is not None:
-        logger.info("discarding the validation after step %d: the run stops", running.step)
-        training.running_validation = None
-        await cancel_all((running.result,))
+    """Cancel the running validation, if any; log the error of one that has failed."""
+    if (running := training.running_validation) is None:
+        return
+    training.running_validation = None
+    if running.result.done() and not running.result.cancelled() and (error := running.result.exception()) is not None:
+        logger.error("the validation after step %d failed", running.step, exc_info=error)
+        return
+    logger.info("discarding the validation after step %d: the run stops", running.step)
+    await cancel_all((running.result,))
 
 
 async def save_if_due(

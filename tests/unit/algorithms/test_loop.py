@@ -357,19 +357,23 @@ def test_a_checkpoint_waits_for_the_validation_that_ranks_it(tmp_path: Path) -> 
 def test_a_validation_that_ends_during_the_rollouts_delays_no_checkpoint(tmp_path: Path) -> None:
     validated = asyncio.Event()
 
-    async def record(conversations: Sequence[Conversation]) -> None:
-        validated.set()
+    class RecordedValidator:
+        """Sets the event with its return, so that the validation's task has ended when a waiter wakes."""
 
-    async def wait_and_yield(conversations: Sequence[Conversation]) -> None:
+        async def validate(self) -> ValidationResult:
+            assert rig.run.validator is not None
+            result = await rig.run.validator.validate()
+            validated.set()
+            return result
+
+    async def wait_for_validation(conversations: Sequence[Conversation]) -> None:
         if rig.policy.num_steps:  # the rollouts of the second step
             await validated.wait()
-            for _ in range(100):  # turns of the loop, in which the validation ends
-                await asyncio.sleep(0)
 
     background = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 0}}
-    rig = overlapping(tmp_path, grpo=background, before_validation=record, before_training=wait_and_yield)
+    rig = overlapping(tmp_path, grpo=background, before_validation=None, before_training=wait_for_validation)
     rig.policy.writes_slowly = False
-    trained(rig)
+    asyncio.run(train(replace(rig.run, validator=RecordedValidator())))  # type: ignore[arg-type]
     assert rig.calls.index("finish_save") < rig.calls.index("train_step", rig.calls.index("next_groups 1"))
     assert "val:accuracy" in rig.checkpoints()[1]
 
@@ -412,6 +416,51 @@ def test_what_a_validation_raises_ends_the_run_with_a_checkpoint_of_what_was_tra
     with pytest.raises(RolloutError, match="the engine is gone"):
         asyncio.run(train(run))
     assert max(rig.checkpoints()) == rig.policy.num_steps
+
+
+def test_error_of_a_validation_is_logged_where_another_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_after_the_first_step(conversation: Conversation, state: State) -> EnvStep:
+        if rig.policy.num_steps:
+            raise RuntimeError("the judge is gone")
+        return EnvStep(rewards={"score": 1.0})
+
+    failed = asyncio.Event()
+
+    class FailingValidator:
+        async def validate(self) -> ValidationResult:
+            failed.set()
+            raise RuntimeError("the held-out questions are gone")
+
+    async def wait_for_failure(conversations: Sequence[Conversation]) -> None:
+        if rig.policy.num_steps:
+            await failed.wait()
+
+    background = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 0}}
+    rig = overlapping(tmp_path, grpo=background, answer=break_after_the_first_step, before_training=wait_for_failure)
+    with pytest.raises(RolloutError, match="the judge is gone"):
+        asyncio.run(train(replace(rig.run, validator=FailingValidator())))  # type: ignore[arg-type]
+    (record,) = [one for one in caplog.records if one.getMessage() == "the validation after step 1 failed"]
+    assert record.exc_info is not None
+    assert "held-out questions" in str(record.exc_info[1])
+
+
+class BrokenDetails:
+    """Details that cannot be recorded."""
+
+    def mark(self, step: int, batch: Any) -> None:
+        """Nothing is marked."""
+
+    async def record(self, step: int, batch: Any, rows: Any, policy: Any) -> None:
+        raise RolloutError(f"no details of step {step}")
+
+
+def test_a_step_counts_as_trained_before_its_details_are_recorded(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    with pytest.raises(RolloutError, match="no details of step 1"):
+        asyncio.run(train(replace(rig.run, details=BrokenDetails())))  # type: ignore[arg-type]
+    assert list(rig.checkpoints()) == [rig.policy.num_steps] == [1]
 
 
 # ---- metrics
