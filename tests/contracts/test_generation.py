@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from nemo_rl.generation.requests import generate_by_deadline
+from nemo_rl.generation.requests import answer_by_deadline, generate_by_deadline
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.policy.truncation import Truncation
 from nemo_rl.types import Completion, FailedRequest
@@ -172,14 +172,17 @@ def test_calls_that_overlap_are_all_answered(engine_loop, engine):
     assert together[3]["3"].token_ids == alone["3"].token_ids
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a call"])
 @pytest.mark.parametrize("kind", ["vllm", "vllm in process"])
-def test_request_without_an_answer_fails_at_its_deadline(engine_loop, engines, kind):
+def test_request_without_an_answer_fails_at_its_deadline(engine_loop, engines, kind, alone):
     engine = engines(kind, "tied")
 
     async def main():
         await engine._engine.pause_generation(mode="keep")
         late = replace(request("late"), timeout_s=0.05)
         try:
+            if alone:
+                return [await answer_by_deadline(engine, late)]
             return [result async for result in generate_by_deadline(engine, [late])]
         finally:
             await engine._engine.resume_generation()

@@ -373,15 +373,16 @@ def test_an_address_in_use_is_told():
 
 def test_deltas_that_wait_share_a_write() -> None:
     writes: list[bytes] = []
+    has_written = asyncio.Event()
     write = web.StreamResponse.write
 
     async def record(self: web.StreamResponse, data: bytes) -> None:
         writes.append(data)
+        has_written.set()
         await write(self, data)
 
     async def between_tokens(request: GenerationRequest) -> None:
-        for _ in range(5):  # the reader of a delta gets its turns
-            await asyncio.sleep(0)
+        await has_written.wait()  # the second token comes after the first text is written
 
     async def use(server: GatewayServer) -> None:
         body = {"messages": [HI], "stream": True}

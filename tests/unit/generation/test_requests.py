@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.generation.requests import as_completed, generate_by_deadline
+from nemo_rl.generation.requests import answer_by_deadline, as_completed, generate_by_deadline
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.virtual_time import run_in_virtual_time
@@ -66,8 +66,21 @@ async def results_of(generation, requests: Sequence[GenerationRequest]) -> list[
     return [(r.request_id, r.cause if isinstance(r, FailedRequest) else "") async for r in results]
 
 
+async def result_of_one(generation, requests: Sequence[GenerationRequest]) -> list[tuple[str, str]]:
+    """Return what `results_of` does, of one request."""
+    (one,) = requests
+    result = await answer_by_deadline(generation, one)
+    if result is None:
+        return []
+    return [(result.request_id, result.cause if isinstance(result, FailedRequest) else "")]
+
+
+each_way = pytest.mark.parametrize("ask", [results_of, result_of_one])
+
+
+@each_way
 @pytest.mark.parametrize(("timeout_s", "cause"), [(120.0, ""), (119.0, "no result in 119 s")])
-def test_late_request_fails_by_its_own_deadline_and_is_cancelled(timeout_s: float, cause: str) -> None:
+def test_late_request_fails_by_its_own_deadline_and_is_cancelled(ask, timeout_s: float, cause: str) -> None:
     cancelled: list[str] = []
 
     async def take_two_minutes(asked: GenerationRequest) -> None:
@@ -78,7 +91,7 @@ def test_late_request_fails_by_its_own_deadline_and_is_cancelled(timeout_s: floa
             raise
 
     engine = FakeGeneration(latency=take_two_minutes)
-    assert run_in_virtual_time(results_of(engine, [replace(request("a"), timeout_s=timeout_s)])) == [("a", cause)]
+    assert run_in_virtual_time(ask(engine, [replace(request("a"), timeout_s=timeout_s)])) == [("a", cause)]
     assert cancelled == (["a"] if cause else [])
 
 
@@ -94,9 +107,47 @@ def test_time_of_requests_computed_in_turn_starts_anew_with_each_result() -> Non
     assert run_in_virtual_time(results_of(InTurn(), requests)) == [("a", ""), ("b", ""), ("slow", late), ("d", late)]
 
 
-def test_timeout_that_an_engine_raises_is_no_deadline_of_ours() -> None:
+@each_way
+def test_cancelled_caller_cancels_its_request(ask) -> None:
+    async def main() -> list[str]:
+        started, ended = asyncio.Event(), asyncio.Event()
+        cancelled: list[str] = []
+
+        async def hang(asked: GenerationRequest) -> None:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(asked.request_id)
+                raise
+            finally:
+                ended.set()
+
+        waiting = asyncio.create_task(ask(FakeGeneration(latency=hang), [request("a")]))
+        await started.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await ended.wait()
+        return cancelled
+
+    assert run_in_virtual_time(main()) == ["a"]
+
+
+@each_way
+def test_engine_that_yields_nothing_gives_no_result(ask) -> None:
+    class Silent(FakeGeneration):
+        async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+            for one in ():
+                yield one
+
+    assert run_in_virtual_time(ask(Silent(), [request("a")])) == []
+
+
+@each_way
+def test_timeout_that_an_engine_raises_is_no_deadline_of_ours(ask) -> None:
     async def time_out(asked: GenerationRequest) -> None:
         raise TimeoutError("a socket")
 
     with pytest.raises(TimeoutError, match="a socket"):
-        asyncio.run(results_of(FakeGeneration(latency=time_out), [request("a")]))
+        asyncio.run(ask(FakeGeneration(latency=time_out), [request("a")]))
