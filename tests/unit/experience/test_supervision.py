@@ -117,7 +117,7 @@ def test_work_that_ends_leaves_the_timer_to_the_rest():
 def test_work_cancelled_as_the_timer_fires_is_cancelled_and_the_rest_stalls():
     """At 60 s, in both orders: the cancellation's timer is older than the watchdog's, or younger."""
 
-    async def cancel_at_60(is_older: bool) -> tuple[bool, type[BaseException]]:
+    async def cancel_at_60(is_older: bool) -> tuple[bool, type[object]]:
         watchdog, loop = StallWatchdog(60.0), asyncio.get_running_loop()
         tasks: list[asyncio.Task[None]] = []
         if is_older:
