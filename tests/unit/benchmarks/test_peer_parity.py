@@ -62,7 +62,12 @@ def test_the_quickstart_in_trls_words() -> None:
         (["++loss_fn.ratio_clip_c=3"], "delta", 3.0),
         (["++grpo.adv_estimator.normalize_rewards=false"], "scale_rewards", "none"),
         (["++grpo.adv_estimator.normalization_scope=batch"], "scale_rewards", "batch"),
-        (["policy.generation.ignore_eos=true"], "generation_kwargs", {"ignore_eos": True}),
+        (["policy.generation.ignore_eos=true"], "generation_kwargs", {"ignore_eos": True, "stop_token_ids": []}),
+        (
+            ["++policy.generation.stop_token_ids=[5]"],
+            "generation_kwargs",
+            {"ignore_eos": False, "stop_token_ids": [5]},
+        ),
         (["grpo.num_prompts_per_step=4"], "per_device_train_batch_size", 32),
     ],
 )
@@ -80,7 +85,6 @@ def test_an_option_in_trls_words(overrides: list[str], key: str, value: object) 
         ("policy.optimizer.kwargs.weight_decay=0.1", "policy.optimizer.kwargs.weight_decay"),
         ("~policy.optimizer.kwargs.weight_decay", "policy.optimizer.kwargs.weight_decay"),
         ("policy.train_global_batch_size=128", "policy.train_global_batch_size"),
-        ("++policy.generation.stop_token_ids=[5]", "policy.generation.stop_token_ids"),
         ("++grpo.use_dynamic_sampling=true", "grpo.use_dynamic_sampling"),
     ],
 )
