@@ -11,6 +11,7 @@ without vLLM's noise. Agents share the processors with engine and server, so by 
 
 import argparse
 import asyncio
+import itertools
 import json
 import resource
 import statistics
@@ -241,11 +242,9 @@ async def print_calls(engines: Sequence[Engine], model_path: str, *, kind: str, 
     print(f"| ratio [{bars}] | CPU ms a call | direct | difference [{CPU_BAR_MS} at 64] ", end="")
     print(f"| ms to the first event: median, 99%, longest [{FIRST_EVENT_BAR_MS:.0f}] |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    for num_tokens in RATIO_BARS:
-        for stream in (False, True):
-            for engine in engines:
-                row = await measure(engine, model_path, num_tokens, stream=stream, kind=kind, rounds=rounds)
-                print(row, flush=True)
+    with tuned_garbage_collection():  # as a run does once everything is loaded
+        for num_tokens, stream, engine in itertools.product(RATIO_BARS, (False, True), engines):
+            print(await measure(engine, model_path, num_tokens, stream=stream, kind=kind, rounds=rounds), flush=True)
 
 
 async def print_sessions(model_path: str, sizes: Sequence[int]) -> None:
@@ -255,7 +254,7 @@ async def print_sessions(model_path: str, sizes: Sequence[int]) -> None:
     """
     print(f"\n| open sessions | process before, GB | with them [{SESSIONS_BAR_GB} at 10,000] | KB a session ", end="")
     print("| peak | CPU ms a call |\n|---|---|---|---|---|---|", flush=True)
-    with tuned_garbage_collection():  # as a run does once everything is loaded
+    with tuned_garbage_collection():
         for size in sizes:
             await print_open_sessions(model_path, size)
 
