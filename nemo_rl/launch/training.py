@@ -259,8 +259,10 @@ def tuned_garbage_collection() -> Iterator[None]:
     """Exempt what imports made from garbage collection, and collect less often until the block ends.
 
     Scanning the imports takes 75 ms, and none of it ever is garbage. By Python's own thresholds collections take more
-    than a third of the driver's time with 16,384 rollouts open, nearly all of it to look at these again and again.
+    than a third of the driver's time with 16,384 rollouts open, nearly all of it to look at these again and again. The
+    end of the block undoes this, unless the caller had exempted objects already: Python cannot tell whose are whose.
     """
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     thresholds = gc.get_threshold()
@@ -269,6 +271,8 @@ def tuned_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
+        if not was_frozen:
+            gc.unfreeze()
 
 
 async def _open_dependencies(

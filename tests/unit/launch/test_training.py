@@ -36,6 +36,23 @@ def test_thresholds_of_the_garbage_collector_are_restored() -> None:
     assert gc.get_threshold() == before
 
 
+def test_objects_exempt_from_garbage_collection_are_collected_again_after_a_run() -> None:
+    gc.unfreeze()
+    with tuned_garbage_collection():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_has_exempted_from_garbage_collection_stays_so() -> None:
+    gc.freeze()
+    try:
+        with tuned_garbage_collection():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def trained(recipe: Recipe, *overrides: str) -> TrainingProgress:
     return asyncio.run(run_training(recipe(*overrides), "uv run train.py"))
 
