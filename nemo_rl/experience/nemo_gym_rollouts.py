@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl.environments.boundary import error_to_failure
-from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymStackEnded, GymUnavailable
+from nemo_rl.errors import RolloutError
 from nemo_rl.experience import agent_rollouts
 from nemo_rl.experience.agents import SessionProvider
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
@@ -98,8 +99,8 @@ async def run_nemo_gym_rollouts(
 ) -> tuple[Trajectory, ...]:
     """Run each job's row, at most `max_concurrency` of a stack at once. Return trajectories in the order of `jobs`.
 
-    Waits for Gym's agents; unblocked by their replies. A failure is a trajectory; RolloutError is raised on a stall
-    alone.
+    Waits for Gym's agents; unblocked by their replies. A failure is a trajectory; RolloutError is raised on a stall,
+    and where a stack that the run started is over.
     """
 
     async def run(job: RolloutJob, watchdog: StallWatchdog) -> Trajectory:
@@ -164,6 +165,8 @@ class _GymRollout:
             row = self._runtime.rows.prepare(prompt.env_state[GYM_ROW_KEY], handle.id)
             with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
                 return await self._runtime.client.run(prompt.agent_name, row)
+        except GymStackEnded as error:
+            raise RolloutError(f"NeMo Gym's stack is over: {error}") from error
         except GymUnavailable as error:
             return error_to_failure(error, FailureClass.INFRA)
         except GymError as error:

@@ -4,6 +4,7 @@ uv run scripts/acceptance/chaos.py --kills 100                   one process, th
 uv run scripts/acceptance/chaos.py --kills 20 --scenario ranks   two policy ranks and an engine on a local Ray cluster
 uv run scripts/acceptance/chaos.py --kills 20 --scenario vllm    vLLM with its engine core in a process of its own
 uv run scripts/acceptance/chaos.py --kills 20 --scenario agent   an agent through the gateway
+uv run scripts/acceptance/chaos.py --kills 20 --scenario gym     a NeMo Gym stack that the run starts
 
 The reference runs once; runs under faults follow each other until there were enough faults. After each of them
 DIRECTORY/SCENARIO has a line in results.jsonl and the table so far (docs/reliability.md) in table.md. The clock of the
@@ -17,23 +18,20 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-from supervised_run import Run, is_alive
+from faults import inflict
+from supervised_run import ROOT, Run
 from survival import Fault, Result, compare, final_weights, format_results, read_results, trained_steps
 
 STALL_TIMEOUT_S = 20.0  # of a rollout without progress, and of a call of the policy
 END_DEADLINE_S = 1800.0  # for the reference, and for the steps after the last fault
-SAVE_DEADLINE_S = 60.0  # for a save to begin, where a fault waits for one
-DAY_S = 86400
 DISK_BYTES = 256 << 20
 
 SMALL = (
@@ -58,6 +56,21 @@ AGENT = (
     f"++env.asker.timeout_s={STALL_TIMEOUT_S / 2:g}",
     "data.default.env_name=asker",
 )
+GYM = (
+    "--config",
+    "examples/nemo_gym/quickstart.yaml",
+    "checkpointing.enabled=true",
+    "rollout.stall_timeout_s=90",
+    "++env.nemo_gym.timeout_s=80",
+    "++env.nemo_gym.server_timeout_s=10",
+)
+
+
+def make_gym_rows(directory: Path) -> None:
+    """Write the rows of examples/nemo_gym/quickstart.yaml, and have all runs read them."""
+    os.environ["NEMO_GYM_DATA"] = str(directory / "rows")
+    if not (directory / "rows").exists():
+        subprocess.run([sys.executable, "examples/nemo_gym/make_rows.py", "quickstart"], cwd=ROOT, check=True)
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,7 @@ class Scenario:
     arguments: tuple[str, ...]
     faults: Mapping[str, int]
     is_exact: bool = True  # the same batches give the same bits
+    prepare: Callable[[Path], None] | None = None  # called with the scenario's directory before any run
 
 
 @dataclass(frozen=True)
@@ -90,130 +104,25 @@ SCENARIOS = {
         {"driver": 2, "engine core": 3, "engine core stopped": 1},
         is_exact=False,
     ),
+    "gym": Scenario(
+        (*GYM, *HF),
+        {
+            "gym agent": 2,
+            "gym resources server": 2,
+            "gym model server": 1,
+            "gym head": 2,
+            "gym stack": 2,
+            "gym agent stopped": 1,
+            "gym resources server stopped": 1,
+            "gym model server stopped": 1,
+            "gym head stopped": 1,
+            "driver": 2,
+            "driver in a save": 1,
+        },
+        prepare=make_gym_rows,
+    ),
     "agent": Scenario((*HF, *AGENT), {"driver": 2, "driver stopped": 1, "half-open connections": 2}, is_exact=False),
 }
-
-
-def find(processes: Sequence[psutil.Process], *names: str) -> list[psutil.Process]:
-    """Return the processes whose title or command holds one of the names."""
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            title = " ".join([process.name(), *process.cmdline()])
-            if any(name in title for name in names):
-                found.append(process)
-    return found
-
-
-def victims(run: Run, kind: str, choice: random.Random) -> list[psutil.Process]:
-    """Return the process that a fault of this kind hits; empty where it is not there now."""
-    titles = {
-        "rank": ("ray::_ActorHost",),
-        "ray head": ("gcs_server",),
-        "raylet": ("raylet/raylet",),
-        "engine core": ("EngineCore",),
-    }
-    base = kind.removesuffix(" stopped").removesuffix(" at its start").removesuffix(" in a save")
-    if base == "supervisor":
-        return [psutil.Process(run.process.pid)]
-    driver = run.driver
-    if driver is None:
-        return []
-    if base == "driver":
-        return [driver]
-    if base == "preloader":
-        with contextlib.suppress(psutil.Error):
-            return [driver.parent() or driver]
-        return []
-    found = find(run.family(), *titles[base])
-    return [choice.choice(found)] if found else []
-
-
-def inflict(run: Run, kind: str, choice: random.Random) -> Fault:
-    """Inflict one fault and wait until the run has recovered from it."""
-    fault = Fault(kind, time.monotonic(), load=os.getloadavg()[0])
-    if kind == "disk full":
-        with full_disk(run.checkpoints):
-            time.sleep(choice.uniform(0.5, 2.0))
-        return fault
-    if kind == "half-open connections":
-        with half_open_connections(run):
-            time.sleep(choice.uniform(0.5, 2.0))
-        return fault
-    if kind == "clock jump":
-        run.shift_clock(choice.randint(-DAY_S, DAY_S))
-        return fault
-    if kind.endswith("in a save"):
-        run.wait_until(lambda: list(run.checkpoints.glob("tmp_step_*")), SAVE_DEADLINE_S)
-    if kind.endswith("at its start"):
-        kill_driver_and_wait_for_start(run, choice)
-    family = run.family()
-    hit = victims(run, kind, choice)
-    if not hit:
-        fault.skipped = "no such process now"
-        return fault
-    fault.at = time.monotonic()
-    for process in hit:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGSTOP if kind.endswith("stopped") else signal.SIGKILL)
-    if kind == "supervisor":
-        run.restart_supervisor()
-    _measure(run, fault)
-    fault.orphans = sum(is_alive(process) for process in family)
-    return fault
-
-
-def kill_driver_and_wait_for_start(run: Run, choice: random.Random) -> None:
-    """Return at a random moment of the next start: while it imports, loads, or resumes."""
-    before = time.monotonic()
-    if (driver := run.driver) is not None:
-        driver.kill()
-        run.wait_until(lambda: run.events("started", before) and run.driver not in (None, driver))
-        time.sleep(choice.uniform(0.0, 2.0))
-
-
-def _measure(run: Run, fault: Fault) -> None:
-    """Wait for the next start and its first step; record when the death was noticed and the run had recovered."""
-    if not run.wait_until(lambda: run.events("started", fault.at)):
-        return
-    noticed = run.events("died", fault.at) or run.events("started", fault.at)
-    fault.noticed_s = noticed[0]["monotonic_s"] - fault.at
-    if run.wait_until(lambda: run.events("training", fault.at)):
-        fault.training_s = run.events("training", fault.at)[0]["monotonic_s"] - fault.at
-        first = run.events("training", fault.at)[0]["step"]
-        if run.wait_until(lambda: run.heartbeat.get("step", -1) > first):
-            fault.recovered_s = time.monotonic() - fault.at
-            with contextlib.suppress(psutil.Error):
-                times = run.driver.cpu_times() if run.driver else None
-                fault.cpu_s = times and times.user + times.system
-
-
-@contextlib.contextmanager
-def full_disk(directory: Path) -> Iterator[None]:
-    """Fill the file system of a directory, which must be small: the run's own tmpfs."""
-    filler = directory / "filler"
-    try:
-        with filler.open("wb") as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 20))
-                file.flush()
-        yield
-    finally:
-        filler.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def half_open_connections(run: Run, count: int = 50) -> Iterator[None]:
-    """Hold connections to every listening socket of the driver, each with half a request."""
-    driver, opened = run.driver, []
-    ports = {c.laddr.port for c in driver.net_connections("tcp") if c.status == psutil.CONN_LISTEN} if driver else set()
-    with contextlib.ExitStack() as stack:
-        for port in ports:
-            for _ in range(count):
-                with contextlib.suppress(OSError):
-                    opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)))
-                    opened[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1000\r\n")
-        yield
 
 
 @contextlib.contextmanager
@@ -274,6 +183,8 @@ def torment_repeatedly(name: str, base: Path, parsed: argparse.Namespace) -> boo
     """Run one scenario until it has met all faults; return whether every run was clean."""
     directory, scenario = base / name, SCENARIOS[name]
     directory.mkdir(parents=True, exist_ok=True)
+    if scenario.prepare is not None:
+        scenario.prepare(directory)
     reference = run_reference(scenario, directory / "reference", parsed.steps)
     deadline = time.monotonic() + parsed.budget_s
     path = directory / "results.jsonl"

@@ -60,6 +60,7 @@ class FakeGymStack:
         self.chat_bodies: list[Body] = []  # as the policy was asked
         self.num_running = 0
         self.most_running = 0
+        self.frozen: set[str] = set()  # agents that accept connections and never respond
         self.script = script
         self.policy_base_url = policy_base_url
         self._agents = {name: _Server() for name in agents}
@@ -99,9 +100,14 @@ class FakeGymStack:
         async def run(request: web.Request) -> web.StreamResponse:
             return await self._run(name, request)
 
+        async def alive(request: web.Request) -> web.Response:
+            if name in self.frozen:
+                await asyncio.Event().wait()
+            return await _alive(request)
+
         if elsewhere:
             self._agents[name].port = 0
-        await self._agents[name].start([web.get("/", _alive), web.post("/run", run)])
+        await self._agents[name].start([web.get("/", alive), web.post("/run", run)])
 
     async def stop_agent(self, name: str) -> None:
         """End an agent with all that it runs: its clients see their connections cut."""

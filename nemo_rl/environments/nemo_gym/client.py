@@ -7,18 +7,13 @@ restarted at another address is discovered again through the head server.
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from nemo_rl.distributed.machine import max_connections, raise_file_limit
-from nemo_rl.environments.nemo_gym.entry import AGENT_SERVERS, SERVER_KINDS, NemoGymConfig
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.environments.nemo_gym.reply import (
     GymError,
     GymInvalidReply,
@@ -27,51 +22,23 @@ from nemo_rl.environments.nemo_gym.reply import (
     GymUnavailable,
     parse_reply,
 )
+from nemo_rl.environments.nemo_gym.servers import (
+    CONNECTION_ERRORS,
+    GATEWAY_STATUSES,
+    GymServers,
+    describe_error,
+    discover,
+    find_unresponsive_servers,
+)
+from nemo_rl.environments.nemo_gym.watch import StackWatch
 from nemo_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 10.0  # of a request to the head server, or of a probe of a server
-ANY_ADDRESS = ("0.0.0.0", "::")
-CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 POLL_S = 0.5  # between two probes of servers that are not up yet
 MAX_BACKOFF_S = 30.0
 RETRYABLE_STATUSES = (429, 503)  # the row was not started
-GATEWAY_STATUSES = (502, 503, 504)
 MAX_ERROR_TEXT_CHARACTERS = 500  # of a response's text in an error
-
-
-@dataclass(frozen=True, slots=True)
-class GymServer:
-    """One server of a stack."""
-
-    name: str
-    kind: str  # one of SERVER_KINDS
-    url: str
-    needs: tuple[str, ...]  # names of the servers that it calls
-
-
-@dataclass(frozen=True, slots=True)
-class GymServers:
-    """The servers of a stack by name."""
-
-    by_name: Mapping[str, GymServer]
-
-    @property
-    def agents(self) -> dict[str, str]:
-        """Return the addresses of the agents by name."""
-        return {name: server.url for name, server in self.by_name.items() if server.kind == AGENT_SERVERS}
-
-    def required_by(self, agents: Collection[str]) -> tuple[GymServer, ...]:
-        """Return these agents and all servers that they need, directly or indirectly, ordered by name."""
-        found: set[str] = set()
-        pending = [name for name in agents if name in self.by_name]
-        while pending:
-            name = pending.pop()
-            if name not in found:
-                found.add(name)
-                pending += [needed for needed in self.by_name[name].needs if needed in self.by_name]
-        return tuple(self.by_name[name] for name in sorted(found))
 
 
 class GymClient:
@@ -87,6 +54,7 @@ class GymClient:
         self._key = key
         self._servers = GymServers({})
         self._http: aiohttp.ClientSession | None = None
+        self._watch: StackWatch | None = None  # of a stack that the run started
         self._slots = asyncio.Semaphore(min(section.max_concurrency, max_connections(raise_file_limit())))
 
     @property
@@ -124,18 +92,31 @@ class GymClient:
     async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
         """Return one rollout of `row` by `agent`, retries included within `timeout_s`; raises GymError.
 
-        The time of a row that waits because `max_concurrency` others are in flight has not started.
+        The time of a row that waits because `max_concurrency` others are in flight has not started. With a watched
+        stack, an error other than GymStackEnded is the row's own: all servers responded after it.
         """
         async with self._slots:
             try:
-                async with asyncio.timeout(self._section.timeout_s):
-                    return await self._run(agent, row)
-            except TimeoutError as error:
-                text = f"no reply within {self._key}.timeout_s = {self._section.timeout_s:g} s"
-                raise GymUnavailable(text, agent=agent, url=self._url(agent)) from error
+                return await self._run_within_deadline(agent, row)
+            except GymError:
+                if self._watch is not None:
+                    await self._watch.confirm()
+                raise
+
+    def watch(self, check_process: Callable[[], None]) -> None:
+        """Watch the stack, once connected: after the end of any of its servers, `run` raises GymStackEnded.
+
+        `check_process` raises it where the process of the stack has ended.
+        """
+        servers = {server.name: server.url for server in self._servers.by_name.values()}
+        servers["head server"] = self._head_url
+        self._watch = StackWatch(servers, check_process, timeout_s=self._section.server_timeout_s)
+        self._watch.start()
 
     async def close(self) -> None:
-        """Close all connections; idempotent."""
+        """End the watch and close all connections; idempotent."""
+        if self._watch is not None:
+            await self._watch.close()
         if self._http is not None:
             await self._http.close()
             self._http = None
@@ -147,6 +128,17 @@ class GymClient:
                 problem = "the stack has no such agent"
                 raise ConfigError(f"{self._key}: agent_ref.name", agent, problem, known=self.known_agents)
         return await find_unresponsive_servers(self._session(), self._servers.required_by(expected_agents))
+
+    async def _run_within_deadline(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+        try:
+            async with asyncio.timeout(self._section.timeout_s) as deadline:
+                if self._watch is None:
+                    return await self._run(agent, row)
+                with self._watch.cut_short(deadline):
+                    return await self._run(agent, row)
+        except TimeoutError as error:
+            text = f"no reply within {self._key}.timeout_s = {self._section.timeout_s:g} s"
+            raise GymUnavailable(text, agent=agent, url=self._url(agent)) from error
 
     async def _run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
         attempts = self._section.max_retries + 1
@@ -213,75 +205,6 @@ class _RowNotAccepted(Exception):
 
     def to_unavailable(self, agent: str, url: str, attempts: int) -> GymUnavailable:
         return GymUnavailable(f"not accepted in {attempts} attempts ({self})", agent=agent, url=url)
-
-
-async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
-    """Return the servers that the head server lists; raises GymUnavailable, or GymInvalidReply for another server."""
-    url = f"{head_url}/global_config_dict_yaml"
-    try:
-        async with http.get(url, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as response:
-            body, status = await response.read(), response.status
-    except CONNECTION_ERRORS as error:
-        raise GymUnavailable(f"the head server does not respond ({describe_error(error)})", url=url) from error
-    if status in (502, 503, 504):
-        raise GymUnavailable(f"the head server does not respond (HTTP {status})", url=url)
-    if status != 200:
-        raise GymInvalidReply(f"not a head server of NeMo Gym: HTTP {status}", url=url)
-    try:
-        config = OmegaConf.to_container(OmegaConf.create(json.loads(body)), resolve=False)
-    except (ValueError, TypeError, OmegaConfBaseException, YAMLError) as error:
-        raise GymInvalidReply(f"not a head server of NeMo Gym: {describe_error(error)}", url=url) from error
-    if not isinstance(config, dict):
-        raise GymInvalidReply("not a head server of NeMo Gym: its configuration is no mapping", url=url)
-    return parse_servers(config, head_host=urlsplit(head_url).hostname or "127.0.0.1")
-
-
-def parse_servers(config: Mapping[Any, Any], *, head_host: str) -> GymServers:
-    """Return the servers of Gym's configuration: entries `<name>: {<kind>: {<implementation>: {host, port, ...}}}`."""
-    servers: dict[str, GymServer] = {}
-    for name, entry in config.items():
-        kind = next((kind for kind in SERVER_KINDS if isinstance(entry, Mapping) and kind in entry), None)
-        if kind is None or not isinstance(entry[kind], Mapping):
-            continue
-        settings = next(iter(entry[kind].values()), None)
-        if not isinstance(settings, Mapping) or not settings.get("host") or not settings.get("port"):
-            continue
-        host = head_host if settings["host"] in ANY_ADDRESS else str(settings["host"])
-        url = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
-        servers[str(name)] = GymServer(str(name), kind, url, tuple(sorted(set(_iter_server_references(settings)))))
-    return GymServers(servers)
-
-
-async def find_unresponsive_servers(http: aiohttp.ClientSession, servers: Collection[GymServer]) -> tuple[str, ...]:
-    """Return those servers that do not respond, as "name (address)"."""
-    are_responding = await asyncio.gather(*(_is_responding(http, server.url) for server in servers))
-    return tuple(f"{s.name} ({s.url})" for s, responds in zip(servers, are_responding, strict=True) if not responds)
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the error in a few words; timeouts have no text of their own."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _iter_server_references(value: Any) -> Iterator[str]:
-    """Yield the names in all `{type: <kind>, name: <server>}` below a server's settings."""
-    if isinstance(value, Mapping):
-        if value.get("type") in SERVER_KINDS and isinstance(value.get("name"), str):
-            yield value["name"]
-        for inner in value.values():
-            yield from _iter_server_references(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _iter_server_references(inner)
-
-
-async def _is_responding(http: aiohttp.ClientSession, url: str) -> bool:
-    """Return whether a server responds; it need not have a page at /."""
-    try:
-        async with http.get(f"{url}/", timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as response:
-            return response.status not in (502, 503, 504)
-    except CONNECTION_ERRORS:
-        return False
 
 
 def _error_text(body: bytes) -> str:

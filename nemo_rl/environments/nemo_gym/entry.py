@@ -51,6 +51,7 @@ class NemoGymConfig(RolloutRunnerConfig):
     python: str | None = None  # an interpreter with nemo-gym, for a started stack; None: an environment in the cache
     start_timeout_s: float = Field(default=600.0, gt=0)  # for all servers to respond
     timeout_s: float = Field(default=480.0, gt=0)  # per rollout
+    server_timeout_s: float = Field(default=300.0, gt=0)  # of a started stack: a server silent for longer ends the run
     max_concurrency: int = Field(default=256, gt=0)  # concurrent rollouts; fewer if the open-file limit requires it
     max_retries: int = Field(default=6, ge=0)  # of a rollout that no server has accepted
     retry_backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubles, up to 30 s
@@ -110,6 +111,8 @@ async def open_gym_client(
     client = GymClient(section, head_url=started.head_url if started else None, key=key)
     stack.push_async_callback(client.close)
     await client.connect(agents, check=started.check if started else None)
+    if started is not None:
+        client.watch(started.check)
     return client
 
 

@@ -28,7 +28,7 @@ class GymUnavailable(GymError):
 
 
 class GymStackEnded(GymUnavailable):
-    """A started stack whose processes have ended; the text has the end of its log."""
+    """A started stack that has lost its process, then the text has the end of its log, or one of its servers."""
 
 
 class GymRefused(GymError):

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
-from nemo_rl.environments.nemo_gym.client import discover, find_unresponsive_servers
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import GymError, GymStackEnded, GymUnavailable
+from nemo_rl.environments.nemo_gym.servers import discover, find_unresponsive_servers
 from nemo_rl.environments.nemo_gym.workspace import (
     GymPython,
     collect_requirements,

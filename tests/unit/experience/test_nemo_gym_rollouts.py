@@ -49,6 +49,7 @@ class Setup:
     generation: SpeakingGeneration
     dependencies: RolloutDependencies
     options: RolloutOptions
+    client: GymClient
 
     def run(self, *rows: Any, count: int = 1, **changes: Any) -> Awaitable[tuple[Trajectory, ...]]:
         return run_nemo_gym_rollouts(jobs_of(*rows, count=count), self.dependencies, replace(self.options, **changes))
@@ -96,7 +97,7 @@ def use(
             )
             options = RolloutOptions(the_rules.sampling, seed=7)
             try:
-                await asyncio.wait_for(body(Setup(stack, manager, engine, dependencies, options)), DEADLINE_S)
+                await asyncio.wait_for(body(Setup(stack, manager, engine, dependencies, options, client)), DEADLINE_S)
                 assert manager.num_sessions == (0, 0)
                 assert manager.num_echoed_calls == 0
             finally:
@@ -405,6 +406,18 @@ def test_a_server_that_dies_fails_what_it_ran_and_runs_rollouts_again_once_it_is
         assert [t.failure for t in await back] == [None, None]
 
     use(body, script=lambda agent, row: next(scripts), max_retries=50)
+
+
+def test_a_started_stack_that_loses_a_server_ends_the_step_and_fails_no_rollout() -> None:
+    def script(agent: str, row: Any) -> Script:
+        return Script(dies=True) if row["place"] == 1 else Script(before=asyncio.Event().wait)
+
+    async def body(setup: Setup) -> None:
+        setup.client.watch(lambda: None)
+        with pytest.raises(RolloutError, match="server 'agent' has ended"):
+            await setup.run(*(row_of("one", place=i) for i in range(3)))
+
+    use(body, script=script)
 
 
 def test_a_call_that_the_engine_fails_is_infra_whatever_gym_makes_of_it() -> None:

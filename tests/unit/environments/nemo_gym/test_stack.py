@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_rl.environments.nemo_gym.client import GymClient
-from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
-from nemo_rl.environments.nemo_gym.reply import GymStackEnded, GymUnavailable
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy, open_gym_client
+from nemo_rl.environments.nemo_gym.reply import GymRefused, GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.errors import ConfigError
 from tests.unit.environments.nemo_gym.fake_python import fake_environment
@@ -113,6 +114,23 @@ def test_a_stack_that_dies_later_is_noticed_with_all_that_is_left_of_it(section:
         assert not any(map(is_alive, pids(tmp_path)))
 
     with_stack(section("serves"), tmp_path, use)
+
+
+def test_rows_end_with_the_stack_that_their_client_has_started(section: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        policy = ServedPolicy("http://a/v1", api_key="k", model_name="policy")
+        async with AsyncExitStack() as stack:
+            client = await open_gym_client(
+                "gym", section("serves"), agents=["agent"], policy=policy, run_dir=tmp_path, stack=stack
+            )
+            with pytest.raises(GymRefused, match="HTTP 501"):  # the stand-in runs no rows
+                await client.run("agent", {})
+            os.kill(pids(tmp_path)[0], signal.SIGKILL)
+            with pytest.raises(GymStackEnded):
+                await client.run("agent", {})
+
+    asyncio.run(run())
+    assert not any(map(is_alive, pids(tmp_path)))
 
 
 def test_what_a_killed_supervisor_left_is_found_by_its_mark(section: Any, tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""The servers of a NeMo Gym stack: their addresses, as the head server lists them, and whether they respond."""
+
+import asyncio
+import errno
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from nemo_rl.environments.nemo_gym.entry import AGENT_SERVERS, SERVER_KINDS
+from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
+
+REQUEST_TIMEOUT_S = 10.0  # of a request to the head server, or of a probe of a server
+ANY_ADDRESS = ("0.0.0.0", "::")
+CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
+GATEWAY_STATUSES = (502, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class GymServer:
+    """One server of a stack."""
+
+    name: str
+    kind: str  # one of SERVER_KINDS
+    url: str
+    needs: tuple[str, ...]  # names of the servers that it calls
+
+
+@dataclass(frozen=True, slots=True)
+class GymServers:
+    """The servers of a stack by name."""
+
+    by_name: Mapping[str, GymServer]
+
+    @property
+    def agents(self) -> dict[str, str]:
+        """Return the addresses of the agents by name."""
+        return {name: server.url for name, server in self.by_name.items() if server.kind == AGENT_SERVERS}
+
+    def required_by(self, agents: Collection[str]) -> tuple[GymServer, ...]:
+        """Return these agents and all servers that they need, directly or indirectly, ordered by name."""
+        found: set[str] = set()
+        pending = [name for name in agents if name in self.by_name]
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending += [needed for needed in self.by_name[name].needs if needed in self.by_name]
+        return tuple(self.by_name[name] for name in sorted(found))
+
+
+async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
+    """Return the servers that the head server lists; raises GymUnavailable, or GymInvalidReply for another server."""
+    url = f"{head_url}/global_config_dict_yaml"
+    try:
+        async with http.get(url, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as response:
+            body, status = await response.read(), response.status
+    except CONNECTION_ERRORS as error:
+        raise GymUnavailable(f"the head server does not respond ({describe_error(error)})", url=url) from error
+    if status in GATEWAY_STATUSES:
+        raise GymUnavailable(f"the head server does not respond (HTTP {status})", url=url)
+    if status != 200:
+        raise GymInvalidReply(f"not a head server of NeMo Gym: HTTP {status}", url=url)
+    try:
+        config = OmegaConf.to_container(OmegaConf.create(json.loads(body)), resolve=False)
+    except (ValueError, TypeError, OmegaConfBaseException, YAMLError) as error:
+        raise GymInvalidReply(f"not a head server of NeMo Gym: {describe_error(error)}", url=url) from error
+    if not isinstance(config, dict):
+        raise GymInvalidReply("not a head server of NeMo Gym: its configuration is no mapping", url=url)
+    return parse_servers(config, head_host=urlsplit(head_url).hostname or "127.0.0.1")
+
+
+def parse_servers(config: Mapping[Any, Any], *, head_host: str) -> GymServers:
+    """Return the servers of Gym's configuration: entries `<name>: {<kind>: {<implementation>: {host, port, ...}}}`."""
+    servers: dict[str, GymServer] = {}
+    for name, entry in config.items():
+        kind = next((kind for kind in SERVER_KINDS if isinstance(entry, Mapping) and kind in entry), None)
+        if kind is None or not isinstance(entry[kind], Mapping):
+            continue
+        settings = next(iter(entry[kind].values()), None)
+        if not isinstance(settings, Mapping) or not settings.get("host") or not settings.get("port"):
+            continue
+        host = head_host if settings["host"] in ANY_ADDRESS else str(settings["host"])
+        url = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
+        servers[str(name)] = GymServer(str(name), kind, url, tuple(sorted(set(_iter_server_references(settings)))))
+    return GymServers(servers)
+
+
+class ProbeResult(Enum):
+    """The outcome of one request to a server."""
+
+    RESPONDS = "responds"
+    REFUSED = "refused"  # no process listens at its address
+    SILENT = "silent"  # no response in time, a lost connection, or a proxy's error
+
+
+async def probe(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST_TIMEOUT_S) -> ProbeResult:
+    """Request the server's page at /, which it need not have."""
+    try:
+        async with http.get(f"{url}/", timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+            return ProbeResult.SILENT if response.status in GATEWAY_STATUSES else ProbeResult.RESPONDS
+    except aiohttp.ClientConnectorError as error:
+        is_refused = error.os_error.errno == errno.ECONNREFUSED
+        return ProbeResult.REFUSED if is_refused else ProbeResult.SILENT
+    except CONNECTION_ERRORS:
+        return ProbeResult.SILENT
+
+
+async def find_unresponsive_servers(http: aiohttp.ClientSession, servers: Collection[GymServer]) -> tuple[str, ...]:
+    """Return those servers that do not respond, as "name (address)"."""
+    results = await asyncio.gather(*(probe(http, server.url) for server in servers))
+    return tuple(
+        f"{server.name} ({server.url})"
+        for server, result in zip(servers, results, strict=True)
+        if result is not ProbeResult.RESPONDS
+    )
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the error in a few words; timeouts have no text of their own."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _iter_server_references(value: Any) -> Iterator[str]:
+    """Yield the names in all `{type: <kind>, name: <server>}` below a server's settings."""
+    if isinstance(value, Mapping):
+        if value.get("type") in SERVER_KINDS and isinstance(value.get("name"), str):
+            yield value["name"]
+        for inner in value.values():
+            yield from _iter_server_references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _iter_server_references(inner)
