@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ class Recorder:
 
         async def recording(requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
             self.requests += requests
-            async for result in generate(requests):
-                yield result
+            async with aclosing(generate(requests)) as results:  # type: ignore[type-var]
+                async for result in results:
+                    yield result
 
         async def recorded_train_step(batch: TensorDict, loss_fn: Any) -> dict[str, float]:
             self.batch = batch

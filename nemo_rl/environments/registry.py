@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 3  # of each actor
 CLOSE_TIMEOUT_S = 30.0
-MAX_FUNCTION_THREADS = 16  # concurrent calls of a function that is not async
+MAX_FUNCTION_THREADS = 64  # concurrent calls of a function that is not async
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 

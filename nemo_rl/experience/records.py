@@ -95,10 +95,10 @@ def _length_metrics(survivors: Sequence[Trajectory]) -> dict[str, float]:
         "total_turns": float(sum(turns)),
         "avg_turns_per_sample": statistics.fmean(turns),
         "max_turns_per_sample": float(max(turns)),
-        "mean_total_tokens_per_sample": statistics.fmean(t.num_tokens for t in survivors),
+        "mean_total_tokens_per_sample": statistics.fmean([t.num_tokens for t in survivors]),
         "mean_gen_tokens_per_sample": statistics.fmean(generated),
         "max_gen_tokens_per_sample": float(max(generated)),
-        "mean_env_tokens_per_sample": statistics.fmean(_num_environment_tokens(t) for t in survivors),
+        "mean_env_tokens_per_sample": statistics.fmean([_num_environment_tokens(t) for t in survivors]),
     }
 
 
@@ -114,7 +114,7 @@ def _mean_named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
     names = sorted({name for t in survivors for name in t.rewards})
     if len(names) < 2:
         return {}
-    return {f"reward/{n}": statistics.fmean(t.rewards[n] for t in survivors if n in t.rewards) for n in names}
+    return {f"reward/{n}": statistics.fmean([t.rewards[n] for t in survivors if n in t.rewards]) for n in names}
 
 
 def _brief_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -126,9 +126,9 @@ def _brief_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     if survivors:
         metrics |= {
-            "reward_mean": statistics.fmean(t.reward for t in survivors),
-            "turns": statistics.fmean(t.num_turns for t in survivors),
-            "tokens": statistics.fmean(t.num_generated_tokens for t in survivors),
+            "reward_mean": statistics.fmean([t.reward for t in survivors]),
+            "turns": statistics.fmean([t.num_turns for t in survivors]),
+            "tokens": statistics.fmean([t.num_generated_tokens for t in survivors]),
         }
     return metrics
 

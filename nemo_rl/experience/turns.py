@@ -84,6 +84,22 @@ def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, t
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
 
 
+def copy_state(value: Any) -> Any:
+    """Return a deep copy; of plain data, as JSON has it, at a tenth of the cost of `copy.deepcopy`.
+
+    Two places that hold one list or dict hold two afterwards.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: copy_state(each) for key, each in value.items()}
+    if kind is list:
+        return [copy_state(each) for each in value]
+    return value if kind in IMMUTABLE else copy.deepcopy(value)
+
+
+IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes})
+
+
 class Episode:
     """A rollout in flight.
 
@@ -193,7 +209,7 @@ class Episode:
         self._message_log += prompt.message_log
         self._conversation += prompt.conversation
         self._context = prompt.token_ids
-        self._state = copy.deepcopy(self.job.prompt.env_state)  # an environment may change it in place
+        self._state = copy_state(self.job.prompt.env_state)  # an environment may change it in place
         length, limit = len(prompt.token_ids), self._rules.max_total_length
         if length >= limit:
             self.fail(FailureClass.ENVIRONMENT, f"a prompt of {length} tokens leaves no room in {limit}")

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,6 +200,64 @@ def test_threads_without_a_call_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asyncio.run(main())
     assert threads[0] is not threads[1]
+
+
+def test_one_thread_makes_quick_calls_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "JOIN_S", 60.0)
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 100)
+        threads = await asyncio.gather(*(calls.run(threading.get_ident) for _ in range(100)))
+        assert len(set(threads)) == 1
+        assert await asyncio.gather(*(calls.run(partial(int, str(i))) for i in range(100))) == list(range(100))
+
+    asyncio.run(main())
+
+
+def test_calls_behind_one_that_blocks_get_threads_of_their_own() -> None:
+    all_run = threading.Barrier(16, timeout=60)
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 16)
+        await asyncio.gather(*(calls.run(all_run.wait) for _ in range(16)))
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_cancelled_before_its_turn_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "JOIN_S", 60.0)
+    release, made = threading.Event(), []
+
+    async def main() -> None:
+        calls = BlockingCalls("test", 2)
+        first = asyncio.ensure_future(calls.run(release.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await calls.run(lambda: made.append(True), timeout_s=0.05)
+        release.set()
+        assert await first
+        assert await calls.run(lambda: 3) == 3
+
+    asyncio.run(main())
+    assert made == []
+
+
+def test_a_loop_that_ends_with_calls_leaves_the_next_one_free() -> None:
+    calls, release = BlockingCalls("test", 2), threading.Event()
+
+    async def leave() -> None:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await calls.run(release.wait, timeout_s=0.0)
+
+    asyncio.run(leave())
+
+    async def again() -> int:
+        return await asyncio.wait_for(calls.run(lambda: 3), 60)
+
+    assert asyncio.run(again()) == 3
+    release.set()
+    assert asyncio.run(again()) == 3
 
 
 def test_no_more_calls_at_once_than_there_is_room_for() -> None:

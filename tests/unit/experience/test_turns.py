@@ -1,5 +1,6 @@
 """The semantics of a rollout, on the state machine alone."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from nemo_rl.experience.turns import (
     Episode,
     RolloutJob,
     TurnRules,
+    copy_state,
     encode_prompt,
     request_seed,
 )
@@ -169,6 +171,18 @@ def test_empty_observation_is_no_tokens_and_the_next_response_goes_on():
     e.apply_env_step(EnvStep(observation=(), done=False))
     assert generation(e).token_ids == (BEGIN, 2, 3, BEGIN, 9, END)
     assert len(e._message_log) == 2
+
+
+def test_a_state_is_copied_to_its_depth():
+    tag = object()
+    state = {"plain": [1, {"a": "b"}, None, 1.5], "pair": ([1],), "other": {tag}, 3: Counter("aab")}
+    copied = copy_state(state)
+    assert copied == {**state, "other": copied["other"]}
+    assert type(copied[3]) is Counter
+    assert copied["plain"] is not state["plain"]
+    assert copied["plain"][1] is not state["plain"][1]
+    assert copied["pair"][0] is not state["pair"][0]
+    assert copied["other"] is not state["other"]
 
 
 def test_callers_messages_and_state_are_never_changed():
