@@ -37,7 +37,7 @@ class ReportedState:
     """The content of `replicas.json`."""
 
     replicas: ReplicaState
-    refusal: str  # why the last number asked for is not possible; "" where it can
+    refusal: str  # why the last requested number is not possible; "" where it can
     beats: int  # how often it was written
 
 
@@ -164,7 +164,7 @@ def _wait(
             raise DataError(f"{run_dir}: the run has written no state for {SILENT_S:g} s; has it been killed?")
         if time.monotonic() > until:
             _print(state)
-            raise DataError(f"{run_dir}: not reached within {limit_s:g} s; the run goes on with the change")
+            raise DataError(f"{run_dir}: not reached within {limit_s:g} s; the run continues with the change")
         time.sleep(PERIOD_S / 4)
 
 

@@ -224,7 +224,7 @@ class _Problem:
 
 @dataclass(slots=True)
 class MaskBudget:
-    """What is left of KEPT_PAIRS for the masks of a tree."""
+    """The rest of KEPT_PAIRS for the masks of a tree."""
 
     num_pairs: int
 
@@ -246,7 +246,7 @@ class AttentionCall:
         return not self.is_causal or (sliding_window is not None and self.num_keys > sliding_window)
 
     def keeps_mask(self, sliding_window: int | None, dtype: torch.dtype) -> bool:
-        """Return whether the mask is kept for all layers, as it is while it fits the budget when first asked for.
+        """Return whether the mask is kept for all layers, as it is while it fits the budget when first needed.
 
         Else each layer makes its own, and makes it again in the backward pass.
         """

@@ -297,7 +297,7 @@ class InProcessEngine:
         self._loop = asyncio.get_running_loop()
         self._renderer = renderer_from_config(config)
         eos = self._renderer.get_eos_token_id()
-        self._renderer.get_eos_token_id = lambda: eos  # it asks the tokenizer anew for each request, which takes 30 us
+        self._renderer.get_eos_token_id = lambda: eos  # it asks the tokenizer again for each request, which takes 30 us
         self._num_requests = 0
         self._inputs = InputProcessor(config, self._renderer)
         self._outbox: list[Call] = []
