@@ -92,8 +92,8 @@ def copy_state(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
         return {key: copy_state(each) for key, each in value.items()}
-    if kind is list:
-        return [copy_state(each) for each in value]
+    if kind is list or kind is tuple:
+        return kind([copy_state(each) for each in value])
     return value if kind in IMMUTABLE else copy.deepcopy(value)
 
 
