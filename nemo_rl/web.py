@@ -132,9 +132,10 @@ class Guard:
 
 
 def api_keys(request: web.Request) -> list[str]:
-    """Return the API keys of a request: a bearer token's, and that of Anthropic's clients."""
+    """Return the API keys of a request: a bearer token's, and those of Anthropic's and Google's clients."""
     headers = request.headers
-    return [headers.get("Authorization", "").removeprefix("Bearer "), headers.get("X-API-Key", "")]
+    keys = [headers.get(name, "") for name in ("Authorization", "X-API-Key", "X-Goog-API-Key")]
+    return [keys[0].removeprefix("Bearer "), *keys[1:], *request.query.getall("key", [])]
 
 
 def make_token() -> str:

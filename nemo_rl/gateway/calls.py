@@ -43,6 +43,7 @@ class CallRequest:
     return_token_ids: bool = False
     return_logprobs: bool = False
     reads_message_logprobs: bool = False  # the client finds log-probs beside the token ids, where these are returned
+    returns_thinking: bool = True  # False: the client gets a response without its thinking
     session_id: str | None = None  # named in the body
     echo: Echo | None = None  # tokens of the call that the last assistant message came from
     num_known: int = 0  # messages up to and including that one
@@ -121,4 +122,16 @@ class Dialect(Protocol):
 
     def render_error(self, error: RequestError) -> dict[str, Any]:
         """Return an error in the API's envelope."""
+        ...
+
+
+class CountingDialect(Dialect, Protocol):
+    """An API that also counts the tokens of a call's prompt."""
+
+    def parse_count(self, body: bytes) -> CallRequest:
+        """Return the call whose tokens are to be counted; raises RequestError as `parse` does."""
+        ...
+
+    def render_count(self, num_tokens: int) -> dict[str, Any]:
+        """Return the body of a count."""
         ...

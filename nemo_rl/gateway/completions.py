@@ -201,7 +201,7 @@ class CompletionHandler:
 
     def _apply_forcing(self, request: CallRequest, forcing: Forcing) -> CallRequest:
         if not request.tools:
-            raise RequestError(400, "tool_choice: a call that is required needs tools", param="tool_choice")
+            raise RequestError(400, f"{forcing.field}: a call that is required needs tools", param=forcing.field)
         if self._rules.forced_tool_choice == "auto":
             return request
         if self._rules.forced_tool_choice == "refused":

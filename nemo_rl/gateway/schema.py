@@ -6,7 +6,8 @@ Types are checked strictly; unknown fields are kept, to be named in a log line.
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
 
 from nemo_rl.data.messages import to_openai_message
 from nemo_rl.gateway.sessions import CallFailureKind, Chain, Echo, Session
@@ -79,6 +80,17 @@ class Body(BaseModel):
     """A JSON object, strictly typed: neither a number for a string nor a string for a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class CamelBody(Body):
+    """A JSON object as protobuf has it: fields in camel case or in snake case, and a null is an absent field."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, value: Any) -> Any:
+        return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 class RewardRequest(Body):

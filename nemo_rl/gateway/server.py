@@ -4,6 +4,8 @@
     POST   /sessions/{id}/v1/chat/completions   OpenAI's chat completions, as part of the session
     POST   /sessions/{id}/v1/messages           Anthropic's Messages, and /v1/messages/count_tokens
     POST   /sessions/{id}/v1/responses          OpenAI's Responses
+    POST   /sessions/{id}/v1beta/models/...     Google's Gemini: {model}:generateContent, :streamGenerateContent,
+                                                :countTokens
     POST   /sessions/{id}/reward                {"reward"} or {"rewards": {name: number}}, "completion_id"?
     GET    /sessions/{id}                       its chains, token for token
     DELETE /sessions/{id}                       the same, and the session is closed
@@ -22,7 +24,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from aiohttp import web
@@ -31,10 +33,11 @@ from pydantic_core import to_json
 from nemo_rl.config.run import GatewayConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway import schema
-from nemo_rl.gateway.calls import Answer, CallRequest, Dialect, EventStream
+from nemo_rl.gateway.calls import Answer, CallRequest, CountingDialect, Dialect, EventStream
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
 from nemo_rl.gateway.dialects.chat_completions import ChatCompletions
+from nemo_rl.gateway.dialects.gemini import Gemini
 from nemo_rl.gateway.dialects.messages import Messages
 from nemo_rl.gateway.dialects.responses import Responses
 from nemo_rl.gateway.echoes import EchoedCallStore
@@ -47,10 +50,18 @@ from nemo_rl.web import Guard, Handler, Refused, accept, api_keys, is_exposed, m
 
 logger = logging.getLogger(__name__)
 
-MESSAGES = Messages()
 CHAT = ChatCompletions()
-DIALECTS: Mapping[str, Dialect] = {"/chat/completions": CHAT, "/messages": MESSAGES, "/responses": Responses()}
-COUNT_PATH = "/messages/count_tokens"
+DIALECTS: Mapping[str, Dialect] = {
+    "/chat/completions": CHAT,
+    "/messages": (MESSAGES := Messages()),
+    "/responses": Responses(),
+    "/models/{model:.+}:generateContent": (GEMINI := Gemini()),
+    "/models/{model:.+}:streamGenerateContent": Gemini(streams=True),
+}
+COUNTERS: Mapping[str, CountingDialect] = {"/messages/count_tokens": MESSAGES, "/models/{model:.+}:countTokens": GEMINI}
+# Anthropic's clients add /v1 to a base URL themselves, Google's /v1beta or /v1.
+PREFIXES = ("/sessions/{id}/v1", "/v1", "/v1beta", "/sessions/{id}/v1beta", "/sessions/{id}/v1/v1")
+PREFIXES += ("/sessions/{id}/v1/v1beta",)
 SESSION_HEADER = "X-NeMo-RL-Session"
 NO_SESSION = f"this API needs a session: in the base URL, in the header {SESSION_HEADER}, or its id as the API key"
 SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
@@ -182,12 +193,12 @@ class GatewayServer:
                 web.get("/sessions/{id}/v1/models", self._models),
             ]
         )
-        for path, dialect in DIALECTS.items():
-            app.router.add_post(f"/v1{path}", partial(self._call_on_plain_path, dialect=dialect))
-        for prefix in ("/v1", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):  # Anthropic's clients add /v1 themselves
-            for path, dialect in DIALECTS.items() if prefix != "/v1" else ():
-                app.router.add_post(f"{prefix}{path}", partial(self._call, dialect=dialect))
-            app.router.add_post(f"{prefix}{COUNT_PATH}", self._count_tokens)
+        for prefix in PREFIXES:
+            call = self._call if "{id}" in prefix else self._call_on_plain_path
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(f"{prefix}{path}", partial(call, dialect=dialect))
+            for path, counter in COUNTERS.items():
+                app.router.add_post(f"{prefix}{path}", partial(self._count_tokens, dialect=counter))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         server = self._runner.server
@@ -236,8 +247,8 @@ class GatewayServer:
                 500, "the gateway failed at this request; its log tells why", code="internal"
             )
         headers = {"Retry-After": "1"} if request_error.status == 429 else None
-        dialect = MESSAGES if request.path.endswith(("/messages", COUNT_PATH)) else CHAT
-        return web.json_response(dialect.render_error(request_error), status=request_error.status, headers=headers)
+        body = _dialect_of(request.path).render_error(request_error)
+        return web.json_response(body, status=request_error.status, headers=headers)
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._settings.body_timeout_s)
@@ -279,14 +290,14 @@ class GatewayServer:
 
     async def _call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         self._session(request)
-        call = dialect.parse(await self._body(request))
+        call = _at_address(request, dialect.parse(await self._body(request)))
         live = self._session(request)  # again: the body may have taken its time
         return await self._respond(request, dialect, call, partial(self._completions.complete_in_session, call, live))
 
     async def _call_on_plain_path(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         """Answer a call whose session is named by a header, the API key or the body, or which has none."""
         live = self._keyed_session(request)
-        call = dialect.parse(await self._body(request))
+        call = _at_address(request, dialect.parse(await self._body(request)))
         if live is not None:
             live = self._sessions.get(live.session_id)  # again: the body may have taken its time
         is_named = live is None and call.session_id is not None
@@ -300,10 +311,10 @@ class GatewayServer:
             raise schema.RequestError(400, NO_SESSION, code="no_session")
         return await self._respond(request, dialect, call, complete)
 
-    async def _count_tokens(self, request: web.Request) -> web.Response:
+    async def _count_tokens(self, request: web.Request, dialect: CountingDialect) -> web.Response:
         live = self._session(request) if "id" in request.match_info else self._keyed_session(request)
-        call = MESSAGES.parse_count(await self._body(request))
-        return web.json_response({"input_tokens": self._completions.count_tokens(call, live)})
+        call = dialect.parse_count(await self._body(request))
+        return web.json_response(dialect.render_count(self._completions.count_tokens(call, live)))
 
     def _keyed_session(self, request: web.Request) -> LiveSession | None:
         """Return the session that the header or the API key names; raises RequestError for an unknown one."""
@@ -330,16 +341,15 @@ class GatewayServer:
         task.add_done_callback(lambda _: deltas.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            unsent, is_over = b"", False
-            while not is_over:
-                for delta in await _waiting(deltas):
-                    is_over = delta is None
-                    unsent += b"" if delta is None else events.render_delta(delta)
-                if unsent and not response.prepared:
+            while True:
+                waiting = await _waiting(deltas)
+                unsent = b"".join([events.render_delta(delta) for delta in waiting if delta is not None])
+                if waiting[-1] is None:
+                    break
+                if not response.prepared:
                     await response.prepare(request)
-                if not is_over:
+                if unsent:
                     await response.write(unsent)
-                    unsent = b""
             try:
                 end = events.render_end(await task, self._codec.encoder)
             except schema.RequestError as error:
@@ -352,11 +362,29 @@ class GatewayServer:
                 logger.exception("a streamed call failed")
                 text = "the gateway failed at this request; its log tells why"
                 end = events.render_failure(schema.RequestError(500, text, code="internal"))
+            if not response.prepared:
+                await response.prepare(request)
             await response.write_eof(unsent + end)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         return response
+
+
+def _dialect_of(path: str) -> Dialect:
+    """Return the API that a path is of, for the envelope of an error."""
+    if path.endswith(("/messages", "/messages/count_tokens")):
+        return MESSAGES
+    return GEMINI if path.endswith((":generateContent", ":streamGenerateContent", ":countTokens")) else CHAT
+
+
+def _at_address(request: web.Request, call: CallRequest) -> CallRequest:
+    """Return a call with what Gemini's addresses say of it; raises RequestError for a stream of anything but events."""
+    if (model := request.match_info.get("model")) is None:
+        return call
+    if call.stream and request.query.get("alt") != "sse":
+        raise schema.make_unsupported_error("alt", "alt: a stream is of events; add ?alt=sse")
+    return replace(call, model=model)
 
 
 async def _waiting(deltas: asyncio.Queue[Delta | None]) -> list[Delta | None]:

@@ -277,11 +277,48 @@ async def anthropic(*, api: str, stream: bool) -> Answers:
     return answers
 
 
+async def google_genai(*, api: str, stream: bool) -> Answers:
+    """Run the loop of tools here, over the package's chat, which keeps the history."""
+    import google.genai as genai
+    from google.genai import types
+
+    client = genai.Client(api_key=KEY, http_options=types.HttpOptions(base_url=BASE_URL))
+    declared = [
+        types.FunctionDeclaration(
+            name=each["name"], description=each["description"], parameters_json_schema=each["parameters"]
+        )
+        for each in FUNCTIONS
+    ]
+    settings: Any = {"system_instruction": SYSTEM, "tools": [types.Tool(function_declarations=declared)]}
+    forced = {**settings, "tool_config": {"function_calling_config": {"mode": "ANY"}}}
+    chat = client.aio.chats.create(model=MODEL, config=settings)
+    answers = []
+    for question in QUESTIONS:
+        message: Any = question
+        for turn in range(MAX_TURNS):
+            config = forced if FORCES and not turn else settings
+            if stream:
+                chunks = [chunk async for chunk in await chat.send_message_stream(message, config=config)]
+            else:
+                chunks = [await chat.send_message(message, config=config)]
+            parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts]
+            calls = [part.function_call for part in parts if part.function_call]
+            if not calls:
+                answers.append("".join(part.text for part in parts if part.text and not part.thought))
+                break
+            message = [
+                types.Part.from_function_response(name=call.name, response={"result": TOOLS[call.name](**call.args)})
+                for call in calls
+            ]
+    return answers
+
+
 CLIENTS: dict[str, Callable[[], Coroutine[Any, Any, Answers]]] = {
     f"{run.__name__.replace('_', '-')}:{api}{':stream' if stream else ''}": partial(run, api=api, stream=stream)
     for run, apis in (
         (openai, ("chat",)),
         (anthropic, ("messages",)),
+        (google_genai, ("gemini",)),
         (openai_agents, ("chat", "responses")),
         (langgraph, ("chat", "responses")),
         (smolagents, ("chat",)),

@@ -35,6 +35,7 @@ PACKAGES = (
     "smolagents==1.26.0",
     "pydantic-ai-slim[openai,anthropic]==2.68.0",
     "litellm==1.83.0",
+    "google-genai==3.3.0",
 )
 CLIENTS = Path(__file__).with_name("framework_clients.py")
 ANSWERS = ["It is 35.", "It is 70, and 3."]
@@ -53,7 +54,7 @@ Question: What is 7 + 8?
 </tool_call>"""
 INSTALL_S, CLIENT_S = 900.0, 600.0
 NAMES = (
-    *("openai:chat", "anthropic:messages"),
+    *("openai:chat", "anthropic:messages", "google-genai:gemini"),
     *("openai-agents:chat", "openai-agents:responses", "langgraph:chat", "langgraph:responses", "smolagents:chat"),
     *("pydantic-ai:chat", "pydantic-ai:responses", "pydantic-ai:messages"),
     *("litellm:chat", "litellm:responses", "litellm:messages"),

@@ -35,6 +35,7 @@ AGENTS = {
     "chat": "examples.agents.single_turn:ask",
     "responses": "examples.agents.other_apis:ask_with_responses",
     "messages": "examples.agents.other_apis:ask_with_messages",
+    "gemini": "examples.agents.with_gemini:ask",
 }
 AGENT = (
     "++env.asker.type=agent",

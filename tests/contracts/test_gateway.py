@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,3 +157,59 @@ def test_a_stream_of_vllm_samples_what_the_same_call_samples_without_one(engine_
             atol=1e-5,
             rtol=0,
         )
+
+
+async def ask_and_answer_by_chat(handle: SessionHandle) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Where is it?"}]
+    async with AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0) as client:
+        for _ in range(2):
+            done = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+            said = done.choices[0].message
+            messages.append(said.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
+            messages += [{"role": "tool", "tool_call_id": c.id, "content": "Here."} for c in said.tool_calls or ()]
+
+
+async def ask_and_answer_by_gemini(handle: SessionHandle, *, stream: bool) -> None:
+    genai = pytest.importorskip("google.genai")
+    declared = {"name": "look_up", "parameters_json_schema": {"type": "object"}}
+    options = genai.types.HttpOptions(base_url=handle.base_url, timeout=int(1000 * DEADLINE_S))
+    client = genai.Client(api_key=handle.api_key, http_options=options).aio
+    chat = client.chats.create(model="policy", config={"tools": [{"function_declarations": [declared]}]})
+    message: Any = "Where is it?"
+    for _ in range(2):
+        if stream:
+            chunks = [chunk async for chunk in await chat.send_message_stream(message)]
+        else:
+            chunks = [await chat.send_message(message)]
+        calls = [call for chunk in chunks for call in chunk.function_calls or ()]
+        message = [genai.types.Part.from_function_response(name=c.name, response={"output": "Here."}) for c in calls]
+    await client.aclose()
+
+
+@pytest.mark.usefixtures("parse_calls")
+def test_geminis_client_makes_vllm_sample_what_a_client_of_chat_completions_does(engine_loop, engine):
+    async def main() -> list[FinishedSession]:
+        manager, finished = await manager_of(engine), []
+        try:
+            for ask in (
+                ask_and_answer_by_chat,
+                partial(ask_and_answer_by_gemini, stream=False),
+                partial(ask_and_answer_by_gemini, stream=True),
+            ):
+                handle = manager.open_session(seed=5)
+                await ask(handle)
+                finished.append(await manager.finish(handle))
+        finally:
+            await manager.close()
+        return finished
+
+    by_chat, *others = engine_loop.run(asyncio.wait_for(main(), DEADLINE_S))
+    (expected,) = by_chat.chains
+    assert [m.message.role for m in expected.message_log] == ["user", "assistant", "tool", "assistant"]
+    for other in others:
+        (chain,) = other.chains
+        assert flat_token_ids(chain.message_log) == flat_token_ids(expected.message_log)
+        for one, same in zip(chain.message_log, expected.message_log, strict=True):
+            assert one.is_generated == same.is_generated
+            drawn, again = (torch.tensor(m.generation_logprobs or ()) for m in (one, same))
+            torch.testing.assert_close(drawn, again, atol=1e-5, rtol=0)

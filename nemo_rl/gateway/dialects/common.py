@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
+from pydantic.alias_generators import to_snake
 from pydantic_core import to_json
 
 from nemo_rl.gateway.calls import CallRequest
-from nemo_rl.gateway.dialects.tools import ToolChoiceBody, read_tool_choice
-from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error
+from nemo_rl.gateway.dialects.tools import ToolChoiceBody, read_openapi_schema, read_tool_choice
+from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart
 from nemo_rl.types import Guide, GuideKind, Message
 
@@ -28,6 +29,10 @@ REFUSED_FIELDS = frozenset(
     # what another of the APIs calls a field of this one
     | {"input", "instructions", "messages", "system", "text", "response_format", "output_config", "output_format"}
     | {"max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences", "previous_response_id"}
+    | {"contents", "generation_config", "system_instruction", "tool_choice", "tool_config"}
+    # Google's
+    | {"cached_content", "continuation_token", "image_config", "model_selection_config", "routing_config"}
+    | {"speech_config"}
 )
 # Values with which a field asks for nothing that is not so anyway.
 NEUTRAL: Mapping[str, object] = {"best_of": 1, "min_tokens": 0, "n": 1, "add_generation_prompt": True}
@@ -44,19 +49,20 @@ def extra_fields(body: Body) -> dict[str, Any]:
     }
 
 
-def reject_fields(body: Body, *, format_field: str) -> None:
+def reject_fields(body: Body, *, format_field: str, where: str = "") -> None:
     """Raise RequestError for the first field that cannot be honoured and must not be ignored.
 
-    `format_field`: what this API calls the format of a response.
+    `format_field`: what this API calls the format of a response. `where`: the body's place in the request, with a dot.
     """
     extra = extra_fields(body)
-    for name in sorted(extra):
-        if name.startswith(GUIDED):
+    for key in sorted(extra):
+        name = f"{where}{key}"
+        if key.startswith(GUIDED):
             fields = format_field
             if "structured_outputs" in type(body).model_fields:
                 fields += " or structured_outputs"
             raise make_unsupported_error(name, f"{name}: not supported; use {fields}")
-        if name in REFUSED_FIELDS:
+        if to_snake(key) in REFUSED_FIELDS:
             raise make_unsupported_error(name, f"{name}: not supported by this server in this API")
     if "n" in extra:
         raise make_unsupported_error("n", "n must be 1; send the request n times")
@@ -88,6 +94,24 @@ class ResponseFormat(Body):
         if schema is None:
             raise make_missing_error(f"{field}.{'json_schema' if nested else 'schema'}")
         return Guide("json_schema", json.dumps(schema))
+
+
+class TypedResponse(CamelBody):
+    """The text that a response of Gemini's API must be."""
+
+    response_mime_type: Literal["text/plain", "application/json"] = "text/plain"
+    response_schema: dict[str, Any] | None = None  # of OpenAPI
+    response_json_schema: dict[str, Any] | None = None
+
+    def guide(self, where: str) -> Guide | None:
+        """Return the constraint that the fields of `where` ask for; raises RequestError for a schema of other text."""
+        schema = self.response_json_schema or read_openapi_schema(self.response_schema)
+        if self.response_mime_type == "application/json":
+            return Guide("json_object") if schema is None else Guide("json_schema", json.dumps(schema))
+        if schema is not None:
+            field = f"{where}.responseMimeType"
+            raise RequestError(400, f"{field}: a response with a schema is application/json", param=field)
+        return None
 
 
 class StructuredOutputs(Body):
@@ -169,7 +193,8 @@ class DeltaEvents:
     one, another kind closes it. APIs without items override neither `open_item` nor `close_item`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, returns_thinking: bool = True) -> None:
+        self._returns_thinking = returns_thinking
         self.open_kind: str | None = None  # of the open item
         self.open_text = ""  # that was sent in it
 
@@ -178,6 +203,8 @@ class DeltaEvents:
             return self.render_start(delta)
         if isinstance(delta, CallDelta):
             return self.close() + self.render_call(delta)
+        if isinstance(delta, ReasoningDelta) and not self._returns_thinking:
+            return b""
         kind = "thinking" if isinstance(delta, ReasoningDelta) else "text"
         events = b""
         if self.open_kind != kind:

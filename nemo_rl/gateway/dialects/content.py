@@ -1,20 +1,24 @@
-"""Content of messages on the wire: the parts of all APIs, read to the project's, and Anthropic's blocks written back.
+"""Content of messages on the wire: the parts of all APIs, read to the project's; some written back.
 
 What a policy that reads text cannot take, an image above all, is refused with its place and its type.
 """
 
-import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.alias_generators import to_camel
 
 from nemo_rl.data.messages import TEXT_TYPES
-from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error
+from nemo_rl.gateway.dialects.turns import merge_texts
+from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Part, TextPart, ThinkingPart, ToolCall, ToolResult
 
-RAW_ARGUMENTS = "raw_arguments"  # holds arguments that are no JSON object, the only form in Anthropic's API
+RAW_ARGUMENTS = "raw_arguments"  # arguments that are no JSON object, which Anthropic's and Gemini's APIs insist on
 SIGNATURE_BYTES = 32
+UNREAD_FIELDS = frozenset({"thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution"})  # of Gemini's parts
 
 
 class Block(Body):
@@ -47,14 +51,7 @@ def read_parts(
     """
     if content is None or isinstance(content, str):
         return (TextPart(content),) if content else ()
-    parts: list[Part] = []
-    for i, block in enumerate(content):
-        part = _read_part(block, f"{where}.{i}", kinds)
-        if isinstance(part, TextPart) and parts and isinstance(before := parts[-1], TextPart):
-            parts[-1] = TextPart(f"{before.text}{separator}{part.text}")
-        elif part is not None:
-            parts.append(part)
-    return tuple(parts)
+    return merge_texts((_read_part(block, f"{where}.{i}", kinds) for i, block in enumerate(content)), separator)
 
 
 def read_text(content: str | Sequence[Block] | None, where: str) -> tuple[TextPart, ...]:
@@ -76,9 +73,7 @@ def _read_text(block: Block, where: str) -> TextPart:
 
 
 def _read_thinking(block: Block, where: str) -> ThinkingPart:
-    if block.signature != _sign(block.thinking or ""):
-        text = f"{where}.signature: not that of this thinking block"
-        raise RequestError(400, text, param=f"{where}.signature")
+    check_signature(block.signature, block.thinking or "", f"{where}.signature")
     return ThinkingPart(block.thinking or "")
 
 
@@ -86,10 +81,7 @@ def _read_tool_use(block: Block, where: str) -> ToolCall:
     missing = next((name for name in ("id", "name", "input") if getattr(block, name) is None), None)
     if missing:
         raise make_missing_error(f"{where}.{missing}")
-    arguments = block.input or {}
-    is_raw = arguments.keys() == {RAW_ARGUMENTS}
-    text = str(arguments[RAW_ARGUMENTS]) if is_raw else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(block.id or "", block.name or "", text)
+    return ToolCall(block.id or "", block.name or "", _arguments_text(block.input))
 
 
 def _read_tool_result(block: Block, where: str) -> ToolResult:
@@ -106,24 +98,99 @@ _READERS: Mapping[str, Callable[[Block, str], Part | None]] = {
 }
 
 
+class FunctionCall(CamelBody):
+    """A call of Gemini's API, where an id may be missing."""
+
+    id: str | None = None
+    name: Annotated[str, Field(min_length=1)]
+    args: dict[str, Any] | None = None
+
+
+class FunctionResponse(CamelBody):
+    """A result of Gemini's API; `parts` would be images."""
+
+    id: str | None = None
+    name: Annotated[str, Field(min_length=1)]
+    response: dict[str, Any]
+    parts: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def text(self) -> str:
+        """Return the only value `output`, or `result` as Google's clients call it, else the whole object."""
+        is_wrapped = self.response.keys() in ({"output"}, {"result"})
+        value = next(iter(self.response.values())) if is_wrapped else self.response
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class GeminiPart(CamelBody):
+    """A part of Gemini's API: its kind is the field that it has."""
+
+    text: str | None = None
+    thought: bool | None = None  # the text is one
+    thought_signature: str | None = None  # of the thought that ends here; elsewhere it says nothing
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+
+    def read(self, where: str, kinds: Sequence[str]) -> Part:
+        """Return the part; raises RequestError for one that is not of one of these `kinds`."""
+        given = {to_camel(name) for name in self.model_fields_set} - UNREAD_FIELDS
+        given -= {"text"} if self.thought else {"thought"}
+        if not given:
+            raise make_missing_error(f"{where}.text")
+        wrong = sorted(given - set(kinds)) or sorted(given)[1:]
+        if wrong:
+            text = f"{where}.{wrong[0]}: not supported here; one of {', '.join(kinds)} is"
+            raise make_unsupported_error(f"{where}.{wrong[0]}", text)
+        if (call := self.function_call) is not None:
+            return ToolCall(call.id or "", call.name, _arguments_text(call.args))
+        if (result := self.function_response) is not None:
+            return ToolResult(result.id, (TextPart(result.text()),))
+        return ThinkingPart(self.text or "") if self.thought else TextPart(self.text or "")
+
+
+def write_gemini_part(part: Part) -> dict[str, Any]:
+    """Return Gemini's part of a part of a response."""
+    if isinstance(part, ThinkingPart):
+        return {"text": part.text, "thought": True, "thoughtSignature": sign(part.text)}
+    if isinstance(part, ToolCall):
+        return {"functionCall": {"id": part.id, "name": part.name, "args": _arguments_object(part)}}
+    assert isinstance(part, TextPart)  # a policy gives no results
+    return {"text": part.text}
+
+
 def write_block(part: Part) -> dict[str, Any]:
     """Return Anthropic's block of a part of a response; thinking is signed."""
     if isinstance(part, ThinkingPart):
-        return {"type": "thinking", "thinking": part.text, "signature": _sign(part.text)}
+        return {"type": "thinking", "thinking": part.text, "signature": sign(part.text)}
     if isinstance(part, ToolCall):
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments_object(part)}
     assert isinstance(part, TextPart)  # a policy gives no results
     return {"type": "text", "text": part.text}
 
 
-def _sign(thinking: str) -> str:
-    """Return the signature of a thinking block, by which one that was changed is told from one that was returned."""
+def sign(thinking: str) -> str:
+    """Return the signature of thinking, by which one that was changed is told from one that was returned.
+
+    Clients of Gemini decode signatures from base64 in either of its alphabets: hexadecimal digits are both.
+    """
     digest = blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=SIGNATURE_BYTES, person=b"nemo-rl")
-    return base64.b64encode(digest.digest()).decode()
+    return digest.hexdigest()
+
+
+def check_signature(signature: str | None, thinking: str, where: str) -> None:
+    """Raise RequestError unless the signature at `where` is that of the thinking."""
+    if signature != sign(thinking):
+        raise RequestError(400, f"{where}: not that of this thinking", param=where)
+
+
+def _arguments_text(arguments: Mapping[str, Any] | None) -> str:
+    """Return the arguments of a call as a policy writes them."""
+    if arguments is not None and arguments.keys() == {RAW_ARGUMENTS}:
+        return str(arguments[RAW_ARGUMENTS])
+    return json.dumps(arguments or {}, ensure_ascii=False)
 
 
 def _arguments_object(call: ToolCall) -> dict[str, Any]:
-    """Return a call's arguments as the object that Anthropic's API takes."""
+    """Return a call's arguments as the object that Anthropic's and Gemini's APIs take."""
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):

@@ -5,7 +5,7 @@ Thinking is returned as signed blocks, which clients send back; a block with ano
 """
 
 import json
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,9 +16,10 @@ from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import DeltaEvents, ResponseFormat, extra_fields, reject_fields, render_event
 from nemo_rl.gateway.dialects.content import Content, read_parts, read_text, write_block
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, InputSchemaTool, TypedChoice
+from nemo_rl.gateway.dialects.turns import Turns
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart
-from nemo_rl.types import Guide, Message, ThinkingPart, ToolResult
+from nemo_rl.types import Guide, Message, ThinkingPart
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERROR_TYPES |= {429: "rate_limit_error"}  # other 4xx: invalid_request_error
@@ -82,7 +83,6 @@ class MessagesRequest(Body):
             text = "messages: the last one is the assistant's; prefill is not supported"
             raise make_unsupported_error("messages", text)
         system = () if self.system is None else (Message("system", read_text(self.system, "system")),)
-        turns = [m for i, turn in enumerate(self.messages) for m in _to_messages(turn, f"messages.{i}.content")]
         tools = tuple(tool.read(f"tools.{i}") for i, tool in enumerate(self.tools or ()))
         asked = self.tool_choice or TypedChoice(type="auto")
         choice = asked.read(tools)
@@ -90,7 +90,7 @@ class MessagesRequest(Body):
         has_effort = self.output_config is not None and self.output_config.effort is not None
         ignored = extra_fields(self).keys() | ({"output_config.effort"} if has_effort else set())
         return CallRequest(
-            (*system, *turns),
+            (*system, *_to_messages(self.messages)),
             tools,
             parses_tool_calls=choice.parses_calls,
             allows_parallel_calls=not asked.disable_parallel_tool_use,
@@ -128,6 +128,9 @@ class Messages:
     def parse_count(self, body: bytes) -> CallRequest:
         """Return the call whose tokens are to be counted."""
         return parse_body(MessagesRequest, body).to_call()
+
+    def render_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"input_tokens": num_tokens}
 
     def render(self, call: CallRequest, answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `message` object."""
@@ -194,16 +197,15 @@ class BlockStream(DeltaEvents):
         return _event("content_block_delta", index=self._index, delta=delta)
 
 
-def _to_messages(turn: Turn, where: str) -> list[Message]:
-    """Return a turn as messages: a tool's results are messages of their own, before and after the user's text."""
-    if turn.role == "assistant":
-        return [Message("assistant", read_parts(turn.content, where, ASSISTANT_BLOCKS, separator=""))]
-    parts = read_parts(turn.content, where, USER_BLOCKS)
-    messages: list[Message] = []
-    for is_result, group in groupby(parts, lambda part: isinstance(part, ToolResult)):
-        run = tuple(group)
-        messages += [Message("tool", (part,)) for part in run] if is_result else [Message(turn.role, run)]
-    return messages or [Message(turn.role, "")]
+def _to_messages(said: Sequence[Turn]) -> tuple[Message, ...]:
+    turns = Turns()
+    for i, turn in enumerate(said):
+        where = f"messages.{i}.content"
+        if turn.role == "assistant":
+            turns.say(read_parts(turn.content, where, ASSISTANT_BLOCKS, separator=""), begins=True)
+        else:
+            turns.hear(turn.role, read_parts(turn.content, where, USER_BLOCKS))
+    return turns.messages()
 
 
 def _head(completion_id: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:

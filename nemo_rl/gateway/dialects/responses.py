@@ -5,6 +5,7 @@ conversations, and what would change the sampled text are refused with 400.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -15,9 +16,10 @@ from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, ResponseFormat, render_event
 from nemo_rl.gateway.dialects.content import Block, Content, read_parts, read_text
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, FlatTool, full_name, read_flat_tools, split_name
+from nemo_rl.gateway.dialects.turns import Turns
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart, TextDelta
-from nemo_rl.types import Message, Role, ThinkingPart, ToolCall
+from nemo_rl.types import Message, Part, Role, ThinkingPart, ToolCall, ToolResult
 
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
 IGNORED_FIELDS |= {"include", "prompt_cache_retention"}  # silently: they change nothing here
@@ -184,33 +186,23 @@ class ItemStream(DeltaEvents):
         return render_event(body, kind)
 
 
-def _to_messages(items: str | list[Item]) -> list[Message]:
+def _to_messages(items: str | list[Item]) -> tuple[Message, ...]:
     """Return items as messages: what the assistant wrote in one response is one message."""
     if isinstance(items, str):
-        return [Message("user", items)]
-    messages: list[Message] = []
-    is_open = False  # whether the last message is the assistant's and may take further items
+        return (Message("user", items),)
+    turns = Turns()
     for i, item in enumerate(items):
         where = f"input.{i}"
         if item.type == "reasoning":  # a response begins with it, and may have nothing else
-            messages.append(Message("assistant", _read_reasoning(item)))
-            is_open = True
-            continue
-        if item.type == "message" and item.role == "assistant":
-            new = Message("assistant", read_parts(item.content, f"{where}.content", separator=""))
+            turns.say(_read_reasoning(item), begins=True)
+        elif item.type == "message" and item.role == "assistant":
+            turns.say(read_parts(item.content, f"{where}.content", separator=""))
         elif item.type == "function_call":
             call_id, name, arguments = (_required(item, key, where) for key in ("call_id", "name", "arguments"))
-            new = Message("assistant", "", (ToolCall(call_id, full_name(item.namespace, name), arguments),))
+            turns.say([ToolCall(call_id, full_name(item.namespace, name), arguments)])
         else:
-            messages.append(_to_other_message(item, where))
-            is_open = False
-            continue
-        if is_open:
-            last = messages.pop()
-            new = Message("assistant", (*last.parts, *new.parts))
-        messages.append(new)
-        is_open = True
-    return messages
+            turns.hear(*_read_others(item, where))
+    return turns.messages()
 
 
 def _read_reasoning(item: Item) -> tuple[ThinkingPart, ...]:
@@ -220,19 +212,20 @@ def _read_reasoning(item: Item) -> tuple[ThinkingPart, ...]:
     return (ThinkingPart(text),) if text else ()
 
 
-def _to_other_message(item: Item, where: str) -> Message:
+def _read_others(item: Item, where: str) -> tuple[Role, Sequence[Part]]:
+    """Return who says an item that is not the assistant's, and what."""
     if item.type == "function_call_output":
         if item.output is None:
             raise make_missing_error(f"{where}.output")
         call_id = _required(item, "call_id", where)
-        return Message("tool", read_text(item.output, f"{where}.output"), tool_call_id=call_id)
+        return "tool", (ToolResult(call_id, read_text(item.output, f"{where}.output")),)
     if item.type != "message":
         text = f"{where}.type: items of type {item.type!r} are not supported"
         raise make_unsupported_error(f"{where}.type", text)
     if item.content is None:
         raise make_missing_error(f"{where}.content")
     role: Role = "system" if _required(item, "role", where) in ("system", "developer") else "user"
-    return Message(role, read_text(item.content, f"{where}.content"))
+    return role, read_text(item.content, f"{where}.content")
 
 
 def _required(item: Item, name: str, where: str) -> str:

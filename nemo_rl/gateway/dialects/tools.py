@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic.alias_generators import to_camel
 
 from nemo_rl.gateway.calls import Forcing
-from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error
+from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import ToolCall
 
 MAX_TOOLS = 1_000  # of a request
@@ -37,10 +38,65 @@ class InputSchemaTool(Body):
         """Return the tool as templates render it; raises RequestError for one that runs at Anthropic."""
         if self.type not in (None, "custom"):
             raise _unsupported_type(self.type, where)
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        return {"type": "function", "function": {**function, "parameters": self.input_schema or {"type": "object"}}}
+        return make_tool(self.name, self.description, self.input_schema)
+
+
+def make_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a function as templates render it; `parameters` is a JSON schema."""
+    described = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters or {"type": "object"}}}
+
+
+class Declaration(CamelBody):
+    """A function of Gemini's API."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: dict[str, Any] | None = None
+
+
+class DeclarationSet(CamelBody):
+    """Some functions of Gemini's API, or one tool that runs at Google."""
+
+    function_declarations: Annotated[list[Declaration], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+
+    def read(self, where: str) -> list[dict[str, Any]]:
+        """Return the functions as templates render them; raises RequestError for a tool that runs at Google."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                raise make_unsupported_error(f"{where}.{name}", f"{where}.{name}: only functions are supported")
+        return [
+            make_tool(each.name, each.description, each.parameters_json_schema or read_openapi_schema(each.parameters))
+            for each in self.function_declarations
+        ]
+
+
+def read_openapi_schema(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a schema of OpenAPI 3.0, as Google's clients write it, as a JSON schema.
+
+    Example: `{"type": "STRING", "nullable": True, "max_length": "3"}` is
+    `{"type": ["string", "null"], "maxLength": 3}`.
+    """
+    if schema is None:
+        return None
+    read: dict[str, Any] = {}
+    for key, value in ((to_camel(key), value) for key, value in schema.items()):
+        if key == "properties" and isinstance(value, dict):
+            read[key] = {name: read_openapi_schema(each) for name, each in value.items()}
+        elif isinstance(value, dict) and key in ("items", "additionalProperties"):
+            read[key] = read_openapi_schema(value)
+        elif key == "anyOf" and isinstance(value, list):
+            read[key] = [read_openapi_schema(each) for each in value]
+        elif key == "type":
+            read[key] = str(value).lower()
+        elif key.startswith(("min", "max")):
+            read[key] = int(value) if isinstance(value, str) and value.isdecimal() else value  # int64 of protobuf
+        elif key not in ("nullable", "propertyOrdering"):
+            read[key] = value
+    if schema.get("nullable") and "type" in read:
+        read["type"] = [read["type"], "null"]
+    return read
 
 
 class FlatTool(Body):
@@ -206,6 +262,29 @@ class TypedChoice(Body):
             names = (self.name or "",)
         is_forced = self.type in ("any", "tool")
         return ToolChoice("tool_choice.type", parses_calls=self.type != "none", is_forced=is_forced, names=names)
+
+
+class FunctionCallingConfig(CamelBody):
+    """A choice of tools of Gemini's API; `VALIDATED` is a text, or a call by its schema."""
+
+    mode: Literal["MODE_UNSPECIFIED", "AUTO", "NONE", "ANY", "VALIDATED"] = "AUTO"
+    allowed_function_names: list[str] | None = None
+
+
+class ToolConfig(CamelBody):
+    function_calling_config: FunctionCallingConfig = FunctionCallingConfig()
+
+    def read(self, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+        """Return what is asked; raises RequestError for a function that may not be chosen."""
+        chosen, where = self.function_calling_config, "toolConfig.functionCallingConfig"
+        names, is_forced = names_of(tools), chosen.mode in ("ANY", "VALIDATED")
+        if chosen.allowed_function_names:
+            _check_chosen(chosen.allowed_function_names, names if is_forced else (), f"{where}.allowedFunctionNames")
+            names = tuple(chosen.allowed_function_names)
+        parses_calls, is_required = chosen.mode != "NONE", chosen.mode == "ANY"
+        return ToolChoice(
+            f"{where}.mode", parses_calls=parses_calls, is_forced=is_forced, is_required=is_required, names=names
+        )
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

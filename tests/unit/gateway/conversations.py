@@ -1,4 +1,4 @@
-"""Scripted conversations over every dialect, with the official clients.
+"""Scripted conversations over every dialect, with the official clients of all but Gemini.
 
 A script is a list of words. `u:CODE` appends a user's message, and CODE says what the engine will answer: t thinking,
 x text, c a tool call, h text that never ends. `a` asks, `r:CODE` answers the calls of the last response; the others
@@ -6,11 +6,13 @@ are the methods of `Agent`.
 """
 
 import asyncio
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from aiohttp import ClientResponse, ClientSession
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, LengthFinishReasonError
 
@@ -21,6 +23,7 @@ from tests.unit.gateway.engines import DEADLINE_S, TOOL, SpeakingGeneration, tex
 NAME = "qwen3"
 PARTS = {"t": "<think>plan it</think>\n\n", "x": "Some täxt 漢. ", "h": "An endless story goes on and on"}
 MODES = ("chat", "chat stream", "messages", "messages stream", "responses", "responses stream", "previous")
+MODES += ("gemini", "gemini stream")  # the second sends calls and results back without ids, in the pieces of the stream
 
 
 def speak(request: GenerationRequest, prompt: str) -> str:
@@ -126,6 +129,9 @@ class Agent:
             kinds = {"content": "text", "reasoning_content": "thinking"}
             kept = {key: value for key, value in said.items() if keeps(kinds.get(key, key))}
             self.turns[-1] = ("assistant", kept)
+        elif self.mode.startswith("gemini"):
+            kept = [part for each in said for part in each["parts"] if keeps(gemini_kind(part))]
+            self.turns[-1] = ("assistant", [{"role": "model", "parts": kept}])
         else:
             kinds = {"message": "text", "reasoning": "thinking"}
             self.turns[-1] = ("assistant", [b for b in said if keeps(kinds.get(b["type"], b["type"]))])
@@ -149,8 +155,7 @@ class Agent:
     async def cancel(self) -> None:
         """Break off a stream after its first text."""
         before = self.engine.num_cancelled
-        openai, anthropic = self.clients.of(self.server.session_url(self.session_id))
-        api, fields = self._request(openai, anthropic, None)
+        api, fields = self._request(None)
         stream = await api.create(**fields, stream=True)
         async for event in stream:
             if "'A'" in repr(event):  # the delta of the first token
@@ -160,25 +165,29 @@ class Agent:
             await asyncio.sleep(0.001)
 
     async def ask(self, max_tokens: int | None = None) -> None:
-        openai, anthropic = self.clients.of(self.server.session_url(self.session_id))
-        api, fields = self._request(openai, anthropic, max_tokens)
+        api, fields = self._request(max_tokens)
         if not self.streams:
             done = await api.create(**fields)
         elif self.mode.startswith("chat"):
-            done = await accumulated(openai, fields)
+            done = await accumulated(api, fields)
         elif self.mode.startswith("messages"):
-            async with anthropic.messages.stream(**fields) as stream:
+            async with api.stream(**fields) as stream:
                 done = await stream.get_final_message()
+        elif self.mode.startswith("gemini"):
+            done = [event async for event in await api.create(**fields, stream=True)]
         else:  # the client's own accumulator knows no response that was cut
-            events: list[Any] = [event async for event in await openai.responses.create(**fields, stream=True)]
+            events: list[Any] = [event async for event in await api.create(**fields, stream=True)]
             assert [event.sequence_number for event in events] == list(range(len(events)))
             done = events[-1].response
         self.turns.append(("assistant", native(done)))
-        self.answered.append((done.id, len(self.turns)))
+        self.answered.append((getattr(done, "id", ""), len(self.turns)))
 
-    def _request(
-        self, openai: AsyncOpenAI, anthropic: AsyncAnthropic, max_tokens: int | None
-    ) -> tuple[Any, dict[str, Any]]:
+    def _request(self, max_tokens: int | None) -> tuple[Any, dict[str, Any]]:
+        """Return the API and the fields of the next request."""
+        url = self.server.session_url(self.session_id)
+        if self.mode.startswith("gemini"):
+            return self.clients.gemini(url), self._gemini_request(max_tokens)
+        openai, anthropic = self.clients.of(url)
         fields: dict[str, Any] = {"model": "m", **({"tools": self._native_tools()} if self.tools else {})}
         if self.mode.startswith("chat"):
             system = [{"role": "system", "content": self.system}] if self.system else []
@@ -198,6 +207,14 @@ class Agent:
         fields |= {"instructions": self.system} if self.system else {}
         fields |= {"max_output_tokens": max_tokens} if max_tokens else {}
         return openai.responses, {**fields, "input": self._flat(responses_turn, start)}
+
+    def _gemini_request(self, max_tokens: int | None) -> dict[str, Any]:
+        system = {"systemInstruction": {"parts": [{"text": self.system}]}} if self.system else {}
+        names = {"parameters": "parametersJsonSchema"}
+        declared = [{names.get(key, key): value for key, value in tool["function"].items()} for tool in self.tools]
+        config = {"maxOutputTokens": max_tokens, "thinkingConfig": {"includeThoughts": self.streams}}
+        tools = {"tools": [{"functionDeclarations": declared}]} if declared else {}
+        return {**system, **tools, "contents": self._flat(gemini_turn), "generationConfig": config}
 
     def _flat(self, render: Any, start: int = 0) -> list[Any]:
         return [item for turn in self.turns[start:] for item in render(*turn)]
@@ -219,6 +236,7 @@ class Clients:
         common: Any = {"base_url": "http://unused", "api_key": "unused", "max_retries": 0, "timeout": DEADLINE_S}
         self._openai = AsyncOpenAI(**common)
         self._anthropic = AsyncAnthropic(**common)
+        self._http: ClientSession | None = None
 
     def of(self, base_url: str) -> tuple[AsyncOpenAI, AsyncAnthropic]:
         return (
@@ -226,14 +244,50 @@ class Clients:
             self._anthropic.with_options(base_url=base_url.removesuffix("/v1")),
         )
 
+    def gemini(self, base_url: str) -> "GeminiApi":
+        self._http = self._http or ClientSession()
+        return GeminiApi(self._http, base_url)
+
     async def close(self) -> None:
         await self._openai.close()
         await self._anthropic.close()
+        if self._http is not None:
+            await self._http.close()
 
 
-async def accumulated(openai: AsyncOpenAI, fields: dict[str, Any]) -> Any:
+@dataclass
+class GeminiApi:
+    """Gemini's API in plain HTTP, whose history is in the API's own shape; test_gemini.py has the official client."""
+
+    http: ClientSession
+    base_url: str
+
+    async def create(self, *, stream: bool = False, **body: Any) -> Any:
+        url = f"{self.base_url}/v1beta/models/m:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}"
+        response = await self.http.post(url, json=body)
+        if stream and response.status == 200:
+            return GeminiEvents(response)
+        answer = await response.json()
+        assert response.status == 200, answer
+        return [answer]
+
+
+@dataclass
+class GeminiEvents:
+    response: ClientResponse
+
+    async def __aiter__(self) -> Any:
+        async for line in self.response.content:
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
+
+    async def close(self) -> None:
+        self.response.close()
+
+
+async def accumulated(completions: Any, fields: dict[str, Any]) -> Any:
     """The completion that the client's accumulator makes of a stream; it raises one that was cut."""
-    async with openai.chat.completions.stream(**fields) as stream:
+    async with completions.stream(**fields) as stream:
         try:
             return await stream.get_final_completion()
         except LengthFinishReasonError as error:
@@ -241,7 +295,12 @@ async def accumulated(openai: AsyncOpenAI, fields: dict[str, Any]) -> Any:
 
 
 def native(done: Any) -> Any:
-    """What a client keeps of a response: a message, content blocks, or output items."""
+    """What a client keeps of a response: a message, content blocks, output items, or contents of a stream's pieces."""
+    if isinstance(done, list):
+        contents = [event["candidates"][0]["content"] for event in done]
+        for part in (part for content in contents for part in content["parts"] if len(done) > 1):
+            part.get("functionCall", {}).pop("id", None)
+        return contents
     if hasattr(done, "choices"):
         said = done.choices[0].message.model_dump(exclude_none=True)
         said.pop("parsed", None)
@@ -255,7 +314,23 @@ def native(done: Any) -> Any:
 def call_ids(said: Any) -> list[str]:
     if isinstance(said, dict):
         return [call["id"] for call in said.get("tool_calls", ())]
+    if said and "parts" in said[0]:
+        parts = [part for content in said for part in content["parts"]]
+        return [part["functionCall"].get("id", "") for part in parts if "functionCall" in part]
     return [part.get("call_id") or part["id"] for part in said if part["type"] in ("tool_use", "function_call")]
+
+
+def gemini_kind(part: dict[str, Any]) -> str:
+    return "call" if "functionCall" in part else "thinking" if part.get("thought") else "text"
+
+
+def gemini_turn(role: str, turn: Any) -> list[Any]:
+    if role == "assistant":
+        return turn
+    if role == "tool":
+        results = [{**({"id": i} if i else {}), "name": "add", "response": {"output": text}} for i, text in turn]
+        return [{"role": "user", "parts": [{"functionResponse": result} for result in results]}]
+    return [{"role": role, "parts": [{"text": turn}]}]
 
 
 def chat_turn(role: str, turn: Any) -> list[Any]:

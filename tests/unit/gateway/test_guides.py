@@ -251,8 +251,9 @@ def test_a_demand_for_a_call_needs_tools(path: str, tools: Any, choice: Any, mod
         session = server.open_session(trains=False)
         status, answer = await ask_at(server, session, path, tools=tools, tool_choice=choice)
         error = answer["error"]
-        assert (status, error.get("param", "tool_choice")) == (400, "tool_choice")
-        assert error["message"] == "tool_choice: a call that is required needs tools"
+        field = "tool_choice.type" if path == MESSAGES else "tool_choice"
+        assert (status, error.get("param", field)) == (400, field)
+        assert error["message"] == f"{field}: a call that is required needs tools"
         assert not generation.requests
 
     use(body, forced_tool_choice=mode)
