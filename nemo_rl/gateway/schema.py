@@ -24,6 +24,11 @@ class RequestError(Exception):
         self.param = param
         self.code = code
 
+    def named_message(self) -> str:
+        """Return the message, which begins with the field: for envelopes without a place for it."""
+        text = str(self)
+        return text if self.param is None or text.startswith(self.param) else f"{self.param}: {text}"
+
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

@@ -13,8 +13,9 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.messages import to_openai_tool_call
 from nemo_rl.gateway.calls import Answer, CallRequest
-from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, ResponseFormat, render_event
+from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, render_event
 from nemo_rl.gateway.dialects.content import Content, read_text
+from nemo_rl.gateway.dialects.formats import ResponseFormat
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, NestedCall, NestedTool
 from nemo_rl.gateway.schema import Body, EchoingMessage, RequestError, make_unsupported_error, named_session, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart

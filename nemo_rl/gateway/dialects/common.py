@@ -1,21 +1,20 @@
-"""Shared parts of the requests and responses of several APIs: refused fields, guides, the events of a stream.
+"""Shared parts of the requests and responses of several APIs: refused fields, the events of a stream.
 
-content.py reads the content of messages, tools.py tools and calls.
+content.py reads the content of messages, tools.py tools and calls, formats.py the formats of responses.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from pydantic.alias_generators import to_snake
 from pydantic_core import to_json
 
 from nemo_rl.gateway.calls import CallRequest
-from nemo_rl.gateway.dialects.tools import ToolChoiceBody, read_openapi_schema, read_tool_choice
-from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_error, make_unsupported_error
+from nemo_rl.gateway.dialects.formats import StructuredOutputs, choose_guide
+from nemo_rl.gateway.dialects.tools import ToolChoiceBody, read_tool_choice
+from nemo_rl.gateway.schema import Body, make_unsupported_error
 from nemo_rl.gateway.streaming import CallDelta, Delta, ReasoningDelta, StreamStart
-from nemo_rl.types import Guide, GuideKind, Message
+from nemo_rl.types import Guide, Message
 
 # Of any API; an API that has the field declares it. They would need another policy, another way to sample, or another
 # reading of the conversation, so a request that has one is refused rather than answered as if it had not.
@@ -69,78 +68,6 @@ def reject_fields(body: Body, *, format_field: str, where: str = "") -> None:
     if (body.model_extra or {}).get("add_generation_prompt") is False:
         text = "add_generation_prompt: a response is always a turn of its own"
         raise make_unsupported_error("add_generation_prompt", text)
-
-
-class JsonSchema(Body):
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Body):
-    """The text that a response must be: chat completions nest the schema, the other APIs do not."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-    def guide(self, field: str, *, nested: bool = False) -> Guide | None:
-        """Return the constraint that `field` of the request asks for; raises RequestError without a schema."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return Guide("json_object")
-        schema = self.schema_
-        if nested:
-            schema = None if self.json_schema is None else self.json_schema.schema_
-        if schema is None:
-            raise make_missing_error(f"{field}.{'json_schema' if nested else 'schema'}")
-        return Guide("json_schema", json.dumps(schema))
-
-
-class TypedResponse(CamelBody):
-    """The text that a response of Gemini's API must be."""
-
-    response_mime_type: Literal["text/plain", "application/json"] = "text/plain"
-    response_schema: dict[str, Any] | None = None  # of OpenAPI
-    response_json_schema: dict[str, Any] | None = None
-
-    def guide(self, where: str) -> Guide | None:
-        """Return the constraint that the fields of `where` ask for; raises RequestError for a schema of other text."""
-        schema = self.response_json_schema or read_openapi_schema(self.response_schema)
-        if self.response_mime_type == "application/json":
-            return Guide("json_object") if schema is None else Guide("json_schema", json.dumps(schema))
-        if schema is not None:
-            field = f"{where}.responseMimeType"
-            raise RequestError(400, f"{field}: a response with a schema is application/json", param=field)
-        return None
-
-
-class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: one of its kinds."""
-
-    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-
-    def guide(self) -> Guide:
-        """Return the constraint; raises RequestError unless there is exactly one."""
-        schema = json.dumps(self.json_) if isinstance(self.json_, dict) else self.json_
-        texts: dict[GuideKind, str | None] = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
-        guides = [Guide(kind, text) for kind, text in texts.items() if text is not None]
-        guides += [Guide("json_object")] if self.json_object else []
-        if len(guides) != 1 or self.model_extra:
-            message = "structured_outputs takes exactly one of json, json_object, regex and grammar"
-            raise RequestError(400, message, param="structured_outputs")
-        return guides[0]
-
-
-def choose_guide(by_format: Guide | None, structured: StructuredOutputs | None, field: str) -> Guide | None:
-    """Return the only constraint of a request, if any; raises RequestError for two."""
-    if structured is None:
-        return by_format
-    if by_format is not None:
-        raise RequestError(400, f"{field} and structured_outputs exclude each other", param=field)
-    return structured.guide()
 
 
 class OpenAIRequest(Body):

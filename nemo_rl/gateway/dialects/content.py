@@ -6,15 +6,16 @@ What a policy that reads text cannot take, an image above all, is refused with i
 import json
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.alias_generators import to_camel
 
 from nemo_rl.data.messages import TEXT_TYPES
+from nemo_rl.gateway.dialects.tools import full_name
 from nemo_rl.gateway.dialects.turns import merge_texts
 from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_error, make_unsupported_error
-from nemo_rl.types import Part, TextPart, ThinkingPart, ToolCall, ToolResult
+from nemo_rl.types import Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
 
 RAW_ARGUMENTS = "raw_arguments"  # arguments that are no JSON object, which Anthropic's and Gemini's APIs insist on
 SIGNATURE_BYTES = 32
@@ -96,6 +97,63 @@ _READERS: Mapping[str, Callable[[Block, str], Part | None]] = {
     "tool_use": _read_tool_use,
     "tool_result": _read_tool_result,
 }
+
+
+class Item(Body):
+    """An item of Responses: a message, the assistant's reasoning, a call of it, or the output of one."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content | None = None
+    summary: list[Block] | None = None  # of reasoning, where it has no content
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None  # of a called function
+    arguments: str | None = None
+    output: Content | None = None
+
+    def read(self, where: str) -> tuple[Role, tuple[Part, ...]]:
+        """Return who says the item, and what; raises RequestError for a type or a content that is not supported."""
+        if self.type == "reasoning":
+            return "assistant", self._thinking()
+        if self.type == "function_call":
+            call_id, name, arguments = (self._required(key, where) for key in ("call_id", "name", "arguments"))
+            return "assistant", (ToolCall(call_id, full_name(self.namespace, name), arguments),)
+        if self.type == "function_call_output":
+            if self.output is None:
+                raise make_missing_error(f"{where}.output")
+            call_id = self._required("call_id", where)
+            return "tool", (ToolResult(call_id, read_text(self.output, f"{where}.output")),)
+        if self.type != "message":
+            text = f"{where}.type: items of type {self.type!r} are not supported"
+            raise make_unsupported_error(f"{where}.type", text)
+        if self.role == "assistant":
+            return "assistant", read_parts(self.content, f"{where}.content", separator="")
+        if self.content is None:
+            raise make_missing_error(f"{where}.content")
+        role: Role = "system" if self._required("role", where) in ("system", "developer") else "user"
+        return role, read_text(self.content, f"{where}.content")
+
+    def _thinking(self) -> tuple[ThinkingPart, ...]:
+        """Return the thinking of a reasoning item; encrypted reasoning has none."""
+        blocks = self.content if isinstance(self.content, list) and self.content else self.summary or ()
+        text = "\n".join(block.text for block in blocks if block.text)
+        return (ThinkingPart(text),) if text else ()
+
+    def _required(self, name: str, where: str) -> str:
+        value = getattr(self, name)
+        if value is None:
+            raise make_missing_error(f"{where}.{name}")
+        return str(value)
+
+
+def write_item(item_id: str, part: TextPart | ThinkingPart) -> dict[str, Any]:
+    """Return the item of Responses that holds a part of a response."""
+    if isinstance(part, ThinkingPart):
+        content = [{"type": "reasoning_text", "text": part.text}]
+        return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+    texts = [{"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}]
+    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": texts}
 
 
 class FunctionCall(CamelBody):

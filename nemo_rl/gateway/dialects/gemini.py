@@ -13,11 +13,12 @@ from pydantic import Field
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
-from nemo_rl.gateway.dialects.common import DeltaEvents, TypedResponse, extra_fields, reject_fields, render_event
+from nemo_rl.gateway.dialects.common import DeltaEvents, extra_fields, reject_fields, render_event
 from nemo_rl.gateway.dialects.content import GeminiPart, check_signature, write_gemini_part
+from nemo_rl.gateway.dialects.formats import TypedResponse
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, DeclarationSet, ToolConfig
 from nemo_rl.gateway.dialects.turns import Turns, merge_texts
-from nemo_rl.gateway.schema import CamelBody, RequestError, make_missing_error, make_unsupported_error, parse_body
+from nemo_rl.gateway.schema import CamelBody, RequestError, make_missing_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart
 from nemo_rl.types import Message, Part, ThinkingPart, ToolResult
 
@@ -67,8 +68,6 @@ class GenerateContentRequest(CamelBody):
             reject_fields(body, format_field=f"{CONFIG}.responseJsonSchema", where=where)
         if not self.contents:
             raise make_missing_error("contents")
-        if self.contents[-1].role == "model":
-            raise make_unsupported_error("contents", "contents: the last is the model's; prefill is not supported")
         tools = tuple(tool for i, each in enumerate(self.tools) for tool in each.read(f"tools.{i}"))
         choice = self.tool_config.read(tools)
         ignored = {f"{CONFIG}.{name}" for name in extra_fields(config)} | extra_fields(self).keys() - IGNORED_FIELDS
@@ -97,7 +96,7 @@ def _to_messages(system: Content | None, contents: Sequence[Content]) -> tuple[M
     turns, thinking = Turns(), ""
     if system is not None:
         texts = [part.read(where, ("text",)) for where, part in system.pieces("systemInstruction")]
-        turns.hear("system", merge_texts(texts, "\n"))
+        turns.add("system", merge_texts(texts, "\n"))
     for i, each in enumerate(contents):
         parts: list[Part] = []
         for where, part in each.pieces(f"contents.{i}"):
@@ -108,11 +107,8 @@ def _to_messages(system: Content | None, contents: Sequence[Content]) -> tuple[M
             if isinstance(read, ToolResult) and part.function_response is not None:
                 read = turns.answer(read, part.function_response.name)
             parts.append(read)
-        if each.role == "model":
-            turns.say(parts)
-        else:
-            turns.hear("user", merge_texts(parts, "\n"))
-    return turns.messages()
+        turns.add("assistant" if each.role == "model" else "user", merge_texts(parts, "\n" * (each.role != "model")))
+    return turns.messages_to_answer("contents")
 
 
 class Gemini:
@@ -151,7 +147,7 @@ class Gemini:
         if error.code is not None:
             info = {"reason": error.code, "domain": "nemo-rl"}
             details.append({"@type": "type.googleapis.com/google.rpc.ErrorInfo", **info})
-        return {"error": {"code": error.status, "message": str(error), "status": status, "details": details}}
+        return {"error": {"code": error.status, "message": error.named_message(), "status": status, "details": details}}
 
 
 class ContentStream(DeltaEvents):

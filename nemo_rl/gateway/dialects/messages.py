@@ -13,13 +13,14 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.messages import TEXT_TYPES
 from nemo_rl.gateway.calls import Answer, CallRequest
-from nemo_rl.gateway.dialects.common import DeltaEvents, ResponseFormat, extra_fields, reject_fields, render_event
+from nemo_rl.gateway.dialects.common import DeltaEvents, extra_fields, reject_fields, render_event
 from nemo_rl.gateway.dialects.content import Content, read_parts, read_text, write_block
+from nemo_rl.gateway.dialects.formats import FormattedRequest
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, InputSchemaTool, TypedChoice
 from nemo_rl.gateway.dialects.turns import Turns
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart
-from nemo_rl.types import Guide, Message, ThinkingPart
+from nemo_rl.types import Message, ThinkingPart
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERROR_TYPES |= {429: "rate_limit_error"}  # other 4xx: invalid_request_error
@@ -31,15 +32,6 @@ ASSISTANT_BLOCKS = (*TEXT_TYPES, "thinking", "redacted_thinking", "tool_use")
 class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: Content
-
-
-class JsonFormat(ResponseFormat):
-    type: Literal["json_schema"]
-
-
-class OutputConfig(Body):
-    format: JsonFormat | None = None
-    effort: str | None = None
 
 
 class ContextEdit(Body):
@@ -59,7 +51,7 @@ class ContextManagement(Body):
                 raise make_unsupported_error(where, f"{where}: the past of a session is never edited")
 
 
-class MessagesRequest(Body):
+class MessagesRequest(FormattedRequest):
     """The body of POST .../messages; `max_tokens` is required there, and absent where tokens are only counted."""
 
     model: str
@@ -68,9 +60,7 @@ class MessagesRequest(Body):
     system: Content | None = None
     tools: Annotated[list[InputSchemaTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: TypedChoice | None = None
-    output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-    output_format: JsonFormat | None = None  # its name in the beta of structured outputs
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
 
@@ -79,14 +69,11 @@ class MessagesRequest(Body):
         reject_fields(self, format_field="output_config.format")
         if self.context_management is not None:
             self.context_management.reject_edits()
-        if self.messages[-1].role == "assistant":
-            text = "messages: the last one is the assistant's; prefill is not supported"
-            raise make_unsupported_error("messages", text)
         system = () if self.system is None else (Message("system", read_text(self.system, "system")),)
         tools = tuple(tool.read(f"tools.{i}") for i, tool in enumerate(self.tools or ()))
         asked = self.tool_choice or TypedChoice(type="auto")
         choice = asked.read(tools)
-        guide, guide_field = self._guide()
+        guide, guide_field = self.guide()
         has_effort = self.output_config is not None and self.output_config.effort is not None
         ignored = extra_fields(self).keys() | ({"output_config.effort"} if has_effort else set())
         return CallRequest(
@@ -104,16 +91,6 @@ class MessagesRequest(Body):
             ignored_fields=frozenset(ignored - IGNORED_FIELDS),
             id_prefix="msg_",
         )
-
-    def _guide(self) -> tuple[Guide | None, str]:
-        """Return what the response must match, and the field that says so; raises RequestError for two."""
-        if self.output_config is None or self.output_config.format is None:
-            guide = None if self.output_format is None else self.output_format.guide("output_format")
-            return guide, "output_format"
-        if self.output_format is not None:
-            text = "output_format: excludes output_config.format"
-            raise RequestError(400, text, param="output_format")
-        return self.output_config.format.guide("output_config.format"), "output_config.format"
 
 
 class Messages:
@@ -144,10 +121,7 @@ class Messages:
 
     def render_error(self, error: RequestError) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        text = str(error)
-        if error.param is not None and not text.startswith(error.param):
-            text = f"{error.param}: {text}"
-        return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
+        return {"type": "error", "error": {"type": kind, "message": error.named_message()}, "request_id": None}
 
 
 class BlockStream(DeltaEvents):
@@ -200,12 +174,10 @@ class BlockStream(DeltaEvents):
 def _to_messages(said: Sequence[Turn]) -> tuple[Message, ...]:
     turns = Turns()
     for i, turn in enumerate(said):
-        where = f"messages.{i}.content"
-        if turn.role == "assistant":
-            turns.say(read_parts(turn.content, where, ASSISTANT_BLOCKS, separator=""), begins=True)
-        else:
-            turns.hear(turn.role, read_parts(turn.content, where, USER_BLOCKS))
-    return turns.messages()
+        kinds, separator = (ASSISTANT_BLOCKS, "") if turn.role == "assistant" else (USER_BLOCKS, "\n")
+        parts = read_parts(turn.content, f"messages.{i}.content", kinds, separator=separator)
+        turns.add(turn.role, parts, begins=True)
+    return turns.messages_to_answer("messages")
 
 
 def _head(completion_id: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ conversations, and what would change the sampled text are refused with 400.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -13,29 +12,18 @@ from pydantic import Field
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
-from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, ResponseFormat, render_event
-from nemo_rl.gateway.dialects.content import Block, Content, read_parts, read_text
-from nemo_rl.gateway.dialects.tools import MAX_TOOLS, FlatTool, full_name, read_flat_tools, split_name
+from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, render_event
+from nemo_rl.gateway.dialects.content import Item, write_item
+from nemo_rl.gateway.dialects.formats import ResponseFormat
+from nemo_rl.gateway.dialects.tools import MAX_TOOLS, FlatTool, read_flat_tools, write_call
 from nemo_rl.gateway.dialects.turns import Turns
-from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
+from nemo_rl.gateway.schema import Body, RequestError, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart, TextDelta
-from nemo_rl.types import Message, Part, Role, ThinkingPart, ToolCall, ToolResult
+from nemo_rl.types import Message, TextPart, ThinkingPart
 
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
 IGNORED_FIELDS |= {"include", "prompt_cache_retention"}  # silently: they change nothing here
 FORMAT_FIELD = "text.format"
-
-
-class Item(Body):
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Content | None = None
-    summary: list[Block] | None = None  # of reasoning, where it has no content
-    call_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None  # of a called function
-    arguments: str | None = None
-    output: Content | None = None
 
 
 class TextOptions(Body):
@@ -56,9 +44,7 @@ class ResponsesRequest(OpenAIRequest):
     def to_call(self) -> CallRequest:
         """Return the neutral call; raises RequestError for what is not supported."""
         tools = read_flat_tools(self.tools or ())
-        by_format = None
-        if self.text is not None and self.text.format is not None:
-            by_format = self.text.format.guide(FORMAT_FIELD)
+        by_format = self.text.format.guide(FORMAT_FIELD) if self.text and self.text.format else None
         instructions = () if self.instructions is None else (Message("system", self.instructions),)
         messages = (*instructions, *_to_messages(self.input))
         call = self.make_call(messages, tools, by_format=by_format, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
@@ -98,10 +84,11 @@ class Responses:
     def render(self, call: CallRequest, answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `response` object."""
         response, unique = answer.response, answer.completion_id.removeprefix(call.id_prefix)
-        output = [_reasoning_item(f"rs_{unique}", response.reasoning)] if response.reasoning else []
+        output = [write_item(f"rs_{unique}", ThinkingPart(response.reasoning))] if response.reasoning else []
         if response.message.content or not response.message.tool_calls:
-            output.append(_message_item(f"msg_{unique}", response.message.content))
-        output += [_call_item(f"fc_{unique}_{i}", each, call) for i, each in enumerate(response.message.tool_calls)]
+            output.append(write_item(f"msg_{unique}", TextPart(response.message.content)))
+        declared = call.echoed["tools"]
+        output += [write_call(f"fc_{unique}_{i}", each, declared) for i, each in enumerate(response.message.tool_calls)]
         return _finished(_head(call, answer.completion_id, answer.model), answer, output)
 
     def open_stream(self, call: CallRequest) -> "ItemStream":
@@ -127,8 +114,8 @@ class ItemStream(DeltaEvents):
         return b"".join(self._event(kind, response=self._head) for kind in kinds)
 
     def open_item(self, kind: str) -> bytes:
-        make, prefix = (_reasoning_item, "rs") if kind == "thinking" else (_message_item, "msg")
-        item = make(self._new_id(prefix), "")
+        prefix, part = ("rs", ThinkingPart("")) if kind == "thinking" else ("msg", TextPart(""))
+        item = write_item(self._new_id(prefix), part)
         self._output.append(item)
         events = self._item_event("added", {**item, "status": "in_progress", "content": []})
         return events + self._part_event("response.content_part.added", part=item["content"][0])
@@ -145,7 +132,7 @@ class ItemStream(DeltaEvents):
 
     def render_call(self, delta: CallDelta) -> bytes:
         arguments = delta.call.arguments
-        item = _call_item(self._new_id("fc"), delta.call, self._call)
+        item = write_call(self._new_id("fc"), delta.call, self._call.echoed["tools"])
         self._output.append(item)
         where = {"output_index": len(self._output) - 1, "item_id": item["id"]}
         events = self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
@@ -192,47 +179,8 @@ def _to_messages(items: str | list[Item]) -> tuple[Message, ...]:
         return (Message("user", items),)
     turns = Turns()
     for i, item in enumerate(items):
-        where = f"input.{i}"
-        if item.type == "reasoning":  # a response begins with it, and may have nothing else
-            turns.say(_read_reasoning(item), begins=True)
-        elif item.type == "message" and item.role == "assistant":
-            turns.say(read_parts(item.content, f"{where}.content", separator=""))
-        elif item.type == "function_call":
-            call_id, name, arguments = (_required(item, key, where) for key in ("call_id", "name", "arguments"))
-            turns.say([ToolCall(call_id, full_name(item.namespace, name), arguments)])
-        else:
-            turns.hear(*_read_others(item, where))
+        turns.add(*item.read(f"input.{i}"), begins=item.type == "reasoning")  # with which a response begins
     return turns.messages()
-
-
-def _read_reasoning(item: Item) -> tuple[ThinkingPart, ...]:
-    """Return the thinking of a reasoning item; encrypted reasoning has none."""
-    blocks = item.content if isinstance(item.content, list) and item.content else item.summary or ()
-    text = "\n".join(block.text for block in blocks if block.text)
-    return (ThinkingPart(text),) if text else ()
-
-
-def _read_others(item: Item, where: str) -> tuple[Role, Sequence[Part]]:
-    """Return who says an item that is not the assistant's, and what."""
-    if item.type == "function_call_output":
-        if item.output is None:
-            raise make_missing_error(f"{where}.output")
-        call_id = _required(item, "call_id", where)
-        return "tool", (ToolResult(call_id, read_text(item.output, f"{where}.output")),)
-    if item.type != "message":
-        text = f"{where}.type: items of type {item.type!r} are not supported"
-        raise make_unsupported_error(f"{where}.type", text)
-    if item.content is None:
-        raise make_missing_error(f"{where}.content")
-    role: Role = "system" if _required(item, "role", where) in ("system", "developer") else "user"
-    return role, read_text(item.content, f"{where}.content")
-
-
-def _required(item: Item, name: str, where: str) -> str:
-    value = getattr(item, name)
-    if value is None:
-        raise make_missing_error(f"{where}.{name}")
-    return str(value)
 
 
 def _as_written(value: Body | str | None) -> Any:
@@ -252,20 +200,3 @@ def _finished(head: dict[str, Any], answer: Answer, output: list[dict[str, Any]]
     usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
     status, details = ("incomplete", {"reason": "max_output_tokens"}) if answer.is_truncated else ("completed", None)
     return {**head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
-
-
-def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
-
-
-def _message_item(item_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
-
-
-def _call_item(item_id: str, tool_call: ToolCall, call: CallRequest) -> dict[str, Any]:
-    namespace, name = split_name(tool_call.name, call.echoed["tools"])
-    within = {} if namespace is None else {"namespace": namespace}
-    head = {"id": item_id, "type": "function_call", "call_id": tool_call.id, "status": "completed"}
-    return {**head, **within, "name": name, "arguments": tool_call.arguments}

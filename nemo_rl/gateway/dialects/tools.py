@@ -144,6 +144,14 @@ def full_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}.{name}"
 
 
+def write_call(item_id: str, call: ToolCall, declared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a call as an item of Responses, its function named as the request's tools name it."""
+    namespace, name = split_name(call.name, declared)
+    within = {} if namespace is None else {"namespace": namespace}
+    head = {"id": item_id, "type": "function_call", "call_id": call.id, "status": "completed"}
+    return {**head, **within, "name": name, "arguments": call.arguments}
+
+
 def split_name(called: str, declared: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     """Return the namespace and the name of a called function: either may have dots, so the declared tools decide.
 

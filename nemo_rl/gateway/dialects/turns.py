@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from nemo_rl.gateway.schema import make_unsupported_error
 from nemo_rl.types import Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
 
 
@@ -21,7 +22,7 @@ def merge_texts(parts: Iterable[Part | None], separator: str = "") -> tuple[Part
 
 
 class Turns:
-    """The messages of a conversation so far; `say` adds the assistant's, `hear` those of others.
+    """The messages of a conversation so far.
 
     A call without an id gets one, and `answer` finds that of the call that a result answers.
     """
@@ -32,15 +33,18 @@ class Turns:
         self._num_calls = 0
         self._unanswered: list[ToolCall] = []  # of the assistant's last message
 
-    def say(self, parts: Iterable[Part], *, begins: bool = False) -> None:
-        """Add to the assistant's message, or begin a new one where others spoke before or `begins`."""
-        if begins or self._said is None:
-            self._end_message()
-            self._said, self._unanswered = [], []
-        self._said += [self._name(part) if isinstance(part, ToolCall) else part for part in parts]
+    def add(self, role: Role, parts: Sequence[Part], *, begins: bool = False) -> None:
+        """Add what `role` says.
 
-    def hear(self, role: Role, parts: Sequence[Part]) -> None:
-        """Add a turn of `role`: a tool's results are messages of their own, before and after its text."""
+        What the assistant says belongs to its last message unless others spoke since, or `begins`. In other turns the
+        results of tools are messages of their own, before and after the text.
+        """
+        if role == "assistant":
+            if begins or self._said is None:
+                self._end_message()
+                self._said, self._unanswered = [], []
+            self._said += [self._name(part) if isinstance(part, ToolCall) else part for part in parts]
+            return
         self._end_message()
         runs = [(key, tuple(run)) for key, run in groupby(parts, lambda part: isinstance(part, ToolResult))]
         for are_results, run in runs or [(False, ())]:
@@ -58,6 +62,12 @@ class Turns:
         """Return the messages, and end the assistant's."""
         self._end_message()
         return tuple(self._messages)
+
+    def messages_to_answer(self, where: str) -> tuple[Message, ...]:
+        """Return the messages of the field `where`; raises RequestError where the assistant spoke last."""
+        if self._said is not None:
+            raise make_unsupported_error(where, f"{where}: the last is the assistant's; prefill is not supported")
+        return self.messages()
 
     def _end_message(self) -> None:
         if self._said is not None:
