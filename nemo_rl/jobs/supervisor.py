@@ -247,7 +247,9 @@ class Supervisor:
         num_left = self._end_processes()
         if problem is None and status in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):
             return self._end(ExitCode(status), str(watch.state.get("error", ExitCode(status).meaning)), num_left)
-        death = Death(self._status["step"] if watch.step is None else watch.step, problem or _cause(status, watch))
+        error = watch.state.get("error")  # the command's own, also where it hangs after it
+        cause = str(error or problem or _describe_status(status))
+        death = Death(self._status["step"] if watch.step is None else watch.step, cause)
         self._note("died", logging.ERROR, step=death.step, cause=death.cause, processes_ended=num_left)
         if self._signalled_at is not None:
             return self._end(ExitCode.INTERRUPTED, death.cause, num_left)
@@ -352,9 +354,7 @@ class Supervisor:
             os.replace(draft, self._directory / "status.json")
 
 
-def _cause(status: int | None, watch: Watch) -> str:
-    if error := watch.state.get("error"):
-        return str(error)
+def _describe_status(status: int | None) -> str:
     if status is not None and status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit code {status}"

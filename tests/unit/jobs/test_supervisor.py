@@ -17,7 +17,7 @@ from nemo_rl.jobs.supervisor import Death, Limits, RestartPolicy, Watch
 
 ROOT = Path(__file__).parents[3]
 HEAD = """
-import os, signal, subprocess, sys, time
+import contextlib, os, signal, subprocess, sys, time
 from pathlib import Path
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability import heartbeat
@@ -159,6 +159,17 @@ with heartbeat.beating():
     assert ended["reason"].startswith(
         "crash loop, 2 times in a row after step 0; first cause: RolloutError: of process"
     )
+
+
+def test_a_command_that_hangs_after_its_error_died_of_that_error(case: Case) -> None:
+    body = """
+if start == 0:
+    with contextlib.suppress(RolloutError), heartbeat.beating():
+        raise RolloutError("of the stack")
+    time.sleep(600)
+"""
+    assert case.run(body, "--hang-timeout-s", "5") == 0
+    assert [event["cause"] for event in case.named("died")] == ["RolloutError: of the stack"]
 
 
 def test_bad_input_is_not_tried_again(case: Case) -> None:
