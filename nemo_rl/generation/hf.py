@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from nemo_rl.distributed.float32_product import float32_product
+from nemo_rl.distributed.float32_residual import can_keep_float32_residual, keep_float32_residual
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
@@ -87,6 +88,8 @@ class HFGeneration(Generation):
         )
         self._model = model.to(device).eval()
         keep_float32_logits(self._model)
+        if self._model.dtype == torch.bfloat16 and device == "cpu" and can_keep_float32_residual(self._model):
+            keep_float32_residual(self._model)  # as the policy does
         self._model_path = model_path
         self._device = device
         self._max_batch_size = max_batch_size

@@ -154,6 +154,7 @@ class CausalLogprobs(nn.Module):
         self.head = LogitsHead.of(model)
         self.truncation = WHOLE  # of the distribution that the scores are of
         self.vocabulary: VocabularyShard | None = None  # of this rank, where the output layer is split
+        self.has_float32_residual = False  # of a bfloat16 model: its layers take and return float32
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
         self.is_chunked = self._supports_chunked_logits(probe)
         if not self.is_chunked:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.interfaces import TopK
+from nemo_rl.policy.hf_model import decoder_layers
 from nemo_rl.policy.ranks import RankLayout, merge_recorded, merge_rows
 from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.policy.worker import PolicyWorker, make_policy_worker
@@ -70,6 +72,8 @@ def play(layout: RankLayout, *, path: Path, calls: Sequence[Call], config: dict[
 def _called(policy: PolicyWorker, name: str, *arguments: Any) -> Any:
     if name == "types_of_stepped_weights":
         return {parameter.dtype for group in policy._optimizer.param_groups for parameter in group["params"]}
+    if name == "types_of_residual_stream":
+        return _types_between_layers(policy, *arguments)
     if arguments and arguments[0] is raising:
         return _error_of(policy, raising)
     if name in SCORES:
@@ -80,6 +84,19 @@ def _called(policy: PolicyWorker, name: str, *arguments: Any) -> Any:
         return merge_recorded(policy.layout.all_gather_object(policy.recorded_logprobs()), *arguments)
     keywords = arguments[-1] if arguments and isinstance(arguments[-1], dict) else {}
     return getattr(policy, name)(*(arguments[:-1] if keywords else arguments), **keywords)
+
+
+def _types_between_layers(policy: PolicyWorker, batch: TensorDict) -> set[torch.dtype]:
+    """Return the types of what decoder layers return while a batch is scored."""
+    found: set[torch.dtype] = set()
+    hooks = [
+        layer.register_forward_hook(lambda layer, inputs, output: found.add(output.dtype))
+        for layer in decoder_layers(policy.module)
+    ]
+    policy.logprobs(batch)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def clones(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

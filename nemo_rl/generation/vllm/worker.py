@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from nemo_rl.distributed.float32_product import allow_bfloat16_units
 from nemo_rl.distributed.machine import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
-from nemo_rl.generation.vllm import cpu_output  # vLLM makes its output layer
+from nemo_rl.generation.vllm import cpu_layers  # vLLM makes its layers
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 
@@ -52,9 +52,9 @@ class WeightLoadingExtension:
         return os.getpid(), os.getppid()
 
     def use_request_streams(self) -> None:
-        """Draw for requests with a seed as `cpu_output.RequestStreams` does, on a CPU."""
+        """Draw for requests with a seed as `cpu_layers.RequestStreams` does, on a CPU."""
         if current_platform.is_cpu():
-            cpu_output.use_request_streams(self.model_runner.sampler.topk_topp_sampler)
+            cpu_layers.use_request_streams(self.model_runner.sampler.topk_topp_sampler)
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -61,8 +62,9 @@ def shard(
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     is_offloaded = config.section_of(DTensorConfig).cpu_offload
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
+    of_layers = replace(precision, cast_forward_inputs=not module.has_float32_residual)
     for layer in decoder_layers(module):
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=of_layers, offload_policy=offload)
     fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
 
 

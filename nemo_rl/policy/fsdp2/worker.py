@@ -6,6 +6,7 @@ bare model. Dropout is always off, so that the same weights always give the same
 model's files a shard at a time, and leave under the files' names, gathered and with adapters merged.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.distributed.float32_residual import can_keep_float32_residual, keep_float32_residual
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, training
 from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
-from nemo_rl.policy.logprobs import CausalLogprobs
+from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
@@ -36,6 +38,8 @@ from nemo_rl.policy.saving import copy_weights_to_cpu, load_optimizer
 from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
+
+logger = logging.getLogger(__name__)
 
 
 def make_policy_worker(options: TrainedDTensorConfig, /, config: PolicyConfig, **arguments: Any) -> "FSDP2PolicyWorker":
@@ -206,8 +210,23 @@ def make_module(
         "probe_device": device,
     }
     if packing.share_prefixes:
-        return SharedPrefixLogprobs(model, sharing_key=f"{key}.share_prefixes", **options)
-    return CausalLogprobs(model, **options)
+        module: CausalLogprobs = SharedPrefixLogprobs(model, sharing_key=f"{key}.share_prefixes", **options)
+    else:
+        module = CausalLogprobs(model, **options)
+    if config.precision == "bfloat16" and device.type == "cpu":
+        _keep_float32_residual(module)
+    return module
+
+
+def _keep_float32_residual(module: CausalLogprobs) -> None:
+    """Keep the residual stream in float32, as engines on a CPU do, where the model can."""
+    small: Any = hf_model.small_model(module.model, CPU)
+    if can_keep_float32_residual(small.to(torch.bfloat16)):
+        keep_float32_residual(module.model)
+        module.has_float32_residual = True
+        return
+    kind = type(module.model).__name__
+    logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)
 
 
 def named_weights(

@@ -96,3 +96,18 @@ def test_logits_of_bfloat16_are_kept_in_float32_where_the_policy_has_them_so(
     logits = layers[0](hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), hidden.double() @ layers[0].weight.double().T, atol=1e-5, rtol=0)
+
+
+def test_residual_stream_of_bfloat16_is_summed_in_float32(tmp_path: Path) -> None:
+    """As the policy's is."""
+    types: set[torch.dtype] = set()
+
+    async def main() -> None:
+        engine = HFGeneration(str(save_tiny_model(tmp_path, tied=True)), dtype="bfloat16")
+        for layer in engine._model.model.layers:
+            layer.register_forward_hook(lambda layer, inputs, output: types.add(output.dtype))
+        await answers(engine, [request("a", tokens=range(3, 9), max_new_tokens=3)])
+        await engine.close()
+
+    asyncio.run(main())
+    assert types == {torch.float32}

@@ -1,5 +1,5 @@
 """The output layer of vLLM's CPU engine keeps the float32 sums of bfloat16 products, and leaves all else to vLLM; its
-sampler draws for a request what its seed and position say."""
+norms keep the residual stream in float32; its sampler draws for a request what its seed and position say."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -10,11 +10,13 @@ import torch
 from nemo_rl.generation.vllm.engine import importing_vllm
 
 with importing_vllm("cpu"):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from nemo_rl.generation.vllm import cpu_output, worker
+    from nemo_rl.generation.vllm import cpu_layers, worker
 
 
 def make_processor(head_dtype: torch.dtype | None) -> Any:
@@ -32,9 +34,10 @@ def make_head() -> Any:
     return head
 
 
-def test_workers_make_this_output_layer():
-    assert worker.cpu_output is cpu_output
-    assert type(make_processor(None)) is cpu_output.Float32LogitsProcessor
+def test_workers_make_these_layers(norm: Any) -> None:
+    assert worker.cpu_layers is cpu_layers
+    assert type(make_processor(None)) is cpu_layers.Float32LogitsProcessor
+    assert type(norm) is cpu_layers.Float32ResidualRMSNorm
 
 
 @pytest.mark.parametrize("head_dtype", [None, torch.bfloat16, torch.float32])
@@ -43,8 +46,8 @@ def test_logits_are_float32_sums_where_the_engine_asks_for_float32(
 ):
     torch.manual_seed(0)
     head, hidden, calls = make_head(), torch.randn(5, 64).bfloat16(), []
-    product = cpu_output.float32_product
-    monkeypatch.setattr(cpu_output, "float32_product", lambda *args: (calls.append(args), product(*args))[1])
+    product = cpu_layers.float32_product
+    monkeypatch.setattr(cpu_layers, "float32_product", lambda *args: (calls.append(args), product(*args))[1])
     found = make_processor(head_dtype)._apply_head(head, hidden, None)
     exact = hidden.double() @ head.weight.double().T
     assert len(calls) == (head_dtype is torch.float32)
@@ -63,20 +66,65 @@ def test_quantised_or_biased_heads_are_left_to_vllm():
         make_processor(torch.float32)._apply_head(quantised, hidden, None)
 
 
+@pytest.fixture
+def norm() -> Any:
+    """Return what vLLM makes where a model of bfloat16 asks for its RMSNorm on a CPU."""
+    with set_current_vllm_config(VllmConfig()):
+        made = RMSNorm(64, eps=1e-5, dtype=torch.bfloat16).requires_grad_(False)
+    made.weight.copy_(torch.randn(64, generator=torch.Generator().manual_seed(3)))
+    return made
+
+
+def exact_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    hidden = hidden.double()
+    return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+
+
+def test_residual_stream_is_summed_in_float32(norm: Any) -> None:
+    """Over 60 blocks, as in a model of 30 layers; each norm is the bfloat16 number next to that of the sum."""
+    blocks = torch.randn(60, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    residual, exact = blocks[0], blocks[0].double()
+    for block in blocks[1:]:
+        normed, residual = norm.forward_cpu(block.clone(), residual)
+        exact = exact + block.double()
+        expected = exact_norm(norm, exact)
+        assert normed.dtype == torch.bfloat16
+        assert ((normed.double() - expected).abs() <= expected.abs() * 2**-8).all()
+    assert residual.dtype == torch.float32
+    assert (residual - exact).abs().max() < 1e-4
+
+
+def test_norm_without_a_residual_is_vllms_and_gives_the_blocks_bfloat16(norm: Any) -> None:
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    expected: Any = RMSNorm.forward_native(norm, hidden.bfloat16())
+    assert torch.equal(norm.forward_cpu(hidden.bfloat16()), expected)
+    of_sums = norm.forward_cpu(hidden)  # which a model has added up itself
+    assert of_sums.dtype == torch.bfloat16
+    torch.testing.assert_close(of_sums.double(), exact_norm(norm, hidden), rtol=2**-7, atol=0)
+
+
+def test_norm_of_a_part_of_the_columns_is_left_to_vllm(norm: Any) -> None:
+    norm.variance_size_override = 32
+    hidden, residual = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = norm.forward_cpu(hidden.clone(), residual.clone())
+    expected = RMSNorm.forward_native(norm, hidden.clone(), residual.clone())
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def seeded(*seeds: int) -> dict[int, torch.Generator]:
     return {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
 
 
 def test_numbers_of_a_request_are_those_of_splitmix64() -> None:
     """Seed 0 mixes to 0, so that its stream is the published one of SplitMix64 from the state 0."""
-    streams, generators = cpu_output.RequestStreams(), seeded(0)
+    streams, generators = cpu_layers.RequestStreams(), seeded(0)
     published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
     assert [int(streams.next_seeds(generators, 1)) for _ in range(3)] == [number >> 33 for number in published]
 
 
 def test_numbers_depend_on_seed_and_position_alone() -> None:
     """Not on the row, nor on the others of the batch, nor on steps in which the request waited."""
-    alone, together = cpu_output.RequestStreams(), cpu_output.RequestStreams()
+    alone, together = cpu_layers.RequestStreams(), cpu_layers.RequestStreams()
     one, other = torch.Generator().manual_seed(2**63 - 1), torch.Generator().manual_seed(5)
     expected = [int(alone.next_seeds({0: one}, 1)) for _ in range(3)]
     first = together.next_seeds({2: one, 0: other}, 3)
@@ -89,7 +137,7 @@ def test_numbers_depend_on_seed_and_position_alone() -> None:
 
 def make_sampler(logprobs_mode: Any = "processed_logprobs") -> TopKTopPSampler:
     sampler = TopKTopPSampler(logprobs_mode)
-    cpu_output.use_request_streams(sampler)
+    cpu_layers.use_request_streams(sampler)
     return sampler
 
 

@@ -1,6 +1,6 @@
-"""The end of a step of vLLM's CPU engine: an output layer with float32 logits, and cheap seeds of single requests.
+"""Layers of vLLM's CPU engine with float32 logits and a float32 residual stream, and cheap seeds of single requests.
 
-vLLM makes the layer in place of its own in workers that import this module; `use_request_streams` changes the sampler.
+vLLM makes the layers in place of its own in workers that import this module; `use_request_streams` changes the sampler.
 """
 
 from typing import Any, cast
@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
@@ -31,6 +32,27 @@ class Float32LogitsProcessor(LogitsProcessor):
             if hidden_states.dtype == weight.dtype == torch.bfloat16:
                 return float32_product(hidden_states, weight)
         return super()._apply_head(lm_head, hidden_states, embedding_bias)
+
+
+@RMSNorm.register_oot
+class Float32ResidualRMSNorm(RMSNorm):
+    """vLLM's norm; on a CPU the sum that it returns for the next norm stays float32, as in the policy.
+
+    vLLM 0.32 rounds it to the model's dtype. Other classes of norms, e.g. Gemma's, are left as they are.
+    """
+
+    def forward_cpu(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x + residual [..., H] in the dtype of x and the sum; without a residual the norm of x."""
+        if residual is None:
+            normed = cast(torch.Tensor, super().forward_native(x))
+            return normed.to(self.weight.dtype) if x.dtype == torch.float32 else normed
+        if self.variance_size_override is not None or not self.has_weight:
+            return super().forward_native(x, residual)
+        total = residual.float() + x
+        scale = total.pow(2).mean(-1, keepdim=True).add_(self.variance_epsilon).rsqrt_()
+        return (total * scale).mul_(self.weight).to(x.dtype), total
 
 
 class RequestStreams:
