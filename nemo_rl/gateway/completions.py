@@ -19,7 +19,7 @@ from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.registry import LiveSession
 from nemo_rl.gateway.schema import CallError, ContextLengthError, EngineError, RequestError, make_unsupported_error
 from nemo_rl.gateway.sessions import CallFailure, PendingCall, Session, UnknownEcho
-from nemo_rl.gateway.streaming import ResponseStream, Sink, StreamStart
+from nemo_rl.gateway.streaming import ResponseStream, Sink, StreamStart, choose_interval_s
 from nemo_rl.generation.requests import answer_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
@@ -289,8 +289,14 @@ class CompletionHandler:
             completion = await self._generate(generation_request)
             response = self._codec.read(completion.token_ids, rules)
         else:
-            call_later = asyncio.get_running_loop().call_later
-            with ResponseStream(self._codec, start, sink, rules, call_later=call_later) as stream:
+            with ResponseStream(
+                self._codec,
+                start,
+                sink,
+                rules,
+                interval_s=lambda: choose_interval_s(self.queue.num_running),
+                call_later=asyncio.get_running_loop().call_later,
+            ) as stream:
                 completion = await self._generate(replace(generation_request, on_tokens=stream.feed))
                 response = self._codec.read(completion.token_ids, rules)
                 stream.finish(completion, response)

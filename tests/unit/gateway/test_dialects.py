@@ -19,6 +19,7 @@ from nemo_rl.gateway.streaming import (
     ResponseStream,
     StreamStart,
     TextDelta,
+    choose_interval_s,
     safe_length,
 )
 from nemo_rl.types import Completion, GenerationRequest
@@ -256,6 +257,24 @@ def test_a_token_that_nothing_follows_is_sent_when_the_interval_is_over():
         assert len(timers.waiting) == 1
     timers.elapse()  # cancelled when the block was left
     assert sent[3:] == []
+
+
+@pytest.mark.parametrize(("num_calls", "interval_s"), [(0, 0.05), (16, 0.05), (64, 0.2), (80, 0.25), (4096, 0.25)])
+def test_streams_beside_many_calls_have_fewer_deltas(num_calls: int, interval_s: float) -> None:
+    assert choose_interval_s(num_calls) == pytest.approx(interval_s)
+    sent, timers, ids = [], Timers(), tokens_of("qwen3", "abc")
+    with ResponseStream(
+        codec_of("qwen3"),
+        StreamStart("id", "m", 1),
+        sent.append,
+        ReadingRules("1"),
+        interval_s=lambda: choose_interval_s(num_calls),
+        clock=lambda: 1.0,
+        call_later=timers.call_later,
+    ) as stream:
+        for i in range(3):
+            stream.feed(i, ids[i : i + 1])
+        assert [delay for delay, _, _ in timers.waiting] == [pytest.approx(interval_s)]
 
 
 def test_a_stream_starts_with_the_first_token_though_its_text_is_held_back():
