@@ -1,31 +1,23 @@
 """The boundary between rollouts and environments, built-in and the user's: deadlines, checks, classes of failures.
 
 The one place where a call of an environment gets its deadline, its results are checked and its faults become typed
-Failures. Rollouts call `CheckedEnvironment`; a `Batcher` joins the items of many rollouts into few calls; environments
-use `BlockingCalls` to keep blocking work off the event loop.
+Failures. Rollouts call `CheckedEnvironment`; a `Batcher` joins the items of many rollouts into few calls.
 """
 
 import asyncio
 import inspect
-import logging
 import math
-import threading
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import Context
 from dataclasses import dataclass
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.distributed.machine import compute_in_turn
 from nemo_rl.errors import EnvironmentContractError, UserExitError, summarize_error
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
-logger = logging.getLogger(__name__)
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 StepResult: TypeAlias = EnvStep | Failure
@@ -297,144 +289,6 @@ class Batcher(Generic[ItemT, ResultT]):
                 pending.result.set_result(result)
 
 
-class BlockingCalls:
-    """At most `max_concurrency` blocking calls at once; further calls wait. Used from one event loop at a time.
-
-    Calls are made in turn by one daemon thread as long as they are quick. While some wait, another thread joins each
-    JOIN_S; where no call has ended meanwhile, one joins for each that waits. So a hundred quick calls, whose Python
-    runs one at a time anyway, do not wake a hundred threads. A thread ends when no call has come for IDLE_THREAD_S, and
-    unlike an executor's it is not joined when the interpreter exits.
-
-    A call that is cancelled or times out leaves its thread running, since a thread cannot be stopped, and frees its
-    slot. Each call has an empty `contextvars` context, but what it sets for its thread (torch's grad mode,
-    `threading.local`) stays for that thread's later calls.
-
-    Consumes: calls of `run`. Produces: results, through futures, handed to the event loop together. Threads wait for
-    the message of the event loop that there are calls.
-    """
-
-    def __init__(self, name: str, max_concurrency: int) -> None:
-        self._name = name
-        self._semaphore = asyncio.Semaphore(max_concurrency)
-        self._waiting: deque[_BlockingCall] = deque()
-        self._threads: set[threading.Thread] = set()
-        self._idle: list[SimpleQueue[None]] = []  # of threads that wait for a message, the last to come first
-        self._ended: deque[Callable[[], None]] = deque()  # each tells a future what became of its call
-        self._num_ended = 0
-        self._is_told = False  # whether the event loop will look at `_ended`
-        self._join: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def run(self, function: Callable[[], ResultT], *, timeout_s: float | None = None) -> ResultT:
-        """Return the function's result or raise its exception; raise TimeoutError `timeout_s` after its turn came."""
-        async with self._semaphore:
-            loop = asyncio.get_running_loop()
-            if loop is not self._loop:  # what was to happen on the last one never will
-                self._loop, self._join, self._is_told = loop, None, False
-            result: asyncio.Future[ResultT] = loop.create_future()
-            self._start((result, function))
-            deadline = asyncio.timeout(timeout_s)
-            try:
-                async with deadline:
-                    return await result
-            except TimeoutError as error:
-                if deadline.expired():
-                    raise TimeoutError(f"no answer in {timeout_s:g} s") from error
-                raise
-
-    # ---- on the event loop
-
-    def _start(self, call: "_BlockingCall") -> None:
-        self._waiting.append(call)
-        if len(self._idle) == len(self._threads):  # none that would come to it
-            self._add_thread()
-        elif self._join is None:
-            self._join_later()
-
-    def _join_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._join = loop.call_later(JOIN_S, self._join_threads, self._num_ended)
-
-    def _join_threads(self, num_ended: int) -> None:
-        self._join = None
-        if not self._waiting:
-            return
-        for _ in range(1 if self._num_ended > num_ended else len(self._waiting)):
-            self._add_thread()
-        self._join_later()
-
-    def _add_thread(self) -> None:
-        try:
-            self._idle.pop().put(None)
-        except IndexError:
-            thread = threading.Thread(target=self._make_calls, name=self._name, daemon=True)
-            self._threads.add(thread)
-            try:
-                thread.start()
-            except RuntimeError as error:  # no more threads: those that run make the calls
-                self._threads.discard(thread)
-                if not self._threads:
-                    raise
-                logger.warning("%s: cannot start another thread: %s", self._name, error)
-
-    def _tell_results(self) -> None:
-        self._is_told = False
-        while self._ended:
-            self._num_ended += 1
-            self._ended.popleft()()
-
-    # ---- on the threads
-
-    def _make_calls(self) -> None:
-        """Make the calls that wait, until none has come for IDLE_THREAD_S."""
-        messages: SimpleQueue[None] = SimpleQueue()
-        while True:
-            self._make_waiting_calls()
-            self._idle.append(messages)
-            if self._waiting and self._leave_idle(messages):  # a call came meanwhile
-                continue
-            try:
-                messages.get(timeout=IDLE_THREAD_S)
-            except Empty:
-                if self._leave_idle(messages):
-                    self._threads.discard(threading.current_thread())
-                    return
-
-    def _leave_idle(self, messages: "SimpleQueue[None]") -> bool:
-        """Return whether this thread was idle still; else a message is on its way."""
-        try:
-            self._idle.remove(messages)
-        except ValueError:
-            return False
-        return True
-
-    def _make_waiting_calls(self) -> None:
-        while True:
-            try:
-                future, function = self._waiting.popleft()
-            except IndexError:
-                return
-            if not future.done():  # its caller still waits
-                self._ended.append(partial(_tell, future, _call(function)))
-                self._wake_loop()
-            del future, function  # while the thread waits, what they hold would stay alive
-
-    def _wake_loop(self) -> None:
-        if self._is_told or self._loop is None:
-            return
-        self._is_told = True
-        try:
-            self._loop.call_soon_threadsafe(self._tell_results)
-        except RuntimeError:  # the loop is closed, and with it whoever waited
-            self._is_told = False
-
-
-IDLE_THREAD_S = 10.0
-JOIN_S = 0.001
-_BlockingCall: TypeAlias = "tuple[asyncio.Future[Any], Callable[[], Any]]"
-_Outcome: TypeAlias = tuple[Any, BaseException | None]  # a result, or what was raised
-
-
 def is_async_callable(function: Callable[..., Any]) -> bool:
     """Return whether a call gives an awaitable: an `async def`, or an object with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -444,28 +298,3 @@ def is_async_callable(function: Callable[..., Any]) -> bool:
 
 def _contract_failure(problem: str) -> Failure:
     return error_to_failure(EnvironmentContractError(problem))
-
-
-def _call(function: Callable[[], Any]) -> _Outcome:
-    """Call the function in an empty context."""
-    try:
-        return Context().run(compute_in_turn, function), None
-    except StopIteration as error:  # no future of asyncio takes it: its caller would wait forever
-        raised = RuntimeError("user code raised StopIteration").with_traceback(error.__traceback__)
-        raised.__cause__ = error
-        return None, raised
-    except Exception as error:
-        return None, error
-    except BaseException as error:  # SystemExit and the like; a thread never receives a Ctrl-C
-        return None, UserExitError(describe_exit(error)).with_traceback(error.__traceback__)
-
-
-def _tell(future: asyncio.Future[Any], outcome: _Outcome) -> None:
-    """Resolve a future whose caller may have left it meanwhile."""
-    result, error = outcome
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

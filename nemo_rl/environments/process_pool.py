@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nemo_rl.environments.boundary import BlockingCalls
+from nemo_rl.environments.blocking_calls import BlockingCalls
 from nemo_rl.errors import WorkerError
 
 START_TIMEOUT_S = 300.0  # for a worker's imports, beside other work

@@ -10,8 +10,8 @@ from nemo_rl.config.environment import BatchingConfig, CustomEnvironmentConfig, 
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.data.messages import parse_message
+from nemo_rl.environments.blocking_calls import BlockingCalls
 from nemo_rl.environments.boundary import (
-    BlockingCalls,
     CheckedEnvironment,
     StepResult,
     contain_exit,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 3  # of each actor
 CLOSE_TIMEOUT_S = 30.0
-MAX_FUNCTION_THREADS = 64  # concurrent calls of a function that is not async
+MAX_FUNCTION_THREADS = 32  # concurrent calls of a function that is not async
 ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 

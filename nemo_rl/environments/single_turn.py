@@ -113,7 +113,7 @@ class ReasoningGymEnvironment:
     """
 
     def __init__(self, name: str, section: ReasoningGymEnvironmentConfig) -> None:
-        from nemo_rl.environments.boundary import BlockingCalls
+        from nemo_rl.environments.blocking_calls import BlockingCalls
         from nemo_rl.environments.process_pool import ProcessPool
 
         self._section = section

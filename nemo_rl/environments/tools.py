@@ -23,7 +23,8 @@ from pydantic import Field
 
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.kinds import Entry
-from nemo_rl.environments.boundary import BlockingCalls, StepResult, step_each
+from nemo_rl.environments.blocking_calls import BlockingCalls
+from nemo_rl.environments.boundary import StepResult, step_each
 from nemo_rl.environments.sandbox import SandboxLimits, isolation, run_python
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 

@@ -20,7 +20,8 @@ from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
 from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.data.messages import to_openai_message
-from nemo_rl.environments.boundary import BlockingCalls, contain_exit, is_async_callable
+from nemo_rl.environments.blocking_calls import BlockingCalls
+from nemo_rl.environments.boundary import contain_exit, is_async_callable
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
@@ -125,8 +126,8 @@ class FunctionAgent:
     """A function `(prompt, base_url, api_key)`; its reward may be a number, numbers by name, an AgentResult or None.
 
     A number becomes the reward `{name: number}`; None: the reward is posted to the gateway, or scored later. A function
-    that is not async runs in a thread of its own, which cannot be stopped: past its deadline it is abandoned, and its
-    session is closed. The prompt is a copy that it may change.
+    that is not async runs in a thread, which cannot be stopped: past its deadline it is abandoned, and its session is
+    closed. The prompt is a copy that it may change.
     """
 
     def __init__(self, name: str, function: Callable[[Prompt, str, str], Any], *, max_threads: int = 64) -> None:

@@ -84,20 +84,32 @@ def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, t
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
 
 
-def copy_state(value: Any) -> Any:
-    """Return a deep copy; of plain data, as JSON has it, at a third of the cost of `copy.deepcopy`.
+def copy_state(state: Any) -> Any:
+    """Return what `copy.deepcopy` does; of plain data, as JSON has it, at half of its cost."""
+    try:
+        return _copy_plain(state, set())
+    except _NotPlainError:
+        return copy.deepcopy(state)
 
-    Two places that hold one list or dict hold two afterwards.
-    """
+
+class _NotPlainError(Exception):
+    """Raised for a value that is not plain data, or in two places of it."""
+
+
+def _copy_plain(value: Any, seen: set[int]) -> Any:
     kind = type(value)
+    if kind in IMMUTABLE:
+        return value
+    if kind not in CONTAINERS or id(value) in seen:
+        raise _NotPlainError
+    seen.add(id(value))
     if kind is dict:
-        return {key: copy_state(each) for key, each in value.items()}
-    if kind is list or kind is tuple:
-        return kind([copy_state(each) for each in value])
-    return value if kind in IMMUTABLE else copy.deepcopy(value)
+        return {key: _copy_plain(each, seen) for key, each in value.items()}
+    return kind([_copy_plain(each, seen) for each in value])
 
 
 IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes})
+CONTAINERS = frozenset({dict, list, tuple})
 
 
 class Episode:

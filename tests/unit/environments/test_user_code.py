@@ -12,7 +12,8 @@ import pytest
 
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.registries import ENVIRONMENTS
-from nemo_rl.environments.boundary import BlockingCalls, contain_exit
+from nemo_rl.environments.blocking_calls import BlockingCalls
+from nemo_rl.environments.boundary import contain_exit
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.scorers.registry import CheckedScorer, score_each
 from nemo_rl.errors import ConfigError, UserExitError
