@@ -51,7 +51,7 @@ async def run_recorded_rollouts(
 
     async def alone(job: RolloutJob) -> Trajectory:
         task_name = job.prompt.task_name
-        async with supervision.concurrency_limit(task_name, max_concurrency[task_name]):
+        async with supervision.slot(task_name, max_concurrency[task_name]):
             trajectory = await run(job, supervision.watchdog)
         trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
         dependencies.failure_log.record(trajectory)

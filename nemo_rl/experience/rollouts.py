@@ -73,7 +73,7 @@ class RolloutDependencies:
     gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name
     scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
     failure_log: FailureLog = field(default_factory=FailureLog)
-    supervision: Supervision = field(init=False)  # a copy with other limits has its own
+    supervision: Supervision = field(init=False)  # each copy made by `replace` has its own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "supervision", Supervision(self.limits.stall_timeout_s))

@@ -4,7 +4,8 @@ cancelled in an orderly way."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -183,9 +184,16 @@ class Supervision:
         self.watchdog = StallWatchdog(stall_timeout_s)
         self._semaphores: dict[str, asyncio.Semaphore] = {}
 
-    def concurrency_limit(self, task_name: str, max_concurrency: int) -> asyncio.Semaphore:
-        """Return the semaphore that each rollout of a task holds; the first call decides its size."""
-        return self._semaphores.setdefault(task_name, asyncio.Semaphore(max_concurrency))
+    @asynccontextmanager
+    async def slot(self, task_name: str, max_concurrency: int) -> AsyncIterator[None]:
+        """Hold one of a task's slots, once one is free; the first call decides their number."""
+        slots = self._semaphores.setdefault(task_name, asyncio.Semaphore(max_concurrency))
+        with self.watchdog.waiting_for(f"a slot of {task_name} (max_concurrency)"):
+            await slots.acquire()
+        try:
+            yield
+        finally:
+            slots.release()
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

@@ -180,7 +180,7 @@ def torment(scenario: Scenario, reference: Run, choice: random.Random, directory
 
 
 def torment_repeatedly(name: str, base: Path, parsed: argparse.Namespace) -> bool:
-    """Run one scenario until it has met all faults; return whether every run was clean."""
+    """Run one scenario until it has met all faults; return whether there were that many and every run was clean."""
     directory, scenario = base / name, SCENARIOS[name]
     directory.mkdir(parents=True, exist_ok=True)
     if scenario.prepare is not None:
@@ -200,6 +200,9 @@ def torment_repeatedly(name: str, base: Path, parsed: argparse.Namespace) -> boo
         print(text, flush=True)
         if result.is_clean(is_exact=scenario.is_exact) and not parsed.keep:
             shutil.rmtree(one)
+    if done < parsed.kills:
+        print(f"{name}: the budget of {parsed.budget_s:.0f} s ended after {done} of {parsed.kills} faults", flush=True)
+        return False
     return all(result.is_clean(is_exact=scenario.is_exact) for result in results)
 
 

@@ -82,6 +82,12 @@ class StackWatch:
             self._deadlines.discard(deadline)
 
     async def _run(self) -> None:
+        try:
+            await self._probe_until_the_end()
+        except Exception as error:  # else those that wait for a round would wait for ever
+            self._finish(GymStackEnded(f"the watch has failed: {type(error).__name__}: {error}"))
+
+    async def _probe_until_the_end(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as http:
             while self._end is None:

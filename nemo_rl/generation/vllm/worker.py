@@ -52,8 +52,11 @@ class WeightLoadingExtension:
         return os.getpid(), os.getppid()
 
     def use_request_streams(self) -> None:
-        """Draw for requests with a seed as `cpu_layers.RequestStreams` does, on a CPU."""
-        if current_platform.is_cpu():
+        """Draw for requests with a seed as `cpu_layers.RequestStreams` does, on a CPU.
+
+        vLLM's newer model runner has another sampler, which draws by counters of its own.
+        """
+        if current_platform.is_cpu() and not self.vllm_config.use_v2_model_runner:
             cpu_layers.use_request_streams(self.model_runner.sampler.topk_topp_sampler)
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:

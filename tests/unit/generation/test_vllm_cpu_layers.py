@@ -135,8 +135,8 @@ def test_numbers_depend_on_seed_and_position_alone() -> None:
     assert int(first[0]) != expected[0]
 
 
-def make_sampler(logprobs_mode: Any = "processed_logprobs") -> TopKTopPSampler:
-    sampler = TopKTopPSampler(logprobs_mode)
+def make_sampler() -> TopKTopPSampler:
+    sampler = TopKTopPSampler("processed_logprobs")
     cpu_layers.use_request_streams(sampler)
     return sampler
 
@@ -169,7 +169,11 @@ def test_truncated_distribution_is_sampled_and_scored() -> None:
     assert logprobs[0, 2] == -torch.inf
 
 
-def test_requests_without_a_seed_are_left_to_vllm() -> None:
-    torch.manual_seed(0)
-    chosen, _ = make_sampler()(torch.zeros(64, 1000), {}, None, None)
-    assert len(set(chosen.flatten().tolist())) > 50
+@pytest.mark.parametrize("case", ["no seeds", "logits as log-probs", "noise in float64"])
+def test_other_requests_are_left_to_vllm(case: str) -> None:
+    sampler = TopKTopPSampler("processed_logits" if case == "logits as log-probs" else "processed_logprobs")
+    sampler.use_fp64_gumbel = case == "noise in float64"
+    sampler.forward = Mock(return_value="vLLM's")
+    cpu_layers.use_request_streams(sampler)
+    logits, generators = torch.zeros(2, 10), {} if case == "no seeds" else seeded(1, 2)
+    assert sampler(logits, generators, None, None) == "vLLM's"
