@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from nemo_rl.distributed.float32_product import float32_product
-from nemo_rl.distributed.float32_residual import can_keep_float32_residual, keep_float32_residual
+from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from nemo_rl.distributed.float32_product import float32_product
+from nemo_rl.distributed.float32 import float32_product
 from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
 from nemo_rl.policy.hf_model import small_model

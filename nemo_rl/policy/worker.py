@@ -23,7 +23,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig
 from nemo_rl.distributed.devices import prepare_allocator, resolve_device
-from nemo_rl.distributed.float32_product import allow_bfloat16_units
+from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-from nemo_rl.distributed.float32_product import float32_product
+from nemo_rl.distributed.float32 import float32_product
 
 
 @LogitsProcessor.register_oot

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from nemo_rl.distributed.float32_product import allow_bfloat16_units
+from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.distributed.machine import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
 from nemo_rl.generation.vllm import cpu_layers  # vLLM makes its layers

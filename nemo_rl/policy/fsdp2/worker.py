@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.float32_residual import can_keep_float32_residual, keep_float32_residual
+from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, training
 from nemo_rl.policy.fsdp2 import sharding

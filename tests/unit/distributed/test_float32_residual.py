@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from nemo_rl.distributed.float32_residual import can_keep_float32_residual, keep_float32_residual
+from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

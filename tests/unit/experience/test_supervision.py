@@ -18,6 +18,7 @@ from nemo_rl.experience.supervision import (
     FailureBudget,
     FailureLog,
     StallWatchdog,
+    Supervision,
     cancel_tasks,
     gather_or_cancel,
     run_async,
@@ -357,3 +358,17 @@ def test_tasks_that_end_are_waited_for_and_errors_of_the_work_are_raised(caplog:
         run_async(work())
     assert ended == [True]
     assert caplog.messages == []
+
+
+def test_stall_names_the_slots_that_are_waited_for() -> None:
+    async def main() -> None:
+        supervision = Supervision(30.0)
+
+        async def hold() -> None:
+            async with supervision.slot("game", 1):
+                await asyncio.Event().wait()
+
+        with pytest.raises(RolloutError, match=r"waiting for: a slot of game \(max_concurrency\) \(2\)"):
+            await supervision.watchdog.guard(gather_or_cancel(hold() for _ in range(3)))
+
+    run_in_virtual_time(main())

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nemo_rl.distributed import float32_product as module
-from nemo_rl.distributed.float32_product import float32_product
+from nemo_rl.distributed import float32 as module
+from nemo_rl.distributed.float32 import float32_product
 
 UNITS = cast(Any, torch.backends.mkldnn).matmul
 

@@ -1,0 +1,120 @@
+"""bfloat16 models with less rounding: logits in float32, and on a CPU the residual stream, for policy and engines alike.
+
+Logits: each product of two bfloat16 numbers is exact in float32, and the units that multiply them add in float32; a
+matrix product that returns bfloat16 then rounds the sums. V rows of the weight, H columns.
+
+Residual stream: what blocks add up is not rounded. Megatron's name for it is `fp32_residual_connection`. Norms read the
+float32 sums and give the blocks bfloat16, so that matrix products, attention and activations stay as they are. It takes
+hooks on a Hugging Face model, which change no name and no weight.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+CPU_BLOCK = 2**20  # numbers of the weight that are cast at once: they stay in a core's cache
+MIN_CPU_ROWS = 256
+
+
+def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return hidden [..., H] @ weight [V, H].T of bfloat16 tensors in float32, [..., V]; it has no derivative."""
+    rows = hidden.flatten(0, -2)
+    if rows.device.type == "cpu":  # where torch 2.13 has no such product
+        product = _by_blocks(rows, weight)
+    else:
+        product = torch.mm(rows, weight.T, out_dtype=torch.float32)
+    return product.unflatten(0, hidden.shape[:-1])
+
+
+def allow_bfloat16_units() -> None:
+    """Let this process multiply in the CPU's bfloat16 units: the setting is the process's.
+
+    For processes in which one thread alone computes: in others it would round the float32 products of other threads,
+    which may be those of a policy, a scorer or a user's reward function.
+    """
+    _Units.are_allowed = True
+
+
+class _Units:
+    are_allowed = False  # in this process
+
+
+def _by_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Cast the weight block by block; oneDNN multiplies float32 numbers that are bfloat16 exactly in bfloat16 units.
+
+    With them this takes twice as long as the product in bfloat16, without them four times, for 64 to 2,048 rows.
+    """
+    result = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+    size = max(CPU_BLOCK // weight.shape[1], MIN_CPU_ROWS)
+    wide = hidden.float()
+    with _bfloat16_units() if _Units.are_allowed else nullcontext():
+        for start in range(0, len(weight), size):
+            block = weight[start : start + size]
+            result[:, start : start + size] = wide @ block.float().T
+    return result
+
+
+@contextmanager
+def _bfloat16_units() -> Iterator[None]:
+    """Let float32 products of this process be computed in bfloat16 inside the block, where the CPU has units for it."""
+    backend = cast(Any, torch.backends.mkldnn).matmul  # not in its type
+    usual, backend.fp32_precision = backend.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = usual
+
+
+def keep_float32_residual(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let the decoder layers of a model that computes in bfloat16 sum up what they add in float32; return the hooks.
+
+    Layers cast their input [..., H], which is bfloat16 for the first one alone: what is added to float32 is float32.
+    The model must be of a kind that `can_keep_float32_residual`, and FSDP2 must not cast the inputs of its layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    norms = [module for module in model.modules() if _is_norm(module)]
+    return [
+        *(layer.register_forward_pre_hook(_widen_input) for layer in layers),
+        *(norm.register_forward_hook(_narrow_output) for norm in norms),
+    ]
+
+
+@torch.no_grad()
+def can_keep_float32_residual(model: PreTrainedModel) -> bool:
+    """Return whether a model with bfloat16 weights runs so: its blocks must read the residual stream through norms."""
+    probed: Any = model.base_model
+    outputs: list[Any] = []
+    hooks = keep_float32_residual(model)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            hooks.append(module.register_forward_hook(lambda layer, inputs, output: outputs.append(output)))
+    try:
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        hidden = probed(input_ids=tokens, use_cache=False).last_hidden_state
+    except (RuntimeError, IndexError):  # a product of both dtypes; a layer that is called with keywords alone
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sums = {(output[0] if isinstance(output, tuple) else output).dtype for output in outputs}
+    return sums == {torch.float32} and hidden.dtype == torch.bfloat16
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether the module is one of vectors alone."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and all(p.ndim == 1 for p in own) and next(module.children(), None) is None
+
+
+def _widen_input(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return inputs[0].float(), *inputs[1:]
+
+
+def _narrow_output(norm: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.to(torch.bfloat16)
