@@ -1,4 +1,4 @@
-"""bfloat16 models with less rounding: logits in float32, and on a CPU the residual stream, for policy and engines alike.
+"""Less rounding of bfloat16 models, for policy and engines alike: float32 logits and, on a CPU, residual stream.
 
 Logits: each product of two bfloat16 numbers is exact in float32, and the units that multiply them add in float32; a
 matrix product that returns bfloat16 then rounds the sums. V rows of the weight, H columns.

@@ -14,10 +14,9 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import DeltaEvents, extra_fields, reject_fields, render_event
-from nemo_rl.gateway.dialects.content import GeminiPart, check_signature, write_gemini_part
+from nemo_rl.gateway.dialects.content import GeminiPart, Turns, check_signature, merge_texts, write_gemini_part
 from nemo_rl.gateway.dialects.formats import TypedResponse
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, DeclarationSet, ToolConfig
-from nemo_rl.gateway.dialects.turns import Turns, merge_texts
 from nemo_rl.gateway.schema import CamelBody, RequestError, make_missing_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart
 from nemo_rl.types import Message, Part, ThinkingPart, ToolResult

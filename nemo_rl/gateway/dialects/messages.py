@@ -14,10 +14,9 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.messages import TEXT_TYPES
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import DeltaEvents, extra_fields, reject_fields, render_event
-from nemo_rl.gateway.dialects.content import Content, read_parts, read_text, write_block
+from nemo_rl.gateway.dialects.content import Content, Turns, read_parts, read_text, write_block
 from nemo_rl.gateway.dialects.formats import FormattedRequest
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, InputSchemaTool, TypedChoice
-from nemo_rl.gateway.dialects.turns import Turns
 from nemo_rl.gateway.schema import Body, RequestError, make_missing_error, make_unsupported_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart
 from nemo_rl.types import Message, ThinkingPart

@@ -13,10 +13,9 @@ from pydantic import Field
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, render_event
-from nemo_rl.gateway.dialects.content import Item, write_item
+from nemo_rl.gateway.dialects.content import Item, Turns, write_item
 from nemo_rl.gateway.dialects.formats import ResponseFormat
 from nemo_rl.gateway.dialects.tools import MAX_TOOLS, FlatTool, read_flat_tools, write_call
-from nemo_rl.gateway.dialects.turns import Turns
 from nemo_rl.gateway.schema import Body, RequestError, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart, TextDelta
 from nemo_rl.types import Message, TextPart, ThinkingPart
