@@ -1,6 +1,7 @@
 """Content of messages on the wire: the parts of all APIs, read to the project's; some written back.
 
-`Turns` collects the messages of a conversation from the turns, blocks or items of a request. What a policy that reads text cannot take, an image above all, is refused with its place and its type.
+`Turns` collects the messages of a conversation from the turns, blocks or items of a request. What a policy that reads
+text cannot take, an image above all, is refused with its place and its type.
 """
 
 import json
