@@ -290,8 +290,8 @@ async def google_genai(*, api: str, stream: bool) -> Answers:
         for each in FUNCTIONS
     ]
     settings: Any = {"system_instruction": SYSTEM, "tools": [types.Tool(function_declarations=declared)]}
-    forced = {**settings, "tool_config": {"function_calling_config": {"mode": "ANY"}}}
-    chat = client.aio.chats.create(model=MODEL, config=settings)
+    forced: Any = {**settings, "tool_config": {"function_calling_config": {"mode": "ANY"}}}
+    chat: Any = client.aio.chats.create(model=MODEL, config=settings)
     answers = []
     for question in QUESTIONS:
         message: Any = question
