@@ -97,8 +97,8 @@ def can_keep_float32_residual(model: PreTrainedModel) -> bool:
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         hidden = probed(input_ids=tokens, use_cache=False).last_hidden_state
-    except (RuntimeError, IndexError):  # a product of both dtypes; a layer that is called with keywords alone
-        return False
+    except (RuntimeError, IndexError, AttributeError, TypeError, ValueError):
+        return False  # a product of both dtypes; a layer called with keywords alone; other inputs or outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -107,7 +107,7 @@ def can_keep_float32_residual(model: PreTrainedModel) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether the module is one of vectors alone."""
+    """Return whether all parameters of the module are vectors, and it has no children."""
     own = list(module.parameters(recurse=False))
     return bool(own) and all(p.ndim == 1 for p in own) and next(module.children(), None) is None
 

@@ -25,6 +25,7 @@ _Outcome: TypeAlias = tuple[Any, BaseException | None]  # a result, or what was 
 class _BlockingCall:
     function: Callable[[], Any]
     result: asyncio.Future[Any]
+    has_ended: bool = False  # and the event loop has seen it
     is_abandoned: bool = False  # cancelled or timed out while its thread makes it
 
 
@@ -89,6 +90,8 @@ class BlockingCalls:
             self._set_timer()
 
     def _abandon(self, call: _BlockingCall) -> None:
+        if call.has_ended:
+            return
         try:
             self._waiting.remove(call)
         except ValueError:  # a thread makes it
@@ -132,6 +135,7 @@ class BlockingCalls:
         while self._ended:
             call, (result, error) = self._ended.popleft()
             self._num_ended += 1
+            call.has_ended = True
             self._num_abandoned -= call.is_abandoned
             if call.result.done() or call.result.get_loop() is not self._loop:
                 continue

@@ -1,6 +1,7 @@
 """A transformers model as an engine: slow, exact, and repeatable to the bit. The reference for the others in tests."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import Generation, WeightManifest, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 
+logger = logging.getLogger(__name__)
 MAX_SEED = 2**63 - 1
 
 
@@ -87,8 +89,11 @@ class HFGeneration(Generation):
         )
         self._model = model.to(device).eval()
         keep_float32_logits(self._model)
-        if self._model.dtype == torch.bfloat16 and device == "cpu" and can_keep_float32_residual(self._model):
-            keep_float32_residual(self._model)  # as the policy does
+        if self._model.dtype == torch.bfloat16 and device == "cpu":  # as the policy does
+            if can_keep_float32_residual(self._model):
+                keep_float32_residual(self._model)
+            else:
+                logger.warning("%s: residual sums are rounded to bfloat16", type(self._model).__name__)
         self._model_path = model_path
         self._device = device
         self._max_batch_size = max_batch_size

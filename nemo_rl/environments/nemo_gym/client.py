@@ -93,7 +93,8 @@ class GymClient:
         """Return one rollout of `row` by `agent`, retries included within `timeout_s`; raises GymError.
 
         The time of a row that waits because `max_concurrency` others are in flight has not started. With a watched
-        stack, an error other than GymStackEnded is the row's own: all servers responded after it.
+        stack, an error other than GymStackEnded is the row's own: all servers responded after it, which is waited for
+        beyond `timeout_s`, for `server_timeout_s` at most.
         """
         async with self._slots:
             try:

@@ -41,7 +41,7 @@ class StackWatch:
         self._deadlines: set[asyncio.Timeout] = set()
         self._silent: dict[str, tuple[float, int]] = {}  # since when, and in how many probes
         self._rounds_begun = 0
-        self._last_whole_round = 0  # in which all servers responded
+        self._last_responses = dict.fromkeys(servers, 0)  # by server, the round of its last response
         self._wake = asyncio.Event()
         self._round_ended = asyncio.Event()
 
@@ -63,9 +63,12 @@ class StackWatch:
             raise GymStackEnded(self._end.problem, url=self._end.url)
 
     async def confirm(self) -> None:
-        """Return once all servers have responded to a probe sent after this call; raise GymStackEnded otherwise."""
+        """Return once each server has responded to a probe sent after this call; raise GymStackEnded otherwise.
+
+        Each does so or counts as dead within the watch's `timeout_s`.
+        """
         needed = self._rounds_begun + 1
-        while self._last_whole_round < needed and self._task is not None:
+        while min(self._last_responses.values(), default=needed) < needed and self._task is not None:
             self.check()
             self._wake.set()
             await self._round_ended.wait()
@@ -105,8 +108,6 @@ class StackWatch:
             self._finish(error)
             return
         await asyncio.gather(*(self._probe(http, name, url) for name, url in self._servers.items()))
-        if not self._silent:
-            self._last_whole_round = self._rounds_begun
         self._notify()
 
     async def _probe(self, http: aiohttp.ClientSession, name: str, url: str) -> None:
@@ -115,6 +116,7 @@ class StackWatch:
         result = await probe(http, url, min(REQUEST_TIMEOUT_S, self._timeout_s / MIN_SILENT_PROBES))
         if result is ProbeResult.RESPONDS:
             self._silent.pop(name, None)
+            self._last_responses[name] = self._rounds_begun
             return
         since, count = self._silent.get(name, (began, 0))
         self._silent[name] = since, count + 1

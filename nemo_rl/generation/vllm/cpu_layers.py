@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from nemo_rl.distributed.float32 import float32_product
@@ -34,14 +35,13 @@ class Float32LogitsProcessor(LogitsProcessor):
         return super()._apply_head(lm_head, hidden_states, embedding_bias)
 
 
-@RMSNorm.register_oot
 class Float32ResidualRMSNorm(RMSNorm):
-    """vLLM's norm; on a CPU the sum that it returns for the next norm stays float32, as in the policy.
+    """vLLM's norm; the sum that it returns for the next norm stays float32, as in the policy. Used on a CPU alone.
 
     vLLM 0.32 rounds it to the model's dtype. Other classes of norms, e.g. Gemma's, are left as they are.
     """
 
-    def forward_cpu(
+    def forward_native(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual [..., H] in the dtype of x and the sum; without a residual the norm of x."""
@@ -53,6 +53,12 @@ class Float32ResidualRMSNorm(RMSNorm):
         total = residual.float() + x
         scale = total.pow(2).mean(-1, keepdim=True).add_(self.variance_epsilon).rsqrt_()
         return (total * scale).mul_(self.weight).to(x.dtype), total
+
+    forward_cpu = forward_native  # vLLM takes the first where it compiles, else this
+
+
+if current_platform.is_cpu():
+    RMSNorm.register_oot(Float32ResidualRMSNorm)
 
 
 class RequestStreams:

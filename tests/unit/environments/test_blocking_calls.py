@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from contextvars import ContextVar
 from functools import partial
 from queue import SimpleQueue
@@ -192,6 +193,22 @@ def test_calls_beside_one_that_hangs_do_not_wait_for_the_timer(monkeypatch: pyte
 
     asyncio.run(main())
     release.set()
+
+
+def test_a_call_cancelled_as_its_end_is_told_is_not_counted_as_abandoned() -> None:
+    async def main() -> None:
+        calls = BlockingCalls("test", 1)
+        task = asyncio.ensure_future(calls.run(lambda: None))
+        await asyncio.sleep(0)
+        while not calls._ended:  # without a turn of the event loop, which would tell the caller
+            time.sleep(0.001)  # noqa: ASYNC251
+        task.cancel()  # cancels the future at once, and the task in its next turn
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert calls._num_abandoned == 0
+
+    asyncio.run(main())
 
 
 def test_a_system_without_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:

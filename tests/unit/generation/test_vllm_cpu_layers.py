@@ -10,7 +10,7 @@ import torch
 from nemo_rl.generation.vllm.engine import importing_vllm
 
 with importing_vllm("cpu"):
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -66,10 +66,10 @@ def test_quantised_or_biased_heads_are_left_to_vllm():
         make_processor(torch.float32)._apply_head(quantised, hidden, None)
 
 
-@pytest.fixture
-def norm() -> Any:
-    """Return what vLLM makes where a model of bfloat16 asks for its RMSNorm on a CPU."""
-    with set_current_vllm_config(VllmConfig()):
+@pytest.fixture(params=["all", "none"])
+def norm(request: pytest.FixtureRequest) -> Any:
+    """Return what vLLM makes where a model of bfloat16 asks for its RMSNorm on a CPU, with and without compiling."""
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=[request.param]))):
         made = RMSNorm(64, eps=1e-5, dtype=torch.bfloat16).requires_grad_(False)
     made.weight.copy_(torch.randn(64, generator=torch.Generator().manual_seed(3)))
     return made
@@ -85,7 +85,7 @@ def test_residual_stream_is_summed_in_float32(norm: Any) -> None:
     blocks = torch.randn(60, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     residual, exact = blocks[0], blocks[0].double()
     for block in blocks[1:]:
-        normed, residual = norm.forward_cpu(block.clone(), residual)
+        normed, residual = norm(block.clone(), residual)
         exact = exact + block.double()
         expected = exact_norm(norm, exact)
         assert normed.dtype == torch.bfloat16
@@ -97,8 +97,8 @@ def test_residual_stream_is_summed_in_float32(norm: Any) -> None:
 def test_norm_without_a_residual_is_vllms_and_gives_the_blocks_bfloat16(norm: Any) -> None:
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     expected: Any = RMSNorm.forward_native(norm, hidden.bfloat16())
-    assert torch.equal(norm.forward_cpu(hidden.bfloat16()), expected)
-    of_sums = norm.forward_cpu(hidden)  # which a model has added up itself
+    assert torch.equal(norm(hidden.bfloat16()), expected)
+    of_sums = norm(hidden)  # which a model has added up itself
     assert of_sums.dtype == torch.bfloat16
     torch.testing.assert_close(of_sums.double(), exact_norm(norm, hidden), rtol=2**-7, atol=0)
 
@@ -106,7 +106,7 @@ def test_norm_without_a_residual_is_vllms_and_gives_the_blocks_bfloat16(norm: An
 def test_norm_of_a_part_of_the_columns_is_left_to_vllm(norm: Any) -> None:
     norm.variance_size_override = 32
     hidden, residual = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = norm.forward_cpu(hidden.clone(), residual.clone())
+    found = norm(hidden.clone(), residual.clone())
     expected = RMSNorm.forward_native(norm, hidden.clone(), residual.clone())
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.environments.nemo_gym import watch
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.environments.nemo_gym.reply import GymRefused, GymStackEnded
@@ -123,5 +124,17 @@ def test_a_row_that_waits_for_a_confirmation_does_not_outlive_the_watch() -> Non
         await client.close()
         with pytest.raises(GymRefused, match="HTTP 500"):
             await row
+
+    watched(use, Script(status=500))
+
+
+def test_a_watch_that_fails_ends_the_stack_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*arguments: Any) -> None:
+        raise KeyError("lost")
+
+    async def use(client: GymClient, stack: FakeGymStack) -> None:
+        monkeypatch.setattr(watch, "probe", broken)
+        with pytest.raises(GymStackEnded, match="the watch has failed: KeyError: 'lost'"):
+            await client.run("agent", row_of("?"))
 
     watched(use, Script(status=500))
