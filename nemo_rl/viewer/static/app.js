@@ -77,8 +77,15 @@
     unfolded.forEach((id) => { if (byId(id)) byId(id).open = true; });
     if (focused) [...main.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
   };
-  const events = new EventSource("/events?source=" + encodeURIComponent(source) + "&seen=" + document.body.dataset.version);
-  events.onmessage = refresh;
-  events.onopen = () => { byId("live").textContent = "live"; };
-  events.onerror = () => { byId("live").textContent = "not connected"; };
+  let events;
+  const connect = () => {
+    events = new EventSource("/events?source=" + encodeURIComponent(source) + "&seen=" + document.body.dataset.version);
+    events.onmessage = refresh;
+    events.onopen = () => { byId("live").textContent = "live"; };
+    events.onerror = () => { byId("live").textContent = "not connected"; };
+  };
+  connect();
+  // Firefox reports a connection that is open when the page is left as an error. A page that is still there a second
+  // later, after a download or back from the history, connects again.
+  addEventListener("beforeunload", () => { events.close(); setTimeout(connect, 1000); });
 })();
