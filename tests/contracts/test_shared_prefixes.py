@@ -99,10 +99,12 @@ def assert_same_steps(results: Sequence[Any], expected: Sequence[Any], before: d
         assert metrics.keys() == want.keys()
         for name, value in metrics.items():
             assert value == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
-        moved = 0.0
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-5, atol=1e-5)
-            moved = max(moved, float((weight - before[name].detach()).abs().max()))
+        moved = max(float((weight - before[name].detach()).abs().max()) for name, weight in weights.items())
+        for (
+            name,
+            weight,
+        ) in weights.items():  # float32 rounds a gradient relative to its largest elements, here up to 11
+            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-5, atol=1e-5 * max(1.0, moved))
         assert moved > 1e-3
 
 
