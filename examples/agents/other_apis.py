@@ -1,4 +1,4 @@
-"""The question of single_turn.py in the other two APIs of the gateway: OpenAI's Responses, Anthropic's Messages.
+"""The question of single_turn.py in two further APIs of the gateway: OpenAI's Responses, Anthropic's Messages.
 
 uv run examples/run_grpo.py ++env.asker.type=agent ++env.asker.function=examples.agents.other_apis:ask_with_messages \
     ++env.asker.scored_by=reasoning_gym data.default.env_name=asker

@@ -18,10 +18,14 @@ ROLES = {"assistant": "model"}
 async def ask(prompt: Prompt, base_url: str, api_key: str) -> None:
     """Ask the question through `generateContent`; the environment rewards the answer."""
     contents: list[Any] = [
-        {"role": ROLES.get(message.role, "user"), "parts": [{"text": message.content}]} for message in prompt.messages
+        {"role": ROLES.get(message.role, "user"), "parts": [{"text": message.content}]}
+        for message in prompt.messages
+        if message.role != "system"
     ]
+    system = "\n".join(message.content for message in prompt.messages if message.role == "system")
+    config = genai.types.GenerateContentConfig(system_instruction=system or None)
     client = genai.Client(api_key=api_key, http_options=genai.types.HttpOptions(base_url=base_url)).aio
     try:
-        await client.models.generate_content(model="policy", contents=contents)
+        await client.models.generate_content(model="policy", contents=contents, config=config)
     finally:
         await client.aclose()

@@ -343,7 +343,7 @@ class CompletionHandler:
         return result
 
     def _log_ignored_fields(self, names: Iterable[str]) -> None:
-        unlogged = sorted({escape(name, 40) for name in names} - self._logged_fields)
+        unlogged = sorted({escape(name, 80) for name in names} - self._logged_fields)
         if unlogged and len(self._logged_fields) < MAX_LOGGED_FIELDS:
             self._logged_fields.update(unlogged)
             logger.info("ignoring clients' fields %s: the run decides how tokens are sampled", unlogged)

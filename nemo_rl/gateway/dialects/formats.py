@@ -70,7 +70,7 @@ class TypedResponse(CamelBody):
 
     def guide(self, where: str) -> Guide | None:
         """Return the constraint that the fields of `where` ask for; raises RequestError for a schema of other text."""
-        schema = self.response_json_schema or read_openapi_schema(self.response_schema)
+        schema = self.response_json_schema or read_openapi_schema(self.response_schema, f"{where}.responseSchema")
         if self.response_mime_type == "application/json":
             return Guide("json_object") if schema is None else Guide("json_schema", json.dumps(schema))
         if schema is not None:

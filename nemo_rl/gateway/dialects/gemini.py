@@ -16,8 +16,8 @@ from nemo_rl.gateway.calls import Answer, CallRequest
 from nemo_rl.gateway.dialects.common import DeltaEvents, extra_fields, reject_fields, render_event
 from nemo_rl.gateway.dialects.content import GeminiPart, Turns, check_signature, merge_texts, write_gemini_part
 from nemo_rl.gateway.dialects.formats import TypedResponse
-from nemo_rl.gateway.dialects.tools import MAX_TOOLS, DeclarationSet, ToolConfig
-from nemo_rl.gateway.schema import CamelBody, RequestError, make_missing_error, parse_body
+from nemo_rl.gateway.dialects.tools import MAX_TOOLS, DeclarationSet, ToolConfig, read_declarations
+from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_error, parse_body
 from nemo_rl.gateway.streaming import CallDelta, StreamStart
 from nemo_rl.types import Message, Part, ThinkingPart, ToolResult
 
@@ -67,9 +67,8 @@ class GenerateContentRequest(CamelBody):
             reject_fields(body, format_field=f"{CONFIG}.responseJsonSchema", where=where)
         if not self.contents:
             raise make_missing_error("contents")
-        tools = tuple(tool for i, each in enumerate(self.tools) for tool in each.read(f"tools.{i}"))
+        tools = read_declarations(self.tools)
         choice = self.tool_config.read(tools)
-        ignored = {f"{CONFIG}.{name}" for name in extra_fields(config)} | extra_fields(self).keys() - IGNORED_FIELDS
         return CallRequest(
             _to_messages(self.system_instruction, self.contents),
             tools,
@@ -81,9 +80,16 @@ class GenerateContentRequest(CamelBody):
             stop_strings=tuple(config.stop_sequences),
             return_logprobs=bool(config.response_logprobs),
             returns_thinking=bool(config.thinking_config.include_thoughts),
-            ignored_fields=frozenset(ignored),
+            ignored_fields=self._unread_fields() - IGNORED_FIELDS,
             id_prefix="gen-",
         )
+
+    def _unread_fields(self) -> frozenset[str]:
+        config, choice, calls = self.generation_config, self.tool_config, self.tool_config.function_calling_config
+        places: list[tuple[str, Body]] = [("", self), (f"{CONFIG}.", config), ("toolConfig.", choice)]
+        places += [(f"{CONFIG}.thinkingConfig.", config.thinking_config), ("toolConfig.functionCallingConfig.", calls)]
+        places += [("tools.functionDeclarations.", one) for each in self.tools for one in each.function_declarations]
+        return frozenset(f"{where}{name}" for where, body in places for name in extra_fields(body))
 
 
 class CountTokensRequest(GenerateContentRequest):

@@ -13,6 +13,7 @@ from nemo_rl.gateway.schema import Body, CamelBody, RequestError, make_missing_e
 from nemo_rl.types import ToolCall
 
 MAX_TOOLS = 1_000  # of a request
+REFERENCES = frozenset({"$ref", "$defs", "ref", "defs"})  # of schemas of OpenAPI
 
 
 class Function(Body):
@@ -66,37 +67,56 @@ class DeclarationSet(CamelBody):
         for name, value in (self.model_extra or {}).items():
             if value is not None:
                 raise make_unsupported_error(f"{where}.{name}", f"{where}.{name}: only functions are supported")
-        return [
-            make_tool(each.name, each.description, each.parameters_json_schema or read_openapi_schema(each.parameters))
-            for each in self.function_declarations
-        ]
+        tools: list[dict[str, Any]] = []
+        for i, each in enumerate(self.function_declarations):
+            read = read_openapi_schema(each.parameters, f"{where}.functionDeclarations.{i}.parameters")
+            tools.append(make_tool(each.name, each.description, each.parameters_json_schema or read))
+        return tools
 
 
-def read_openapi_schema(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def read_declarations(declared: Sequence[DeclarationSet]) -> tuple[dict[str, Any], ...]:
+    """Return the functions of all sets of a request; raises RequestError for more than MAX_TOOLS."""
+    tools = tuple(tool for i, each in enumerate(declared) for tool in each.read(f"tools.{i}"))
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(400, f"tools: at most {MAX_TOOLS} functions, in all sets together", param="tools")
+    return tools
+
+
+def read_openapi_schema(schema: Any, where: str) -> dict[str, Any] | None:
     """Return a schema of OpenAPI 3.0, as Google's clients write it, as a JSON schema.
 
     Example: `{"type": "STRING", "nullable": True, "max_length": "3"}` is
     `{"type": ["string", "null"], "maxLength": 3}`.
+
+    Raises RequestError with the field `where` for references, which JSON schemas alone have here, and for a schema that
+    is no object.
     """
     if schema is None:
         return None
+    if not isinstance(schema, dict):
+        raise RequestError(400, f"{where}: a schema must be an object", param=where)
+    if refused := sorted(REFERENCES & schema.keys()):
+        text = f"{where}: {refused[0]!r} is not supported; use parametersJsonSchema or responseJsonSchema"
+        raise make_unsupported_error(where, text)
     read: dict[str, Any] = {}
     for key, value in ((to_camel(key), value) for key, value in schema.items()):
         if key == "properties" and isinstance(value, dict):
-            read[key] = {name: read_openapi_schema(each) for name, each in value.items()}
+            read[key] = {name: read_openapi_schema(each, where) for name, each in value.items()}
         elif isinstance(value, dict) and key in ("items", "additionalProperties"):
-            read[key] = read_openapi_schema(value)
-        elif key == "anyOf" and isinstance(value, list):
-            read[key] = [read_openapi_schema(each) for each in value]
+            read[key] = read_openapi_schema(value, where)
+        elif key in ("anyOf", "prefixItems") and isinstance(value, list):
+            read[key] = [read_openapi_schema(each, where) for each in value]
         elif key == "type":
             read[key] = str(value).lower()
         elif key.startswith(("min", "max")):
             read[key] = int(value) if isinstance(value, str) and value.isdecimal() else value  # int64 of protobuf
         elif key not in ("nullable", "propertyOrdering"):
             read[key] = value
-    if schema.get("nullable") and "type" in read:
-        read["type"] = [read["type"], "null"]
-    return read
+    if not schema.get("nullable"):
+        return read
+    if "type" in read and not read.keys() & {"anyOf", "const", "enum"}:
+        return {**read, "type": [read["type"], "null"]}
+    return {"anyOf": [read, {"type": "null"}]}
 
 
 class FlatTool(Body):
@@ -273,7 +293,7 @@ class TypedChoice(Body):
 
 
 class FunctionCallingConfig(CamelBody):
-    """A choice of tools of Gemini's API; `VALIDATED` is a text, or a call by its schema."""
+    """A choice of tools of Gemini's API; `VALIDATED` is a text, or a call by its schema: without tools, any text."""
 
     mode: Literal["MODE_UNSPECIFIED", "AUTO", "NONE", "ANY", "VALIDATED"] = "AUTO"
     allowed_function_names: list[str] | None = None
@@ -285,11 +305,15 @@ class ToolConfig(CamelBody):
     def read(self, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
         """Return what is asked; raises RequestError for a function that may not be chosen."""
         chosen, where = self.function_calling_config, "toolConfig.functionCallingConfig"
-        names, is_forced = names_of(tools), chosen.mode in ("ANY", "VALIDATED")
+        names, is_required = names_of(tools), chosen.mode == "ANY"
+        is_forced = is_required or (chosen.mode == "VALIDATED" and bool(tools))
         if chosen.allowed_function_names:
-            _check_chosen(chosen.allowed_function_names, names if is_forced else (), f"{where}.allowedFunctionNames")
+            field = f"{where}.allowedFunctionNames"
+            if chosen.mode not in ("ANY", "VALIDATED"):
+                raise RequestError(400, f"{field}: only with mode ANY or VALIDATED", param=field)
+            _check_chosen(chosen.allowed_function_names, names, field)
             names = tuple(chosen.allowed_function_names)
-        parses_calls, is_required = chosen.mode != "NONE", chosen.mode == "ANY"
+        parses_calls = chosen.mode != "NONE"
         return ToolChoice(
             f"{where}.mode", parses_calls=parses_calls, is_forced=is_forced, is_required=is_required, names=names
         )

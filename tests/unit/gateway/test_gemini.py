@@ -11,6 +11,7 @@ from aiohttp import ClientSession
 
 from nemo_rl.gateway.dialects.gemini import Gemini
 from nemo_rl.gateway.dialects.tools import read_openapi_schema
+from nemo_rl.gateway.schema import RequestError
 from nemo_rl.gateway.server import SESSION_HEADER, GatewayServer, ServerSettings
 from nemo_rl.types import TextPart, ThinkingPart, ToolCall, ToolResult
 from tests.unit.gateway.engines import CALL_TEXT, DEADLINE_S, TOOL, SpeakingGeneration, json_bytes, tokens_of
@@ -247,16 +248,58 @@ def test_fields_are_read_in_snake_case_too_and_nulls_are_absent():
     body = {
         "contents": [{"role": None, "parts": [{"text": "hi", "function_call": None}]}],
         "system_instruction": {"parts": [{"text": "Be"}, {"text": "brief."}]},
-        "tools": [{"function_declarations": [{"name": "f"}]}],
-        "tool_config": {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["f"]}},
-        "generation_config": {"max_output_tokens": 3, "topK": 5, "response_schema": None},
+        "tools": [{"function_declarations": [{"name": "f", "behavior": "BLOCKING"}]}],
+        "tool_config": {
+            "function_calling_config": {"mode": "ANY", "allowed_function_names": ["f"], "stream": True},
+            "retrievalConfig": {"languageCode": "en"},
+        },
+        "generation_config": {
+            "max_output_tokens": 3,
+            "topK": 5,
+            "response_schema": None,
+            "thinkingConfig": {"thinkingBudget": 0},
+        },
         "safetySettings": [{"category": "x"}],
     }
     call = Gemini().parse(json_bytes(body))
     assert [(message.role, message.content) for message in call.messages] == [("system", "Be\nbrief."), ("user", "hi")]
     assert call.tools == ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
     assert call.forcing is not None
-    assert (call.forcing.names, call.max_tokens, call.ignored_fields) == (("f",), 3, {"generationConfig.topK"})
+    assert (call.forcing.names, call.max_tokens) == (("f",), 3)
+    assert call.ignored_fields == {
+        "generationConfig.topK",
+        "generationConfig.thinkingConfig.thinkingBudget",
+        "toolConfig.retrievalConfig",
+        "toolConfig.functionCallingConfig.stream",
+        "tools.functionDeclarations.behavior",
+    }
+
+
+def test_names_of_ignored_fields_are_logged_whole(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(server: GatewayServer) -> None:
+        thinking = {"thinkingBudget": 1, "thinkingLevel": "LOW"}
+        body = {**ASK, "generationConfig": {"thinkingConfig": thinking}}
+        await call_of(server, "POST", f"/sessions/{server.open_session()}/v1beta/{PATH}", json=body)
+
+    with caplog.at_level("INFO"):
+        serve(SpeakingGeneration("qwen3", lambda request, prompt: "ok"), use)
+    for name in ("thinkingBudget", "thinkingLevel"):
+        assert f"'generationConfig.thinkingConfig.{name}'" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["AUTO", "NONE", "VALIDATED"])
+def test_a_mode_that_demands_no_call_needs_no_tools(mode: str) -> None:
+    chosen: Any = {"functionCallingConfig": {"mode": mode}}
+    assert Gemini().parse(json_bytes({**ASK, "toolConfig": chosen})).forcing is None
+    tools = [{"functionDeclarations": [DECLARED]}]
+    forcing = Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen})).forcing
+    assert (forcing is not None) == (mode == "VALIDATED")
+    chosen["functionCallingConfig"]["allowedFunctionNames"] = ["add"]
+    if mode == "VALIDATED":
+        assert Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen})).forcing == forcing
+        return
+    with pytest.raises(RequestError, match="only with mode ANY or VALIDATED"):
+        Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen}))
 
 
 def test_a_schema_of_openapi_is_read_as_a_json_schema():
@@ -265,15 +308,21 @@ def test_a_schema_of_openapi_is_read_as_a_json_schema():
         "properties": {
             "min_length": {"type": "STRING", "nullable": True, "min_length": 1, "maxLength": "8"},
             "list": {"type": "ARRAY", "items": {"any_of": [{"type": "INTEGER"}, {"type": "NUMBER"}]}, "minItems": "2"},
+            "either": {"nullable": True, "anyOf": [{"type": "STRING"}, {"type": "INTEGER"}]},
+            "word": {"type": "STRING", "nullable": True, "enum": ["a", "b"]},
+            "pair": {"type": "ARRAY", "prefix_items": [{"type": "STRING"}, {"type": "INTEGER"}]},
         },
         "required": ["list"],
         "property_ordering": ["list", "min_length"],
     }
-    assert read_openapi_schema(schema) == {
+    assert read_openapi_schema(schema, "parameters") == {
         "type": "object",
         "properties": {
             "min_length": {"type": ["string", "null"], "minLength": 1, "maxLength": 8},
             "list": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "number"}]}, "minItems": 2},
+            "either": {"anyOf": [{"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "null"}]},
+            "word": {"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "null"}]},
+            "pair": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]},
         },
         "required": ["list"],
     }
