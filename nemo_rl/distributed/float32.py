@@ -77,10 +77,9 @@ def keep_float32_residual(model: PreTrainedModel) -> list[RemovableHandle]:
     Layers cast their input [..., H], which is bfloat16 for the first one alone: what is added to float32 is float32.
     The model must be of a kind that `can_keep_float32_residual`, and FSDP2 must not cast the inputs of its layers.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     norms = [module for module in model.modules() if _is_norm(module)]
     return [
-        *(layer.register_forward_pre_hook(_widen_input) for layer in layers),
+        *(layer.register_forward_pre_hook(_widen_input) for layer in _layers(model)),
         *(norm.register_forward_hook(_narrow_output) for norm in norms),
     ]
 
@@ -91,9 +90,8 @@ def can_keep_float32_residual(model: PreTrainedModel) -> bool:
     probed: Any = model.base_model
     outputs: list[Any] = []
     hooks = keep_float32_residual(model)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            hooks.append(module.register_forward_hook(lambda layer, inputs, output: outputs.append(output)))
+    for layer in _layers(model):
+        hooks.append(layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output)))
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         hidden = probed(input_ids=tokens, use_cache=False).last_hidden_state
@@ -104,6 +102,10 @@ def can_keep_float32_residual(model: PreTrainedModel) -> bool:
             hook.remove()
     sums = {(output[0] if isinstance(output, tuple) else output).dtype for output in outputs}
     return sums == {torch.float32} and hidden.dtype == torch.bfloat16
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _is_norm(module: nn.Module) -> bool:

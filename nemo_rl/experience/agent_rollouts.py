@@ -5,7 +5,6 @@ What an agent does wrong is a `Failure` of its own rollout. No session outlives 
 
 import asyncio
 import contextlib
-import copy
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, 
 from nemo_rl.experience.agents import AgentRuntime, SessionProvider
 from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
 from nemo_rl.experience.supervision import StallWatchdog, cancel_all, gather_or_cancel
-from nemo_rl.experience.turns import request_seed, strip_tool_fields
+from nemo_rl.experience.turns import copy_state, request_seed, strip_tool_fields
 from nemo_rl.gateway.sessions import CallFailureKind, Chain
 from nemo_rl.types import (
     AgentResult,
@@ -276,7 +275,7 @@ class _AgentRollout:
         self, answer: str | None, longest: Chain, environment: str
     ) -> AgentResult | Failure:
         conversation = tuple(strip_tool_fields(message.message) for message in longest.message_log)
-        state = copy.deepcopy(dict(self._job.prompt.env_state)) | {RESPONSE_TRUNCATED: longest.is_truncated}
+        state = copy_state(dict(self._job.prompt.env_state)) | {RESPONSE_TRUNCATED: longest.is_truncated}
         with self._watchdog.waiting_for(f"environment {environment}"):
             (step,) = await self._dependencies.environments[environment].step([conversation], [state])
         if isinstance(step, Failure):

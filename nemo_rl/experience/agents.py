@@ -5,7 +5,6 @@ How their runs become trajectories: agent_rollouts.py.
 
 import asyncio
 import contextlib
-import copy
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from nemo_rl.data.messages import to_openai_message
 from nemo_rl.environments.blocking_calls import BlockingCalls
 from nemo_rl.environments.boundary import contain_exit, is_async_callable
 from nemo_rl.errors import ConfigError
+from nemo_rl.experience.turns import copy_state
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import AgentResult, Prompt, SamplingParams
 
@@ -137,7 +137,7 @@ class FunctionAgent:
         self._blocking_calls = BlockingCalls(f"agent-{name}", max_threads)
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
-        own = replace(prompt, env_state=copy.deepcopy(dict(prompt.env_state)))
+        own = replace(prompt, env_state=copy_state(dict(prompt.env_state)))
         call = partial(self._function, own, base_url, api_key)
         returned = await (contain_exit(call()) if self._is_async else self._blocking_calls.run(call))
         return to_agent_result(self._name, returned)

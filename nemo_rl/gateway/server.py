@@ -288,16 +288,25 @@ class GatewayServer:
             raise schema.RequestError(404, "no such completion in this session", param="completion_id") from error
         return web.json_response({"rewards": session.rewards})
 
+    async def _read_call(self, request: web.Request, dialect: Dialect) -> CallRequest:
+        """Return the neutral call of a request's body and address; raises RequestError."""
+        call = dialect.parse(await self._body(request))
+        if (model := request.match_info.get("model")) is None:
+            return call
+        if call.stream and request.query.get("alt") != "sse":
+            raise schema.make_unsupported_error("alt", "alt: a stream is of events; add ?alt=sse")
+        return replace(call, model=model)  # Gemini's addresses name it
+
     async def _call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         self._session(request)
-        call = _at_address(request, dialect.parse(await self._body(request)))
+        call = await self._read_call(request, dialect)
         live = self._session(request)  # again: the body may have taken its time
         return await self._respond(request, dialect, call, partial(self._completions.complete_in_session, call, live))
 
     async def _call_on_plain_path(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         """Answer a call whose session is named by a header, the API key or the body, or which has none."""
         live = self._keyed_session(request)
-        call = _at_address(request, dialect.parse(await self._body(request)))
+        call = await self._read_call(request, dialect)
         if live is not None:
             live = self._sessions.get(live.session_id)  # again: the body may have taken its time
         is_named = live is None and call.session_id is not None
@@ -376,15 +385,6 @@ def _dialect_of(path: str) -> Dialect:
     if path.endswith(("/messages", "/messages/count_tokens")):
         return MESSAGES
     return GEMINI if path.endswith((":generateContent", ":streamGenerateContent", ":countTokens")) else CHAT
-
-
-def _at_address(request: web.Request, call: CallRequest) -> CallRequest:
-    """Return a call with what Gemini's addresses say of it; raises RequestError for a stream of anything but events."""
-    if (model := request.match_info.get("model")) is None:
-        return call
-    if call.stream and request.query.get("alt") != "sse":
-        raise schema.make_unsupported_error("alt", "alt: a stream is of events; add ?alt=sse")
-    return replace(call, model=model)
 
 
 async def _waiting(deltas: asyncio.Queue[Delta | None]) -> list[Delta | None]:

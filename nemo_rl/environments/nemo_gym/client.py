@@ -29,6 +29,7 @@ from nemo_rl.environments.nemo_gym.servers import (
     describe_error,
     discover,
     find_unresponsive_servers,
+    open_connections,
 )
 from nemo_rl.environments.nemo_gym.watch import StackWatch
 from nemo_rl.errors import ConfigError
@@ -192,12 +193,7 @@ class GymClient:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            # A server may close a kept connection just when it is reused, and it is then unknown whether the row was
-            # started. Rollouts take seconds, a new connection a fraction of a millisecond.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._http = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar()
-            )
+            self._http = open_connections()
         return self._http
 
 

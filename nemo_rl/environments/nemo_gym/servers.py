@@ -56,6 +56,17 @@ class GymServers:
         return tuple(self.by_name[name] for name in sorted(found))
 
 
+def open_connections() -> aiohttp.ClientSession:
+    """Return a session for requests to a stack, each on a connection of its own and without a deadline of its own.
+
+    A server may close a kept connection just when it is reused, and it is then unknown whether the row was started.
+    Rollouts take seconds, a new connection a fraction of a millisecond.
+    """
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    no_limit = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, timeout=no_limit, cookie_jar=aiohttp.DummyCookieJar())
+
+
 async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
     """Return the servers that the head server lists; raises GymUnavailable, or GymInvalidReply for another server."""
     url = f"{head_url}/global_config_dict_yaml"

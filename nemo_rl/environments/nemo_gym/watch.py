@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import aiohttp
 
 from nemo_rl.environments.nemo_gym.reply import GymStackEnded
-from nemo_rl.environments.nemo_gym.servers import REQUEST_TIMEOUT_S, ProbeResult, probe
+from nemo_rl.environments.nemo_gym.servers import REQUEST_TIMEOUT_S, ProbeResult, open_connections, probe
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,7 @@ class StackWatch:
             self._finish(GymStackEnded(f"the watch has failed: {type(error).__name__}: {error}"))
 
     async def _probe_until_the_end(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as http:
+        async with open_connections() as http:
             while self._end is None:
                 self._wake.clear()
                 await self._probe_all(http)

@@ -1,4 +1,4 @@
-"""What a response must be: the formats of all APIs, read to the constraint that an engine holds a response to."""
+"""Formats of responses: those of all APIs, read to the constraint that an engine holds a response to."""
 
 import json
 from typing import Any, Literal
