@@ -19,6 +19,19 @@ PackingAlgorithm = Literal[
     "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
 ]
 
+ChunkSize = Annotated[int, Field(gt=0)] | Literal["auto"] | None
+CHUNK_TOKENS = 1024
+CHUNK_LOGITS = 2**24  # 64 MiB in float32
+
+
+def resolve_chunk_size(size: ChunkSize, vocab_size: int) -> int | None:
+    """Return the number of tokens whose logits exist at once; None: all.
+
+    More than one chunk is computed again in the backward pass, which with a small vocabulary costs more than its memory
+    is worth.
+    """
+    return max(CHUNK_TOKENS, CHUNK_LOGITS // vocab_size) if size == "auto" else size
+
 
 # The sections of NeMo-RL's two backends always stand under a model; each is read by its own entry.
 FSDP2_POLICY, MEGATRON_POLICY = (
@@ -251,6 +264,11 @@ class GenerationConfig(SamplingConfig):
         """Return whether the engine runs in the driver's process even where the policy has a cluster."""
         return False
 
+    @property
+    def shares_process(self) -> bool:
+        """Return whether the engine runs in the process that starts it; `for_layout` may decide that."""
+        return self.runs_in_driver
+
     def dtype(self, policy_precision: str) -> str:
         """Return the precision that the engine computes in."""
         return policy_precision
@@ -318,7 +336,8 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
-    logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
+    # tokens whose logits exist at once; None: all; auto: 1024, or as many as have logits of 64 MiB
+    logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
@@ -372,7 +391,8 @@ class TeacherConfig(ParallelModelConfig):
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the policy's
     logprob_batch_size: int = Field(default=4, gt=0)  # samples of one forward pass
-    logprob_chunk_size: int | None = Field(default=1024, gt=0)  # tokens whose logits exist at once; None: all
+    # tokens whose logits exist at once; None: all; auto: 1024, or as many as have logits of 64 MiB
+    logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
     colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # on the policy's devices, in turns

@@ -12,7 +12,7 @@ from typing import Any
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.layout import Layout, make_layout, make_policy_layout
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.config.policy import ParallelModelConfig, PolicyConfig, TeacherConfig
+from nemo_rl.config.policy import ParallelModelConfig, PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.devices import device_memory
 from nemo_rl.errors import ConfigError
@@ -201,7 +201,7 @@ def _policy_model(
         train_tokens=_tokens(policy, policy.train_micro_batch_size * rows, "train_mb_tokens", longest),
         score_tokens=_tokens(policy, score_rows, "logprob_mb_tokens", longest),
         longest=longest,
-        chunk=policy.logprob_chunk_size,
+        chunk=resolve_chunk_size(policy.logprob_chunk_size, shape.vocab_size),
         recomputes=getattr(section, "activation_checkpointing", False),
         is_offloaded=getattr(section, "cpu_offload", False),
         adapter_dim=dim,
@@ -223,7 +223,7 @@ def _teacher_model(key: str, section: TeacherConfig, num_ranks: int) -> RankMode
         **_ranks(section, num_ranks),
         compute_bytes=_bytes_of(section.precision),
         score_tokens=tokens,
-        chunk=section.logprob_chunk_size,
+        chunk=resolve_chunk_size(section.logprob_chunk_size, shape.vocab_size),
         is_frozen=True,
     )
 
@@ -239,7 +239,7 @@ def _engine_model(config: TrainingRunConfig, shape: ModelShape, layout: Layout) 
         weight_bytes=_bytes_of(section.dtype(config.policy.precision)),
         max_model_len=section.max_model_len or config.policy.max_total_sequence_length,
         sleeps=section.can_sleep,
-        has_own_process=not (section.runs_in_driver or getattr(options, "in_process", False)),
+        has_own_process=not section.shares_process,
     )
 
 

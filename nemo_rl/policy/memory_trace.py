@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, resolve_chunk_size
 from nemo_rl.interfaces import TokenScores
 from nemo_rl.policy import logprobs
 from nemo_rl.policy.fsdp2.backend import DTensorConfig
@@ -195,7 +195,8 @@ def _trace(case: TraceCase) -> TracedPeaks:
 def _build(case: TraceCase) -> "_TracedLogprobs":
     model: Any = AutoModelForCausalLM.from_config(case.model, dtype=torch.float32)
     model.set_attn_implementation(TRACED_ATTENTION)
-    module = _TracedLogprobs(model, temperature=1.0, chunk_size=case.policy.logprob_chunk_size)
+    chunk_size = resolve_chunk_size(case.policy.logprob_chunk_size, case.model.get_text_config().vocab_size)
+    module = _TracedLogprobs(model, temperature=1.0, chunk_size=chunk_size)
     if case.policy.section_of(DTensorConfig).activation_checkpointing:
         recompute_activations(decoder_layers(model))
     if case.layout.world_size > 1 or needs_sharding(case.policy, case.layout, CPU):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl import batch as keys
-from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, training
@@ -205,7 +205,7 @@ def make_module(
     packing, key = config.sequence_packing, f"{section}.sequence_packing"
     options: dict[str, Any] = {
         "temperature": temperature,
-        "chunk_size": config.logprob_chunk_size,
+        "chunk_size": resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         "packing_key": f"{key}.enabled" if packing.enabled else None,
         "probe_device": device,
     }

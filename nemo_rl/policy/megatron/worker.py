@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from nemo_rl import batch as keys
-from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores, TopK
 from nemo_rl.policy import training
@@ -53,7 +53,7 @@ def make_stage(
         model.config,
         inverse_frequencies=_inverse_frequencies(model),
         temperature=temperature,
-        chunk_size=config.logprob_chunk_size,
+        chunk_size=resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         is_packed=config.sequence_packing.enabled,
     )
     for parameter in stage.parameters():  # torch's norms are made in float32

@@ -6,9 +6,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from nemo_rl.config.policy import ChunkSize, PolicyConfig, resolve_chunk_size
 from nemo_rl.interfaces import RequiredScores, TokenScores
 from nemo_rl.policy import attention
 from nemo_rl.policy import logprobs as token_scores
+from nemo_rl.policy.fsdp2.worker import make_module
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import (
     CausalLogprobs,
@@ -55,6 +57,30 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
     assert largest_tensor(None) == 8 * 39 * VOCABULARY
     assert largest_tensor(16) == table
     assert largest_tensor(32) == 32 * VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab_size", "expected"),
+    [("auto", 151_936, 1024), ("auto", 2**14, 1024), ("auto", 128, 2**17), (256, 128, 256), (None, 128, None)],
+)
+def test_automatic_chunk_is_of_1024_tokens_or_of_64_mib_of_logits(
+    size: ChunkSize, vocab_size: int, expected: int | None
+) -> None:
+    assert resolve_chunk_size(size, vocab_size) == expected
+
+
+def test_output_layer_of_a_small_vocabulary_is_not_computed_again() -> None:
+    """2 x 700 tokens with 37 logits each are two chunks of 1024 tokens, but 0.2 MiB."""
+    num_calls = {}
+    for size in ("auto", 1024):
+        config = PolicyConfig(model_name="tiny", precision="float32", logprob_chunk_size=size)
+        module = make_module(MODELS["qwen2"](), config, section="policy", temperature=1.0, device=torch.device("cpu"))
+        calls: list[int] = []
+        module.model.get_output_embeddings().register_forward_hook(lambda *_, calls=calls: calls.append(1))  # type: ignore[union-attr]
+        token_ids = torch.zeros(2, 700, dtype=torch.int64)
+        module(token_ids, torch.ones_like(token_ids, dtype=torch.bool)).logprobs.sum().backward()
+        num_calls[size] = len(calls)
+    assert num_calls == {"auto": 1, 1024: 4}
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 64])
