@@ -13,7 +13,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import fields
 from functools import lru_cache, partial
 from math import comb
 from pathlib import Path
@@ -25,7 +25,7 @@ from nemo_rl import batch as keys
 from nemo_rl.data.messages import to_record
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, RolloutError
-from nemo_rl.types import Failure, FailureClass, StopReason, TokenizedMessage, Trajectory
+from nemo_rl.types import Failure, FailureClass, StopReason, Timings, TokenizedMessage, Trajectory
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_TRACEBACK_CHARS = 8192  # of a failure, its end
 MAX_PENDING_ROLLOUTS = 4096  # of a RolloutWriter; some hundred kilobytes each where they are long
 WRITE_TIMEOUT_S = 600.0  # for a RolloutWriter's disk to make room, and to take what is left at the end
+TIMING_NAMES = tuple(each.name for each in fields(Timings))
 DETAILS_FILE = "rollouts/details.jsonl"  # in the run directory
 MAX_TOKENS = 4096  # of one row of details: a longer one keeps its beginning and its end
 MAX_FILE_BYTES = 64 << 20  # of details: above it every second of the recorded steps is dropped, and no longer recorded
@@ -252,11 +253,16 @@ def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dic
         "num_tokens": trajectory.num_tokens,
         "num_generated_tokens": trajectory.num_generated_tokens,
         "weight_versions": list(trajectory.weight_versions),
-        "timings": asdict(trajectory.timings),
+        "timings": _timings_to_dict(trajectory.timings),
         "messages": [_message_to_dict(message, write_token_ids) for message in trajectory.message_log],
         **({"other_chains": others} if others else {}),
         **({"chain_rewards": [dict(each) for each in trajectory.chain_rewards]} if trajectory.chain_rewards else {}),
     }
+
+
+def _timings_to_dict(timings: Timings) -> dict[str, float]:
+    """Return what `asdict` does, at a tenth of its cost."""
+    return {name: getattr(timings, name) for name in TIMING_NAMES}
 
 
 def _failure_to_dict(failure: Failure) -> dict[str, str]:
