@@ -142,6 +142,13 @@ class WeightEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalWeights:
+    """The policy's own tensors, for an engine in its process: to be copied before the policy is trained again."""
+
+    tensors: "tuple[tuple[str, torch.Tensor], ...]"  # with their names in the Hugging Face checkpoint
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
     """Weights for an engine on this machine: a file in shared memory, and its entries."""
 
@@ -180,7 +187,7 @@ class WeightStream:
     timeout_s: float
 
 
-Weights: TypeAlias = WeightManifest | WeightChunks | DeviceWeights | WeightStream
+Weights: TypeAlias = LocalWeights | WeightManifest | WeightChunks | DeviceWeights | WeightStream
 
 OffloadPart: TypeAlias = Literal["weights", "optimizer", "reference"]  # the optimizer's: its state and the gradients
 

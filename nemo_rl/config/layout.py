@@ -4,7 +4,7 @@ A layout counts nodes and GPUs from 0; distributed/cluster.py maps them to real 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nemo_rl.config.environment import RewardModelPlacementConfig
@@ -145,6 +145,7 @@ class Layout:
         default_factory=dict
     )  # ranks by key; served teachers have none
     engine_in_driver: bool = False  # the one engine is in the driver's process, beside the policy or its workers
+    engine_with_policy: bool = False  # the policy's one rank and the one engine are in the driver's process
     ranks_gather_all: bool = True  # a refit may gather all weights on every policy rank
 
     @property
@@ -200,7 +201,8 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
         ranks_gather_all=policy.parallelism.GATHERS_ON_ALL_RANKS,
     )
     generation.check_layout(layout, collects_in_background=config.algorithm.background.enabled)
-    return layout
+    engine = generation.for_layout(layout, samples_beside_training=config.algorithm.samples_beside_training)
+    return replace(layout, engine_with_policy=engine.shares_process and not layout.needs_cluster)
 
 
 def make_policy_layout(policy: PolicyConfig, cluster: ClusterConfig, device: Device) -> Layout:

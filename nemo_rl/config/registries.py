@@ -42,7 +42,7 @@ WEIGHT_TRANSPORTS = Kind(
     name_key="transport",
     built_in={
         name: f"nemo_rl.weight_sync.transports:{name.upper()}"
-        for name in ("auto", "shared_memory", "object_store", "cuda_ipc", "nccl")
+        for name in ("auto", "in_process", "shared_memory", "object_store", "cuda_ipc", "nccl")
     },
     adapter="nemo_rl.weight_sync.transports:adapt_transport",
     default="auto",

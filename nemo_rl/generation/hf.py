@@ -18,7 +18,7 @@ from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_produ
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import Generation, WeightManifest, Weights
+from nemo_rl.interfaces import Generation, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 
 logger = logging.getLogger(__name__)
@@ -224,14 +224,13 @@ class HFGeneration(Generation):
 
     @torch.no_grad()
     def _load(self, manifest: Weights) -> None:
-        if not isinstance(manifest, WeightManifest):
-            raise WeightSyncError(f"the hf engine reads weights from a file, not from {type(manifest).__name__}")
-        names = {entry.name for entry in manifest.entries}
+        tensors = dict(map_weights(manifest))
+        names = tensors.keys()
         state = self._model.state_dict()
         unknown, missing = names - set(state), {name for name, _ in self._model.named_parameters()} - names
         if unknown or missing:
             raise WeightSyncError(f"weights unknown to the engine: {sorted(unknown)}; missing: {sorted(missing)}")
-        for name, tensor in map_weights(manifest):
+        for name, tensor in tensors.items():
             state[name].copy_(tensor)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The engine's half of weights in a file: tensors read in place. The trainer's half: weight_sync/refit.py."""
+"""The engine's half of weights in host memory: tensors read in place. The trainer's half: weight_sync/refit.py."""
 
 import fcntl
 import mmap
@@ -11,11 +11,19 @@ import torch
 from nemo_rl.distributed.actors import get_bytes
 from nemo_rl.distributed.machine import default_directory, remove_stale_weight_files
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.interfaces import WeightChunks, WeightEntry, WeightManifest
+from nemo_rl.interfaces import LocalWeights, WeightChunks, WeightEntry, WeightManifest, Weights
 
 
-def map_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a manifest without a copy: copy them before the file is written again."""
+def map_weights(manifest: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights without a copy, from a file or from this process: copy them before the policy changes them.
+
+    Raises WeightSyncError for weights elsewhere.
+    """
+    if isinstance(manifest, LocalWeights):
+        yield from manifest.tensors
+        return
+    if not isinstance(manifest, WeightManifest):
+        raise WeightSyncError(f"weights are read from a file or from this process, not as {type(manifest).__name__}")
     with open(manifest.path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for entry in manifest.entries:

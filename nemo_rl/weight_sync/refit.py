@@ -1,8 +1,8 @@
 """A refit: weights from the policy to every engine by one of the transports, and the check that they arrived.
 
-The transports through host memory are here: `shared_memory`, the default, a file that the policy writes and engines on
-its machine map, and `object_store`, chunks in a cluster's object store for engines on other machines. Those through
-device memory: device_memory.py; their choice: transports.py.
+The transports through host memory are here: `in_process`, where an engine reads the policy's own tensors,
+`shared_memory`, a file that the policy writes and engines on its machine map, and `object_store`, chunks in a cluster's
+object store for engines on other machines. Those through device memory: device_memory.py; their choice: transports.py.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from nemo_rl.interfaces import (
     DeviceTurns,
     Generation,
     HasReplicas,
+    LocalWeights,
     Policy,
     WeightChunks,
     WeightEntry,
@@ -231,6 +232,19 @@ class TransportWeightSync:
 
     def close(self) -> None:
         self._transport.close()
+
+
+class InProcess:
+    """The transport `in_process`: the engine copies the policy's own tensors, which nothing changes meanwhile."""
+
+    async def stage(self, policy: Policy) -> LocalWeights:
+        return LocalWeights(await policy.run_with_weights(tuple))
+
+    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+        await generation.update_weights(staged, weight_version)
+
+    def close(self) -> None:
+        """Do nothing: it holds nothing."""
 
 
 class WeightFile:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nemo_rl.interfaces import Generation, Policy, Weights
 
 KEY = "weight_sync.transport"
-IN_DRIVER = "an engine in the driver's process reads weights from a file"
+IN_DRIVER = "an engine in the driver's process reads weights from its memory or from a file"
 
 
 class Transport(Protocol):
@@ -54,8 +54,9 @@ class TransportEntry(Entry[WeightSyncConfig]):
 def choose_transport(wanted: str, layout: "Layout") -> str:
     """Return the name of the transport for `wanted` under `layout`; raises ConfigError where it does not work.
 
-    auto: on CUDA nccl for engines with devices of their own, cuda_ipc for engines on the policy's; else shared_memory
-    where all engines are on the first policy worker's machine, or object_store.
+    auto: on CUDA nccl for engines with devices of their own, cuda_ipc for engines on the policy's; else in_process for
+    an engine in the policy's process, shared_memory where all engines are on the first policy worker's machine, or
+    object_store.
     """
     entries = {name: _entry(name) for name in WEIGHT_TRANSPORTS.names}
     entries.setdefault(wanted, _entry(wanted))
@@ -99,6 +100,21 @@ def _make_chosen(section: WeightSyncConfig, layout: "Layout") -> Transport:
 
 
 AUTO = TransportEntry(WeightSyncConfig, make=_make_chosen)
+
+
+def _in_process_problem(layout: "Layout") -> str | None:
+    if layout.device == "cuda":
+        return "all weights would be on the device once more where the policy keeps them elsewhere, or merges adapters"
+    return None if layout.engine_with_policy else "policy and engine are in processes of their own"
+
+
+def _make_in_process(section: WeightSyncConfig, layout: "Layout") -> Transport:
+    from nemo_rl.weight_sync.refit import InProcess
+
+    return InProcess()
+
+
+IN_PROCESS = TransportEntry(WeightSyncConfig, make=_make_in_process, find_problem=_in_process_problem, preference=5)
 
 
 def _shared_memory_problem(layout: "Layout") -> str | None:

@@ -18,11 +18,11 @@ from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.interfaces import Generation, WeightManifest, Weights
 from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
-from nemo_rl.weight_sync.refit import ObjectStore, SharedMemory, TransportWeightSync, WeightFile
+from nemo_rl.weight_sync.refit import InProcess, ObjectStore, SharedMemory, TransportWeightSync, WeightFile
 from nemo_rl.weight_sync.transports import Transport, make_transport
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
-TRANSPORTS = ["shared_memory", "object_store", "gloo", "cuda_ipc", "custom"]
+TRANSPORTS = ["in_process", "shared_memory", "object_store", "gloo", "cuda_ipc", "custom"]
 
 
 class ThreadPolicy(UntrainedPolicy):
@@ -66,6 +66,8 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path, shared_memory: Pat
         slots = (DeviceSlot(0),)
         layout = Layout("cpu", 1, 0, slots, slots, is_split=False, needs_cluster=False)
         return make_transport(WEIGHT_TRANSPORTS.read(keys), layout)
+    if request.param == "in_process":
+        return InProcess()
     if request.param == "shared_memory":
         return SharedMemory()
     if request.param == "gloo":
@@ -75,7 +77,7 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path, shared_memory: Pat
 
 
 def test_weights_arrive_exactly_time_after_time_and_a_refusal_is_told(engine_loop, engines, transport, shared_memory):
-    engine = engines("vllm", "tied")
+    engine = engines("vllm in process" if isinstance(transport, InProcess) else "vllm", "tied")
 
     async def main() -> None:
         sync = TransportWeightSync([(5, 6, 7)], WeightSyncConfig(verify=True), "float32", transport=transport)

@@ -16,9 +16,12 @@ class LoadingWithSkippableRepair(WeightLoadingExtension):
     def repair_output_layers(self, repairs: bool) -> None:
         self.repairs_output_layers = repairs
 
-    def repack_output_layers(self, model: torch.nn.Module) -> None:
+    def has_plan(self) -> bool:
+        return self._plan is not None
+
+    def repack_layers(self, model: torch.nn.Module) -> None:
         if self.repairs_output_layers:
-            super().repack_output_layers(model)
+            super().repack_layers(model)
 
 
 class LoadingFromItsRank(WeightLoadingExtension):
@@ -29,7 +32,7 @@ class LoadingFromItsRank(WeightLoadingExtension):
     def load_device_weights(self, token: str, timeout_s: float) -> None:
         super().load_device_weights(f"{token}{self.rank}", timeout_s)
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], *, is_recorded: bool = False) -> None:
         names: list[str] = []
 
         def recorded() -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,7 +40,7 @@ class LoadingFromItsRank(WeightLoadingExtension):
                 names.append(name)
                 yield name, tensor
 
-        super()._load(recorded())
+        super()._load(recorded(), is_recorded=is_recorded)
         self._names = tuple(names)
 
     def received_names(self) -> list[str]:

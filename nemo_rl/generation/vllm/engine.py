@@ -29,7 +29,15 @@ from nemo_rl.distributed.machine import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
 from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig, num_memory_nodes
-from nemo_rl.interfaces import DeviceWeights, EnginePart, WeightChunks, WeightManifest, Weights, WeightStream
+from nemo_rl.interfaces import (
+    DeviceWeights,
+    EnginePart,
+    LocalWeights,
+    WeightChunks,
+    WeightManifest,
+    Weights,
+    WeightStream,
+)
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 
 if TYPE_CHECKING:
@@ -238,7 +246,7 @@ class VllmGeneration:
         self._admission_open.set()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        waits_for_peers = not isinstance(manifest, WeightManifest)  # or for the network
+        waits_for_peers = not isinstance(manifest, LocalWeights | WeightManifest)  # or for the network
         async with self._engine_deadline("load weights", waits_for_peers=waits_for_peers):
             try:
                 await self._load(manifest, weight_version)
@@ -249,7 +257,11 @@ class VllmGeneration:
         self._weight_version = weight_version
 
     async def _load(self, weights: Weights, weight_version: int) -> None:
-        method, arguments = await asyncio.to_thread(weight_loading_call, weights)
+        if isinstance(weights, WeightChunks):
+            from nemo_rl.generation.weight_reading import write_node_file  # loads Ray, which the chunks are from
+
+            weights = await asyncio.to_thread(write_node_file, weights)
+        method, arguments = weight_loading_call(weights)
         await self._engine.collective_rpc(method, args=arguments)
         if not self._paused_engine and not await self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
@@ -463,14 +475,10 @@ def _engine_dead_error() -> GenerationError:
     return GenerationError("vLLM's engine has died; its log, or the cause of this error, tells why")
 
 
-def weight_loading_call(weights: Weights) -> tuple[str, tuple[Any, ...]]:
-    """Return the worker's method that loads `weights` (worker.py) and its arguments; fetch from the object store."""
-    if isinstance(weights, WeightChunks):
-        from nemo_rl.generation.weight_reading import (
-            write_node_file,  # here, since a run without a cluster need not import Ray
-        )
-
-        weights = write_node_file(weights)
+def weight_loading_call(weights: LocalWeights | WeightManifest | DeviceWeights | WeightStream) -> tuple[str, Any]:
+    """Return the worker's method that loads `weights` (worker.py) and its arguments."""
+    if isinstance(weights, LocalWeights):
+        return "load_tensors", (weights.tensors,)
     if isinstance(weights, WeightStream):
         return "load_weight_stream", astuple(weights)
     if isinstance(weights, DeviceWeights):

@@ -90,6 +90,11 @@ class VllmGenerationConfig(GenerationConfig):
         """Return whether the engine may leave its device's memory to the trainer."""
         return self.vllm_cfg.enable_sleep_mode is not False
 
+    @property
+    def shares_process(self) -> bool:
+        """Return whether the engine is on a thread of the process that starts it."""
+        return self.vllm_cfg.in_process is True or self.runs_in_driver
+
     def dtype(self, policy_precision: str) -> str:
         """Return the precision that the engine computes in."""
         return policy_precision if self.vllm_cfg.precision == "auto" else self.vllm_cfg.precision

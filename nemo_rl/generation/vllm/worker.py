@@ -4,11 +4,13 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -17,6 +19,7 @@ from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.distributed.machine import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
 from nemo_rl.generation.vllm import cpu_layers  # vLLM makes its layers
+from nemo_rl.generation.vllm.reload_plan import ReloadPlan, ReloadRecorder
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 
@@ -37,6 +40,7 @@ class WeightLoadingExtension:
     device: torch.device
     rank: int  # among the engine's workers
     _stream: TensorStream | None = None
+    _plan: ReloadPlan | None = None  # on a CPU, once tensors have been loaded from host memory
 
     def detach_from_terminal(self, trainer: int) -> tuple[int, int]:
         """Leave Ctrl-C in a terminal to the trainer, which ends the engine; die with a trainer that is killed.
@@ -61,7 +65,11 @@ class WeightLoadingExtension:
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""
-        self._load(map_weights(WeightManifest(path, to_weight_entries(entries))))
+        self._load_from_host(dict(map_weights(WeightManifest(path, to_weight_entries(entries)))))
+
+    def load_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors of this process, as `load_weight_file` does."""
+        self._load_from_host(dict(tensors))
 
     def load_device_weights(self, token: str, timeout_s: float) -> None:
         """Load tensors that the policy rank on this worker's device hands over."""
@@ -91,28 +99,51 @@ class WeightLoadingExtension:
             for _ in received:  # the sender, and all who receive the same, wait for this worker
                 pass
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load_from_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load whole tensors, which may be read twice; on a CPU repeat the copies of the last load of such tensors."""
+        if not current_platform.is_cpu():
+            self._load(iter(tensors.items()), is_recorded=True)
+            return
+        if self._plan is None or not self._plan.fits(tensors):
+            self._plan = None
+            self._load(iter(tensors.items()), is_recorded=True)
+        if self._plan is not None:  # right after it was made, too: what follows verifies the first load
+            self._repeat(self._plan, tensors)
+
+    def _repeat(self, plan: ReloadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            plan.apply(tensors, self.model_config)
+            self.repack_layers(self.model_runner.get_model())
+        self.model_runner.reset_lora_state()
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], *, is_recorded: bool = False) -> None:
         """Load by vLLM's layerwise reload: every tensor keeps its address, which captured CUDA graphs rely on."""
         model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             expected = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
-            loaded = model.load_weights(weights)
+            recorder = ReloadRecorder(model) if is_recorded else None
+            with recorder or nullcontext():
+                loaded = model.load_weights(recorder.watch(weights) if recorder else weights)
             finalize_layerwise_reload(model, self.model_config)
-            self.repack_output_layers(model)
+            self.repack_layers(model)
         if missing := sorted(expected - (loaded or expected)):
             raise ValueError(f"the policy gave no weights for {', '.join(missing[:5])} ({len(missing)} in all)")
+        self._plan = recorder.plan(loaded) if recorder else None
         self.model_runner.reset_lora_state()
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
 
-    def repack_output_layers(self, model: torch.nn.Module) -> None:
-        """Pack output layers again, also those with tied embeddings.
+    def repack_layers(self, model: torch.nn.Module) -> None:
+        """Pack what vLLM 0.32 multiplies by packed copies of on a CPU, and its reload does not pack again.
 
-        On a CPU, vLLM 0.32 multiplies by a packed copy of the matrix, and a reload renews that copy only for layers
-        with a weight of their own.
+        These are output layers with tied embeddings, whose copy stays the old one, and experts, which stay unpacked.
         """
-        if current_platform.is_cpu():
-            for layer in model.modules():
-                if isinstance(layer, ParallelLMHead):
-                    layer.quant_method.process_weights_after_loading(layer)
+        if not current_platform.is_cpu():
+            return
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if isinstance(layer, ParallelLMHead):
+                method.process_weights_after_loading(layer)
+            elif isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+                method.moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from nemo_rl.distributed import actors
+from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation import weight_reading as node_file
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import WeightChunks
+from nemo_rl.interfaces import DeviceWeights, LocalWeights, WeightChunks
 from nemo_rl.weight_sync.refit import PutWeights
 
 
@@ -33,6 +34,13 @@ def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
 
 def staged(transfer: int, value: float, **put: Any) -> WeightChunks:
     return PutWeights("weights.bin", transfer, **put)(tensors(value))
+
+
+def test_weights_of_this_process_are_the_tensors_themselves_and_others_are_refused():
+    weights = LocalWeights(tuple(tensors(2.5)))
+    assert all(got is given for (_, got), (_, given) in zip(map_weights(weights), weights.tensors, strict=True))
+    with pytest.raises(WeightSyncError, match="from a file or from this process, not as DeviceWeights"):
+        dict(map_weights(DeviceWeights("token", 1.0)))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 10_000])

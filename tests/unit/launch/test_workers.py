@@ -22,7 +22,7 @@ def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:
         "#   reference policy: none (no KL penalty)",
         "#   generation: hf on cpu, started by the driver, float32",
         "#   environments: letters",
-        "#   weight sync: shared memory",
+        "#   weight sync: in process",
     ]
 
 

@@ -8,6 +8,7 @@ from nemo_rl.config.registries import ENGINES, WEIGHT_TRANSPORTS
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.distributed.devices import Device
 from nemo_rl.errors import ConfigError
+from nemo_rl.generation.vllm import entry
 from nemo_rl.recipes import find_recipe
 from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
 from nemo_rl.weight_sync.refit import SharedMemory
@@ -32,6 +33,8 @@ def cuda(*, ranks: int = 1, engines: int = 1, gpus: int = 1, split: bool = False
     ("layout", "expected"),
     [
         (cpu(0, cluster=False), "shared_memory"),
+        (replace(cpu(0, cluster=False), engine_with_policy=True), "in_process"),
+        (replace(cuda(), engine_in_driver=True, engine_with_policy=True), "shared_memory"),
         (cpu(0, 0, ranks=2), "shared_memory"),
         (cpu(0, 1), "object_store"),
         (cpu(1), "object_store"),
@@ -67,6 +70,8 @@ def test_auto_takes_the_nearest_way_that_there_is(layout, expected):
         ("nccl", replace(cuda(split=True), engine_in_driver=True), "an engine in the driver's process reads weights"),
         ("cuda_ipc", replace(cuda(), engine_in_driver=True), "an engine in the driver's process reads weights from"),
         ("shared_memory", cpu(0, 1), "engines on other machines"),
+        ("in_process", cpu(0), "policy and engine are in processes of their own; allowed: auto, shared_memory"),
+        ("in_process", replace(cuda(), engine_with_policy=True), "all weights would be on the device once more"),
         ("object_store", cpu(0, cluster=False), "a run in one process has no object store"),
     ],
 )
@@ -86,8 +91,8 @@ def test_transports_are_made_by_name():
 
 
 READS = {  # which transports each engine can read: vllm/worker.py and hf.py
-    "vllm": {"shared_memory", "object_store", "cuda_ipc", "nccl"},
-    "hf": {"shared_memory"},
+    "vllm": {"in_process", "shared_memory", "object_store", "cuda_ipc", "nccl"},
+    "hf": {"in_process", "shared_memory"},
 }
 LAYOUTS = {
     "one": [],
@@ -115,8 +120,23 @@ EXPECTED = {
         "cpu offload": "cuda_ipc",
         "megatron": "cuda_ipc",
     },
-    ("vllm", "cpu"): dict.fromkeys(LAYOUTS, "shared_memory"),
-    ("hf", "cpu"): {name: "shared_memory" for name in LAYOUTS if name != "two nodes"},  # another machine
+    ("vllm", "cpu"): {
+        "one": "in_process",
+        "two colocated": "in_process",  # a CPU is not divided
+        "tensor parallel": "shared_memory",  # vLLM's workers are processes
+        "two nodes": "shared_memory",
+        "split": "in_process",
+        "cpu offload": "in_process",
+        "megatron": "shared_memory",  # the policy's rank is a process of its own
+    },
+    ("hf", "cpu"): {
+        "one": "in_process",
+        "two colocated": "in_process",
+        "tensor parallel": "in_process",
+        "split": "in_process",
+        "cpu offload": "in_process",
+        "megatron": "shared_memory",
+    },
     ("hf", "cuda"): {"one": "shared_memory", "cpu offload": "shared_memory"},  # others need vllm
 }
 
@@ -124,7 +144,11 @@ EXPECTED = {
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("backend", ENGINES.names)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_engine_reads_what_auto_sends_it_under_every_layout(backend: str, device: Device, layout: str):
+def test_every_engine_reads_what_auto_sends_it_under_every_layout(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: Device, layout: str
+) -> None:
+    monkeypatch.setattr(entry, "num_memory_nodes", lambda: 1)  # with several vLLM keeps a process for each
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     overrides = [f"++policy.generation.backend={backend}", *LAYOUTS[layout]]
     expected = EXPECTED[backend, device].get(layout)
     config = load_config(find_recipe("quickstart"), overrides)
