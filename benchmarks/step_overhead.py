@@ -2,7 +2,9 @@
 
 E: the bare engine on the requests that the step sent, all at once. T: bare torch, forward + backward + AdamW, on the
 tensors that the step trained on, in the same micro-batches. Both run right after the step that they are compared with,
-in the same process, on the same engine and threads, so that a noisy machine touches all three alike.
+in the same process, on the same engine and threads, so that a noisy machine touches all three alike. Where all steps
+have the same lengths, a step is compared with the mean of the runs right before and right after it, from which a slow
+change of the machine's speed cancels.
 
     uv run benchmarks/step_overhead.py                            all works of the table
     uv run benchmarks/step_overhead.py --steps 40 --only "8 x 8"  those whose name begins so
@@ -152,14 +154,16 @@ async def measure(work: Work, num_steps: int) -> Figures:
             bare = BareTrainer(model_path, kwargs, config.policy.train_micro_batch_size)
             training = TrainingProgress(await restore(run), CheckpointWriter(run))
             await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
+            before_s: tuple[float, float] | None = None  # E and T of the last step
             for index in range(WARM_UP_STEPS + num_steps):
                 recorder.requests.clear()
                 started = time.perf_counter()
                 await train_one_step(run, training)
                 step_s = time.perf_counter() - started
                 assert recorder.batch is not None
-                engine_s = await bare_engine(run, recorder.requests, f"bare{index}-")
-                trainer_s = bare.step(recorder.batch)
+                after_s = await bare_engine(run, recorder.requests, f"bare{index}-"), bare.step(recorder.batch)
+                engine_s, trainer_s = after_s if before_s is None or work.is_untrained else _means(before_s, after_s)
+                before_s = after_s
                 if index >= WARM_UP_STEPS:
                     figures.steps.append(step_s)
                     figures.engine.append(engine_s)
@@ -167,6 +171,10 @@ async def measure(work: Work, num_steps: int) -> Figures:
                     figures.ratios.append(step_s / (engine_s + trainer_s))
                     figures.ms_a_sample.append(1e3 * (step_s - engine_s - trainer_s) / len(recorder.requests))
     return figures
+
+
+def _means(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
+    return (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
 
 
 def line(work: Work, figures: Figures) -> str:
