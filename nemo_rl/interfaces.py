@@ -143,7 +143,7 @@ class WeightEntry:
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights:
-    """The policy's own tensors, for an engine in its process: to be copied before the policy is trained again."""
+    """The policy's own tensors, for an engine in its process, which copies them and writes to none of them."""
 
     tensors: "tuple[tuple[str, torch.Tensor], ...]"  # with their names in the Hugging Face checkpoint
 
@@ -268,7 +268,11 @@ class Policy(Protocol):
         ...
 
     async def run_with_weights(self, use: "Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]") -> ResultT:
-        """Call `use` with (Hugging Face name, tensor) pairs where the weights live, in the dtype engines want."""
+        """Call `use` with (Hugging Face name, tensor) pairs where the weights live, in the dtype engines want.
+
+        Each tensor has memory of its own, and `use` may return them; they are not to be written to, and hold until the
+        policy is trained again.
+        """
         ...
 
     async def run_on_all_ranks(

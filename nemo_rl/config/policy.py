@@ -336,7 +336,7 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
-    # tokens whose logits exist at once; None: all; auto: 1024, or as many as have logits of 64 MiB
+    # tokens whose logits exist at once; None: all; auto: 1024, or more where logits of more take at most 64 MiB
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
@@ -391,7 +391,7 @@ class TeacherConfig(ParallelModelConfig):
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the policy's
     logprob_batch_size: int = Field(default=4, gt=0)  # samples of one forward pass
-    # tokens whose logits exist at once; None: all; auto: 1024, or as many as have logits of 64 MiB
+    # tokens whose logits exist at once; None: all; auto: 1024, or more where logits of more take at most 64 MiB
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()

@@ -119,6 +119,11 @@ class CustomEngineConfig(DriverEngineConfig):
 
     kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
 
+    @property
+    def shares_process(self) -> bool:
+        """Return false: the engine may keep the weights that it is given, or hand them to a process of its own."""
+        return False
+
 
 def check_driver_engine(key: str, section: DriverEngineConfig, config: "TrainingRunConfig") -> None:
     """Raise ConfigError for keys that only vLLM can honour."""

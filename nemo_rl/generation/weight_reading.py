@@ -14,19 +14,19 @@ from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import LocalWeights, WeightChunks, WeightEntry, WeightManifest, Weights
 
 
-def map_weights(manifest: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights without a copy, from a file or from this process: copy them before the policy changes them.
+def map_weights(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights without a copy, from a file or from this process: to be copied, and not to be written to.
 
     Raises WeightSyncError for weights elsewhere.
     """
-    if isinstance(manifest, LocalWeights):
-        yield from manifest.tensors
+    if isinstance(weights, LocalWeights):
+        yield from weights.tensors
         return
-    if not isinstance(manifest, WeightManifest):
-        raise WeightSyncError(f"weights are read from a file or from this process, not as {type(manifest).__name__}")
-    with open(manifest.path, "rb") as file:
+    if not isinstance(weights, WeightManifest):
+        raise WeightSyncError(f"weights are read from a file or from this process, not as {type(weights).__name__}")
+    with open(weights.path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    for entry in manifest.entries:
+    for entry in weights.entries:
         yield entry.name, view_entry(content, entry)
 
 

@@ -258,8 +258,8 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on rank 0; the other ranks help to gather them and return None.
 
-        Tensors are gathered one at a time as `use` asks for them. On a single rank in float32 they are the live
-        weights: copy them, do not keep them.
+        Tensors are gathered one at a time as `use` asks for them, each in memory of its own. On a single rank in
+        float32 they are the live weights: they are not to be written to, and not to be kept until the next training.
         """
         return call_on_rank0(use, self._published_weights(), is_rank0=self._is_rank0)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import TensorDict
@@ -170,7 +170,8 @@ class TransportWeightSync:
     """The refit of all engines by `transport`; None: through a file in shared memory.
 
     All engines pause, all load, all resume: none samples under the new weights before all have them. The first refit of
-    each engine is verified with `probes` (token ids of prompts), later ones where `section.verify` says so.
+    each engine is verified with `probes` (token ids of prompts), on a CPU the first two, since the second repeats what
+    was recorded in the first; later ones where `section.verify` says so.
     `dtype` and `device` are those of the engine's computation, `sampling` that of training, whose log-probs the policy
     computes. With `keep_cache` running requests continue with keys and values of the old weights.
     """
@@ -193,7 +194,8 @@ class TransportWeightSync:
         self._sampling = replace(sampling, max_new_tokens=PROBE_TOKENS)
         self._keep_cache = keep_cache
         self._transport = transport or SharedMemory()
-        self._verified: WeakSet[Generation] = WeakSet()
+        self._num_first = 2 if device == "cpu" else 1  # refits of an engine that are always verified
+        self._num_verified: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
 
     async def publish(
         self, policy: Policy, generation: Generation, *, weight_version: int, turns: DeviceTurns | None = None
@@ -206,15 +208,18 @@ class TransportWeightSync:
             staged = await self._transport.stage(policy)
             await generation.pause(keep_cache=self._keep_cache)
             await self._transport.deliver(policy, generation, staged, weight_version)
+            del staged  # it may be a copy of all weights
         await generation.resume()
-        unverified = [e for e in engine_replicas(generation) if self._verify_all or e not in self._verified]
+        replicas = engine_replicas(generation)
+        unverified = [e for e in replicas if self._verify_all or self._num_verified.get(e, 0) < self._num_first]
         if not unverified:
             return
         if not self._probes:
             logger.warning("no probe prompts: the refit to weights %d is not verified", weight_version)
             return
         await self._verify(policy, unverified, weight_version, turns)
-        self._verified.update(unverified)
+        for engine in unverified:
+            self._num_verified[engine] = self._num_verified.get(engine, 0) + 1
 
     async def _verify(
         self, policy: Policy, engines: Sequence[Generation], weight_version: int, turns: DeviceTurns | None
@@ -235,16 +240,31 @@ class TransportWeightSync:
 
 
 class InProcess:
-    """The transport `in_process`: the engine copies the policy's own tensors, which nothing changes meanwhile."""
+    """The transport `in_process`: the engine copies the policy's own tensors, which nothing changes meanwhile.
+
+    An engine that writes to them would train the policy: torch counts the writes, and one raises WeightSyncError.
+    """
+
+    def __init__(self) -> None:
+        self._writes: list[int] = []  # to each tensor, before it is delivered
 
     async def stage(self, policy: Policy) -> LocalWeights:
-        return LocalWeights(await policy.run_with_weights(tuple))
+        weights = LocalWeights(await policy.run_with_weights(tuple))
+        self._writes = [tensor._version for _, tensor in weights.tensors]
+        return weights
 
     async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
         await generation.update_weights(staged, weight_version)
+        assert isinstance(staged, LocalWeights)
+        for (name, tensor), writes in zip(staged.tensors, self._writes, strict=True):
+            if tensor._version != writes:
+                raise WeightSyncError(
+                    f"the engine has written to the policy's own {name} while it loaded it; with "
+                    "weight_sync.transport: shared_memory it gets a copy"
+                )
 
     def close(self) -> None:
-        """Do nothing: it holds nothing."""
+        """Do nothing: it holds no weights."""
 
 
 class WeightFile:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nemo_rl.interfaces import Generation, Policy, Weights
 
 KEY = "weight_sync.transport"
-IN_DRIVER = "an engine in the driver's process reads weights from its memory or from a file"
+IN_DRIVER = "an engine in the driver's process copies the policy's tensors or maps a file"
 
 
 class Transport(Protocol):

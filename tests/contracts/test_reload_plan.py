@@ -1,6 +1,7 @@
 """A CPU engine that repeats the copies of an earlier refit computes what a policy of any architecture computes."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,11 +70,16 @@ TOLERANCE = {"gemma2": 1e-2}
 
 @contextmanager
 def engine_of(
-    runner: asyncio.Runner, model: PreTrainedModel, directory: Path, *, in_process: bool = True
+    runner: asyncio.Runner,
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    in_process: bool = True,
+    dtype: str = "float32",
 ) -> Iterator[VllmGeneration]:
     model.save_pretrained(directory)
     options = section(in_process=in_process)
-    engine = runner.run(VllmGeneration.create(options, EngineModel(str(directory), "float32", LENGTH, "cpu")))
+    engine = runner.run(VllmGeneration.create(options, EngineModel(str(directory), dtype, LENGTH, "cpu")))
     try:
         yield engine
     finally:
@@ -96,12 +102,21 @@ def plan_of(engine: Any) -> Any:
 class Publisher(UntrainedPolicy):
     """Publishes as policies do: the tensors of the model's files, which for experts are not the model's own."""
 
+    dtype = torch.float32
+
     async def run_with_weights(self, use: Any) -> Any:
-        return use(named_weights(self.model, torch.float32))
+        return use(named_weights(self.model, self.dtype))
 
 
-async def refit(engine: VllmGeneration, transport: Any, model: PreTrainedModel, version: int) -> None:
+async def refit(
+    engine: VllmGeneration,
+    transport: Any,
+    model: PreTrainedModel,
+    version: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     policy: Any = Publisher(model)
+    policy.dtype = dtype
     staged = await transport.stage(policy)
     await engine.pause()
     await transport.deliver(policy, engine, staged, version)
@@ -130,8 +145,7 @@ def test_refits_repeat_the_copies_of_the_first_one_exactly(engine_loop, tmp_path
         assert plans[1] is plans[2] is plans[0]
 
 
-def test_another_transport_makes_a_plan_of_its_own(engine_loop, tmp_path):
-    """Tensors of a file and of this process have the same shapes, and so one plan; transposed ones have not."""
+def test_plan_holds_for_every_transport_through_host_memory_and_for_the_same_strides(engine_loop, tmp_path):
     torch.manual_seed(0)
     model = COPIED["llama, biases, untied"]().float().eval()
     file = SharedMemory()
@@ -141,13 +155,25 @@ def test_another_transport_makes_a_plan_of_its_own(engine_loop, tmp_path):
         engine_loop.run(refit(engine, file, randomized(model, 2), 2))
         assert plan_of(engine) is first
         assert difference(engine_loop, engine, model) < 1e-4
-        with torch.no_grad():
-            weight = model.model.layers[0].mlp.down_proj.weight
-            weight.data = weight.data.T.contiguous().T  # the same values with other strides
+        weight = model.model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data.T.contiguous().T  # the same values with other strides
         engine_loop.run(refit(engine, InProcess(), randomized(model, 3), 3))
         assert plan_of(engine) not in (None, first)
         assert difference(engine_loop, engine, model) < 1e-4
     file.close()
+
+
+@pytest.mark.parametrize("name", ["llama, biases, untied", "qwen2, tied"])
+def test_refits_in_bfloat16_repeat_the_copies_too(engine_loop, tmp_path, name):
+    torch.manual_seed(0)
+    model = COPIED[name]().float().eval()
+    with engine_of(engine_loop, model, tmp_path, dtype="bfloat16") as engine:
+        for version in (1, 2):
+            engine_loop.run(refit(engine, InProcess(), randomized(model, version), version, torch.bfloat16))
+            assert plan_of(engine) is not None
+            rounded: Any = copy.deepcopy(model)
+            rounded = rounded.to(torch.bfloat16).float()
+            assert difference(engine_loop, engine, rounded) < 0.2  # one old matrix: above 1
 
 
 def test_model_with_experts_is_loaded_by_vllm_each_time(engine_loop, tmp_path):

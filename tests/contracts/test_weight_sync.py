@@ -107,22 +107,41 @@ def test_output_layer_that_stays_the_old_one_is_found(engine_loop, engines):
     published(engine_loop, engine, tiny_model(tied=True, seed=8))
 
 
+def test_repeated_refit_that_lacks_a_copy_is_found(engine_loop, engines):
+    """The first refit is made by vLLM's own loaders, then repeated; only the second shows a fault of the plan."""
+    engine = engines("vllm in process", "tied")
+    published(engine_loop, engine, tiny_model(tied=True, seed=9))
+    worker = engine._engine._thread._core.model_executor.driver_worker.worker
+    planned = next(
+        t for layer in worker._plan.layers for t in layer.tensors if t.path.endswith("1.mlp.down_proj.weight")
+    )
+    copies = dict(planned.copies)
+    planned.copies.clear()
+    try:
+        with pytest.raises(WeightSyncError, match="differ from the policy's by"):
+            published(engine_loop, engine, tiny_model(tied=True, seed=10))
+    finally:
+        planned.copies.update(copies)
+    published(engine_loop, engine, tiny_model(tied=True, seed=10))
+
+
 def test_later_refits_are_verified_where_the_section_says_so(engine_loop, engines):
     engine = engines("hf", "tied")
 
-    async def publish_twice(verify: bool) -> None:
+    async def publish_thrice(verify: bool) -> None:
         policy = UntrainedPolicy(tiny_model(tied=True))
         sync = TransportWeightSync(PROBES, WeightSyncConfig(verify=verify), "float32")
         try:
-            await sync.publish(policy, engine, weight_version=1)  # type: ignore[arg-type]
+            for weight_version in (1, 2):
+                await sync.publish(policy, engine, weight_version=weight_version)  # type: ignore[arg-type]
             policy.published = lambda name, tensor: tensor * 1.5
-            await sync.publish(policy, engine, weight_version=2)  # type: ignore[arg-type]
+            await sync.publish(policy, engine, weight_version=3)  # type: ignore[arg-type]
         finally:
             sync.close()
 
-    engine_loop.run(publish_twice(verify=False))
-    with pytest.raises(WeightSyncError, match="weights 2"):
-        engine_loop.run(publish_twice(verify=True))
+    engine_loop.run(publish_thrice(verify=False))
+    with pytest.raises(WeightSyncError, match="weights 3"):
+        engine_loop.run(publish_thrice(verify=True))
 
 
 def test_verification_heeds_the_temperature(engine_loop, engines):

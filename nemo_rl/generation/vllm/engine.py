@@ -261,6 +261,8 @@ class VllmGeneration:
             from nemo_rl.generation.weight_reading import write_node_file  # loads Ray, which the chunks are from
 
             weights = await asyncio.to_thread(write_node_file, weights)
+        if isinstance(weights, LocalWeights) and self._pids:
+            raise WeightSyncError("an engine in a process of its own cannot read the policy's tensors")
         method, arguments = weight_loading_call(weights)
         await self._engine.collective_rpc(method, args=arguments)
         if not self._paused_engine and not await self._engine.reset_prefix_cache():

@@ -5,6 +5,7 @@ Python a tensor, for small models twice as long as copying and packing. Where a 
 values.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,7 +18,9 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
+logger = logging.getLogger(__name__)
+
+TensorLayout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +51,17 @@ class PlannedTensor:
     name: str  # of the attribute
     path: str  # in the model
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
-    copies: list[Copy] = field(default_factory=list)
-    is_filled: bool = False  # a constant is written to a part of it, such as the padding of a vocabulary
+    copies: dict[Copy, None] = field(default_factory=dict)  # in their order, each once: loaders are called twice
+    fills: list[View] = field(default_factory=list)  # of a constant, such as the padding of a vocabulary
 
-    def is_covered(self) -> bool:
-        """Return whether the copies write all of it."""
-        covered = torch.zeros(self.shape, dtype=torch.bool)
-        for copy in self.copies:
-            copy.write.of(covered).fill_(True)
-        return bool(covered.all())
+    def written_part(self) -> torch.Tensor:
+        """Return where the copies write."""
+        written = torch.empty_strided(self.shape, self.stride, dtype=torch.bool).fill_(False)
+        for each in self.copies:
+            each.write.of(written).fill_(True)
+        return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +77,36 @@ class PlannedLayer:
         method = getattr(self.layer, "quant_method", None)
         if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             return False
-        return not is_deferred_attention_layer(self.layer) and all(map(self._is_possible, self.tensors))
+        return not is_deferred_attention_layer(self.layer) and all(map(self._can_be_filled, self.tensors))
 
-    def _is_possible(self, planned: PlannedTensor) -> bool:
+    def _can_be_filled(self, planned: PlannedTensor) -> bool:
         held: torch.Tensor = getattr(self.layer, planned.name)
-        if held.shape == planned.shape and held.is_contiguous():
+        written = planned.written_part()
+        if any(bool(view.of(written).any()) for view in planned.fills):  # the order would matter
+            return False
+        if (tuple(held.shape), tuple(held.stride())) == (planned.shape, planned.stride):
             return True
-        # After packing vLLM keeps an empty weight: it is made again, whole.
-        is_made = self.is_packed and planned.name == "weight" and held.numel() == 0 and len(planned.shape) == 2
-        return is_made and planned.is_covered() and not planned.is_filled
+        # After packing vLLM keeps an empty weight. It is allocated anew, so the copies must write all of it.
+        is_allocated = self.is_packed and planned.name == "weight" and held.numel() == 0 and len(planned.shape) == 2
+        return is_allocated and bool(written.all())
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill the layer's tensors, and pack its weight."""
-        made: torch.Tensor | None = None
+        allocated: torch.Tensor | None = None
         for planned in self.tensors:
             target: torch.Tensor = getattr(self.layer, planned.name).data
             if target.shape != planned.shape:
-                target = made = torch.empty(planned.shape, dtype=planned.dtype)
-            for copy in planned.copies:
-                copy.write.of(target).copy_(copy.read.of(tensors[copy.source]))
+                target = allocated = torch.empty_strided(planned.shape, planned.stride, dtype=planned.dtype)
+            for each in planned.copies:
+                each.write.of(target).copy_(each.read.of(tensors[each.source]))
         if self.is_packed:
-            self._pack(made)
+            self._pack(allocated)
 
-    def _pack(self, made: torch.Tensor | None) -> None:
+    def _pack(self, allocated: torch.Tensor | None) -> None:
         layer = cast(Any, self.layer)
         held = layer.weight
-        if made is not None:
-            layer.weight = nn.Parameter(made, requires_grad=False)
+        if allocated is not None:
+            layer.weight = nn.Parameter(allocated, requires_grad=False)
         layer.quant_method.process_weights_after_loading(layer)
         layer.weight = held  # the parameter with vLLM's attributes, which its own reload expects
 
@@ -108,18 +115,18 @@ class PlannedLayer:
 class ReloadPlan:
     """The copies of a reload of one model, and the tensors that it was recorded with."""
 
-    sources: Mapping[str, Key]
+    sources: Mapping[str, TensorLayout]
     layers: tuple[PlannedLayer, ...]
     attention_layers: tuple[nn.Module, ...]  # which may hold what they compute from weights of others
 
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether these tensors have the names, shapes, strides and dtypes of the recorded ones."""
-        return self.sources == {name: _key(tensor) for name, tensor in tensors.items()}
+        return self.sources == layouts_of(tensors)
 
     def apply(self, tensors: Mapping[str, torch.Tensor], model_config: ModelConfig) -> None:
-        """Copy the tensors into the model and pack its matrices, but for those of output layers."""
+        """Copy the tensors into the model and pack its matrices; output layers are left to the caller to pack."""
         for layer in self.layers:
-            layer.copy(tensors)
+            layer.load(tensors)
         for layer in self.attention_layers:
             cast(Any, layer).process_weights_after_loading(model_config.dtype)
 
@@ -138,16 +145,17 @@ class ReloadRecorder(TorchDispatchMode):
         for path, layer in model.named_modules():
             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if tensor is not None:
-                    place = f"{path}.{name}" if path else name
-                    planned = PlannedTensor(name, place, tuple(tensor.shape), tensor.dtype)
+                    full_path = f"{path}.{name}" if path else name
+                    planned = PlannedTensor(name, full_path, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
                     self._targets.setdefault(_storage(tensor), (layer, planned, tensor))
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by storage, kept alive
-        self._is_possible = True
+        self._obstacle: str | None = None  # the first thing that copies alone would not repeat
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights; copies from these very tensors are recorded."""
         for name, tensor in weights:
-            self._is_possible &= _storage(tensor) not in self._sources  # two in one storage are not told apart
+            if _storage(tensor) in self._sources:
+                self._object(f"{name} shares its storage with another weight")
             self._sources[_storage(tensor)] = name, tensor
             yield name, tensor
 
@@ -157,7 +165,7 @@ class ReloadRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def plan(self, loaded: Set[str] | None) -> ReloadPlan | None:
-        """Return the plan, or None where copies are not all that happened.
+        """Return the plan, or None, with a line in the log, where copies are not all that happened.
 
         `loaded` are the names of the parameters that the model says it has loaded.
         """
@@ -171,16 +179,30 @@ class ReloadRecorder(TorchDispatchMode):
             )
             for layer, tensors in by_layer.items()
         )
-        tensors = [planned for layer in layers for planned in layer.tensors]
-        used = {copy.source for planned in tensors for copy in planned.copies}
-        sources = {name: _key(tensor) for name, tensor in self._sources.values()}
-        is_complete = used == sources.keys() and (loaded or set()) <= {planned.path for planned in tensors}
-        if not (self._is_possible and is_complete and all(layer.can_be_repeated() for layer in layers)):
+        sources = layouts_of(dict(self._sources.values()))
+        self._check(layers, sources.keys(), loaded or set())
+        if self._obstacle is not None:
+            logger.info("vLLM's own loaders make each refit: %s", self._obstacle)
             return None
         return ReloadPlan(sources, layers, tuple(filter(is_deferred_attention_layer, self._model.modules())))
 
+    def _check(self, layers: Iterable[PlannedLayer], sources: Set[str], loaded: Set[str]) -> None:
+        tensors = [planned for layer in layers for planned in layer.tensors]
+        used = {each.source for planned in tensors for each in planned.copies}
+        if unused := sorted(sources - used):
+            self._object(f"{unused[0]} is not copied")
+        if uncopied := sorted(loaded - {planned.path for planned in tensors}):
+            self._object(f"{uncopied[0]} is loaded otherwise than by copies")
+        for layer in layers:
+            if not layer.can_be_repeated():
+                self._object(f"{layer.tensors[0].path} is processed after it is loaded")
+
+    def _object(self, obstacle: str) -> None:
+        self._obstacle = self._obstacle or obstacle
+
     def _record(self, func: Any, args: tuple[Any, ...]) -> None:
-        self._is_possible &= _storage(args[0]) not in self._sources  # a loader changes what it is given
+        if _storage(args[0]) in self._sources:
+            self._object(f"a loader writes to {self._sources[_storage(args[0])][0]}, which it is given")
         known = self._targets.get(_storage(args[0]))
         if known is None:
             return
@@ -188,17 +210,19 @@ class ReloadRecorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             if _storage(args[1]) == _storage(args[0]):  # a parameter onto itself
                 return
-            source = self._sources.get(_storage(args[1]))
-            if source is not None:
-                name, whole = source
-                copy = Copy(name, _view(args[1], whole), _view(args[0], target))
-                if copy not in planned.copies:  # loaders are called twice
-                    planned.copies.append(copy)
+            name, whole = self._sources.get(_storage(args[1]), ("", None))
+            if whole is not None and (args[0].dtype, args[1].dtype) == (target.dtype, whole.dtype):
+                planned.copies[Copy(name, _view(args[1], whole), _view(args[0], target))] = None
                 return
         elif func is torch.ops.aten.fill_.Scalar:
-            planned.is_filled = True
+            planned.fills.append(_view(args[0], target))
             return
-        self._is_possible = False  # it is computed, not copied
+        self._object(f"{planned.path} is computed, not copied")
+
+
+def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorLayout]:
+    """Return shape, stride and dtype of each tensor."""
+    return {name: (tuple(t.shape), tuple(t.stride()), t.dtype) for name, t in tensors.items()}
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -208,7 +232,3 @@ def _storage(tensor: torch.Tensor) -> int:
 def _view(part: torch.Tensor, whole: torch.Tensor) -> View:
     offset = int(part.storage_offset()) - int(whole.storage_offset())
     return View(tuple(part.shape), tuple(part.stride()), offset)
-
-
-def _key(tensor: torch.Tensor) -> Key:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype

@@ -19,7 +19,7 @@ from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.distributed.machine import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
 from nemo_rl.generation.vllm import cpu_layers  # vLLM makes its layers
-from nemo_rl.generation.vllm.reload_plan import ReloadPlan, ReloadRecorder
+from nemo_rl.generation.vllm.reload_plan import ReloadPlan, ReloadRecorder, TensorLayout, layouts_of
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import WeightEntry, WeightManifest
 
@@ -41,6 +41,7 @@ class WeightLoadingExtension:
     rank: int  # among the engine's workers
     _stream: TensorStream | None = None
     _plan: ReloadPlan | None = None  # on a CPU, once tensors have been loaded from host memory
+    _unplanned: dict[str, TensorLayout] | None = None  # the tensors last loaded so, where there can be no plan
 
     def detach_from_terminal(self, trainer: int) -> tuple[int, int]:
         """Leave Ctrl-C in a terminal to the trainer, which ends the engine; die with a trainer that is killed.
@@ -102,12 +103,13 @@ class WeightLoadingExtension:
     def _load_from_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load whole tensors, which may be read twice; on a CPU repeat the copies of the last load of such tensors."""
         if not current_platform.is_cpu():
-            self._load(iter(tensors.items()), is_recorded=True)
+            self._load(iter(tensors.items()))
             return
         if self._plan is None or not self._plan.fits(tensors):
-            self._plan = None
-            self._load(iter(tensors.items()), is_recorded=True)
-        if self._plan is not None:  # right after it was made, too: what follows verifies the first load
+            layouts = layouts_of(tensors)
+            self._load(iter(tensors.items()), is_recorded=layouts != self._unplanned)
+            self._unplanned = layouts if self._plan is None else None
+        if self._plan is not None:  # right after it was made, too, so that every refit ends in the same way
             self._repeat(self._plan, tensors)
 
     def _repeat(self, plan: ReloadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -119,6 +121,7 @@ class WeightLoadingExtension:
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]], *, is_recorded: bool = False) -> None:
         """Load by vLLM's layerwise reload: every tensor keeps its address, which captured CUDA graphs rely on."""
         model = self.model_runner.get_model()
+        self._plan = None
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             expected = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
@@ -129,15 +132,16 @@ class WeightLoadingExtension:
             self.repack_layers(model)
         if missing := sorted(expected - (loaded or expected)):
             raise ValueError(f"the policy gave no weights for {', '.join(missing[:5])} ({len(missing)} in all)")
-        self._plan = recorder.plan(loaded) if recorder else None
+        if recorder is not None:
+            self._plan = recorder.plan(loaded)
         self.model_runner.reset_lora_state()
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
 
     def repack_layers(self, model: torch.nn.Module) -> None:
-        """Pack what vLLM 0.32 multiplies by packed copies of on a CPU, and its reload does not pack again.
+        """Pack, on a CPU, the layers that vLLM 0.32 multiplies in packed form but does not pack after a reload.
 
-        These are output layers with tied embeddings, whose copy stays the old one, and experts, which stay unpacked.
+        These are output layers with tied embeddings, whose packed form stays the old one, and experts.
         """
         if not current_platform.is_cpu():
             return

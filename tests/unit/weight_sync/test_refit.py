@@ -10,10 +10,13 @@ from tensordict import TensorDict
 from nemo_rl.config.run import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.router import ReplicatedGeneration
+from nemo_rl.generation.weight_reading import map_weights
+from nemo_rl.interfaces import Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 from nemo_rl.weight_sync.refit import (
     LOW_PRECISION,
     PROBE_SAMPLING,
+    InProcess,
     Tolerance,
     TransportWeightSync,
     compare_logprobs,
@@ -41,12 +44,17 @@ class RecordingPolicy:
 
 
 def publish(
-    *versions: int, section: WeightSyncConfig, off: float = 0.0, probes: Any = ((1, 2),), keep_cache: bool = False
+    *versions: int,
+    section: WeightSyncConfig,
+    off: float = 0.0,
+    probes: Any = ((1, 2),),
+    keep_cache: bool = False,
+    device: str = "cpu",
 ) -> list[str]:
     async def main() -> list[str]:
         engine = FakeGeneration()
         policy = RecordingPolicy(engine.calls, off)
-        sync = TransportWeightSync(probes, section, "float32", keep_cache=keep_cache)
+        sync = TransportWeightSync(probes, section, "float32", keep_cache=keep_cache, device=device)
         try:
             for version in versions:
                 await sync.publish(policy, engine, weight_version=version)  # type: ignore[arg-type]
@@ -62,11 +70,48 @@ def refit(version: int) -> list[str]:
 
 
 def test_weights_are_written_before_the_engine_pauses_and_the_first_refit_is_verified():
-    assert publish(1, 2, section=WeightSyncConfig()) == [*refit(1), "logprobs", *refit(2)]
+    assert publish(1, 2, section=WeightSyncConfig(), device="cuda") == [*refit(1), "logprobs", *refit(2)]
+
+
+def test_on_a_cpu_the_second_refit_is_verified_too():
+    calls = publish(1, 2, 3, section=WeightSyncConfig())
+    assert calls == [*refit(1), "logprobs", *refit(2), "logprobs", *refit(3)]
 
 
 def test_every_refit_is_verified_where_the_section_says_so():
-    assert publish(1, 2, section=WeightSyncConfig(verify=True)) == [*refit(1), "logprobs", *refit(2), "logprobs"]
+    calls = publish(1, 2, 3, section=WeightSyncConfig(verify=True))
+    assert calls == [*refit(1), "logprobs", *refit(2), "logprobs", *refit(3), "logprobs"]
+
+
+class Trainable:
+    """A policy of one weight, and an engine that may write to it while it loads it."""
+
+    def __init__(self, *, is_written: bool) -> None:
+        self.weight = torch.ones(2, 2)
+        self.loaded = torch.zeros(2, 2)
+        self._is_written = is_written
+
+    async def run_with_weights(self, use: Callable[[Any], Any]) -> Any:
+        return use([("a.weight", self.weight.detach())])
+
+    async def update_weights(self, weights: Weights, weight_version: int) -> None:
+        for _, tensor in map_weights(weights):
+            self.loaded.copy_(tensor.mul_(2.0) if self._is_written else tensor)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_engine_that_writes_to_the_policys_own_tensors_is_refused(is_written: bool) -> None:
+    async def main() -> None:
+        both: Any = Trainable(is_written=is_written)
+        transport = InProcess()
+        await transport.deliver(both, both, await transport.stage(both), 1)
+        assert torch.equal(both.loaded, both.weight)
+
+    if is_written:
+        with pytest.raises(WeightSyncError, match=r"written to the policy's own a\.weight while it loaded it"):
+            asyncio.run(main())
+    else:
+        asyncio.run(main())
 
 
 def test_tolerance_is_the_sections():
@@ -120,23 +165,22 @@ def test_on_a_shared_device_the_engine_samples_the_probes_before_the_policy_scor
     ]
 
 
-def test_the_first_refit_of_each_replica_is_verified():
+def test_the_first_refits_of_each_replica_are_verified():
     async def main() -> list[str]:
         engines = [FakeGeneration(), FakeGeneration()]
         router = ReplicatedGeneration(engines)
         policy = RecordingPolicy([])
         sync = TransportWeightSync(((1, 2),), WeightSyncConfig(), "float32")
         try:
-            for version in (1, 2):
+            for version in (1, 2, 3):
                 await sync.publish(policy, router, weight_version=version)  # type: ignore[arg-type]
         finally:
             sync.close()
         asked = [request.request_id for engine in engines for request in engine.requests]
-        assert [len(engine.requests) for engine in engines] == [1, 1]
-        assert asked == ["verify-1-0", "verify-1-0"]
+        assert asked == ["verify-1-0", "verify-2-0"] * 2
         return policy.calls
 
-    assert asyncio.run(main()) == ["run_with_weights", "logprobs", "logprobs", "run_with_weights"]
+    assert asyncio.run(main()) == [*["run_with_weights", "logprobs", "logprobs"] * 2, "run_with_weights"]
 
 
 class Echo:

@@ -65,10 +65,10 @@ def test_auto_takes_the_nearest_way_that_there_is(layout, expected):
         (
             "object_store",
             replace(cpu(0), engine_in_driver=True),
-            "an engine in the driver's process reads weights from",
+            "an engine in the driver's process copies",
         ),
-        ("nccl", replace(cuda(split=True), engine_in_driver=True), "an engine in the driver's process reads weights"),
-        ("cuda_ipc", replace(cuda(), engine_in_driver=True), "an engine in the driver's process reads weights from"),
+        ("nccl", replace(cuda(split=True), engine_in_driver=True), "an engine in the driver's process copies"),
+        ("cuda_ipc", replace(cuda(), engine_in_driver=True), "an engine in the driver's process copies"),
         ("shared_memory", cpu(0, 1), "engines on other machines"),
         ("in_process", cpu(0), "policy and engine are in processes of their own; allowed: auto, shared_memory"),
         ("in_process", replace(cuda(), engine_with_policy=True), "all weights would be on the device once more"),
@@ -159,6 +159,33 @@ def test_every_engine_reads_what_auto_sends_it_under_every_layout(
     chosen = choose_transport("auto", make_layout(config, device))
     assert chosen == expected
     assert chosen in READS[backend]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "memory_nodes", "expected"),
+    [
+        (["++policy.generation.in_actor=true"], 1, "shared_memory"),
+        (["++policy.generation.vllm_cfg.in_process=false"], 1, "shared_memory"),
+        (["++policy.generation.num_replicas=2"], 1, "shared_memory"),
+        (["++grpo.val_overlap=true"], 1, "shared_memory"),
+        (["++grpo.val_overlap=true", "++policy.generation.vllm_cfg.in_process=true"], 1, "in_process"),
+        ([], 2, "shared_memory"),
+        (["policy.generation.backend=hf", "++policy.dtensor_cfg.data_parallel_size=2"], 1, "shared_memory"),
+        (["policy.generation.backend=hf", "++grpo.val_overlap=true"], 1, "in_process"),
+    ],
+)
+def test_policys_tensors_go_only_to_an_engine_in_its_process(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], memory_nodes: int, expected: str
+) -> None:
+    monkeypatch.setattr(entry, "num_memory_nodes", lambda: memory_nodes)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    layout = make_layout(load_config(find_recipe("quickstart"), overrides), "cpu")
+    assert choose_transport("auto", layout) == expected
+
+
+def test_engine_of_a_user_gets_a_file() -> None:
+    config = load_config(find_recipe("quickstart"), [f"policy.generation.backend={__name__}:Pigeon"])
+    assert choose_transport("auto", make_layout(config, "cpu")) == "shared_memory"
 
 
 class Pigeon:
