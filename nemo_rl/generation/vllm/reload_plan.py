@@ -173,12 +173,7 @@ class ReloadRecorder(TorchDispatchMode):
         for layer, planned, _ in self._targets.values():
             if planned.copies:
                 by_layer.setdefault(layer, []).append(planned)
-        layers = tuple(
-            PlannedLayer(
-                layer, tuple(tensors), hasattr(layer, "quant_method") and not isinstance(layer, ParallelLMHead)
-            )
-            for layer, tensors in by_layer.items()
-        )
+        layers = tuple(PlannedLayer(layer, tuple(tensors), _is_packed(layer)) for layer, tensors in by_layer.items())
         sources = layouts_of(dict(self._sources.values()))
         self._check(layers, sources.keys(), loaded or set())
         if self._obstacle is not None:
@@ -218,6 +213,11 @@ class ReloadRecorder(TorchDispatchMode):
             planned.fills.append(_view(args[0], target))
             return
         self._object(f"{planned.path} is computed, not copied")
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    """Return whether vLLM packs a layer once it is loaded; output layers are packed by the caller of `apply`."""
+    return getattr(layer, "quant_method", None) is not None and not isinstance(layer, ParallelLMHead)
 
 
 def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorLayout]:
