@@ -96,7 +96,7 @@ async def keep_asking(engine: WatchedGeneration, names: Iterable[int]) -> None:
 async def measure(engine: WatchedGeneration, policy: Weights, num_requests: int, rounds: int, keep_cache: bool) -> str:
     """One row: medians over the rounds."""
     sync = TransportWeightSync([], WeightSyncConfig(), "float32", keep_cache=keep_cache)
-    sync._verified.add(engine)  # not verified: that is no part of an update
+    sync._num_verified[engine] = 2  # not verified: that is no part of an update
     names = itertools.count()
     askers = [asyncio.create_task(keep_asking(engine, names)) for _ in range(num_requests)]
     gaps: list[float] = []
