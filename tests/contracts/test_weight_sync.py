@@ -108,7 +108,7 @@ def test_output_layer_that_stays_the_old_one_is_found(engine_loop, engines):
 
 
 def test_repeated_refit_that_lacks_a_copy_is_found(engine_loop, engines):
-    """The first refit is made by vLLM's own loaders, then repeated; only the second shows a fault of the plan."""
+    """The first refit is made by vLLM's own loaders; only the second shows a fault of the plan."""
     engine = engines("vllm in process", "tied")
     published(engine_loop, engine, tiny_model(tied=True, seed=9))
     worker = engine._engine._thread._core.model_executor.driver_worker.worker

@@ -105,12 +105,12 @@ class WeightLoadingExtension:
         if not current_platform.is_cpu():
             self._load(iter(tensors.items()))
             return
-        if self._plan is None or not self._plan.fits(tensors):
-            layouts = layouts_of(tensors)
-            self._load(iter(tensors.items()), is_recorded=layouts != self._unplanned)
-            self._unplanned = layouts if self._plan is None else None
-        if self._plan is not None:  # right after it was made, too, so that every refit ends in the same way
+        if self._plan is not None and self._plan.fits(tensors):
             self._repeat(self._plan, tensors)
+            return
+        layouts = layouts_of(tensors)
+        self._load(iter(tensors.items()), is_recorded=layouts != self._unplanned)
+        self._unplanned = layouts if self._plan is None else None
 
     def _repeat(self, plan: ReloadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
